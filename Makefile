@@ -1,0 +1,61 @@
+# `make train` and `make test` set up all they need. Everything lives in .venv, data/ and runs/.
+PYTHON ?= python3
+# On a machine without an NVIDIA GPU this avoids gigabytes of CUDA libraries:
+#   make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+RUNTIME := .venv/.runtime-installed
+DEV := .venv/.dev-installed
+
+.PHONY: help train test setup lint bench soak docs clean
+
+help:            ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
+
+train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 minutes on 2 cores
+	$(BIN)/perdure data prepare wikipedia --out data/wikipedia --train-bpe 4096
+	$(BIN)/perdure train recipes/quickstart.yaml
+	@echo
+	@echo "A continuation from the newest checkpoint:"
+	@$(BIN)/perdure generate runs/quickstart --prompt "The river" --max-new-tokens 60
+	@echo
+	@echo "Next:"
+	@echo "  $(BIN)/perdure ckpt show runs/quickstart                          what the checkpoint holds"
+	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.steps=600        train on from it"
+	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp strategy.sharding=null"
+
+test: lint       ## lint, types, import contracts and the whole test suite
+	$(BIN)/python -m pytest
+
+setup: $(DEV)    ## make .venv with everything that the other targets need
+
+lint: $(DEV)     ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEV)    ## every benchmark, against its peer
+	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
+
+soak: $(DEV)     ## long randomised tests: kills and resumes, about 15 minutes
+	SOAK=1 $(BIN)/python -m pytest tests/distributed
+
+docs: $(DEV)     ## regenerate what is made from the code
+	$(BIN)/perdure recipe reference > docs/recipe.md
+	$(BIN)/perdure recipe schema > recipes/schema.json
+
+clean:           ## remove .venv, data/ and runs/
+	rm -rf .venv data runs
+
+$(RUNTIME): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Perdure needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,94 @@
+"""Shared by the benchmark programs: data, subprocesses, tables."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+
+def arguments(description: str, **numbers: int) -> argparse.Namespace:
+    """Command line of a benchmark: `--json FILE`, and `--NAME N` for each of `numbers`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    return parser.parse_args()
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """A scratch directory that holds data/wikipedia as `make train` prepares it."""
+    with TemporaryDirectory(prefix="perdure-bench-") as scratch:
+        path = Path(scratch)
+        prepared = ROOT / "data" / "wikipedia"
+        if (prepared / "index.json").exists():
+            (path / "data").mkdir()
+            (path / "data" / "wikipedia").symlink_to(prepared)
+        else:
+            perdure = [sys.executable, "-m", "trainer.cli", "data", "prepare", "wikipedia"]
+            run([*perdure, "--out", "data/wikipedia", "--train-bpe", "4096"], path)
+        yield path
+
+
+def torchrun(ranks: int, *worker: str) -> list[str]:
+    """Command that starts `worker` (`-m module …` or `file.py …`) on `ranks` ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks), *worker]
+
+
+def run(command: Sequence[str], directory: Path, environment: Mapping[str, str] = {}) -> str:
+    """Run to the end in `directory`; returns stdout. A failure shows all output and stops."""
+    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env={**base, "PERDURE_LAUNCHED_AT": str(time.time()), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median and range on one line."""
+    return f"{median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
+
+
+def report(
+    title: str, rows: Sequence[Mapping[str, Any]], figures: Any, json_file: Path | None
+) -> None:
+    """Print a table (columns are the keys of the first row), and write `figures` as JSON."""
+    import torch
+
+    machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
+    machine += f", torch {torch.__version__}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    stamp = time.strftime("%Y-%m-%d")
+    print(f"\n{title}\n{stamp}, {machine}\n")
+    columns = list(rows[0])
+    table = [columns, *[[str(row[column]) for column in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for number, line in enumerate(table):
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("| " + " | ".join(cells) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    if json_file:
+        content = {"title": title, "date": stamp, "machine": machine, "figures": figures}
+        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

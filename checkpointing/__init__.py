@@ -1,0 +1,28 @@
+"""What makes training state durable: named tensors and a process group in, safetensors out.
+
+Imports neither trainer nor elastic. Public names load on first use, so that
+`checkpointing.options` is read, and checkpoints are listed, without importing torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Checkpointer": "checkpointer",
+    "CheckpointOptions": "options",
+    "load_model": "reader",
+    "newest_checkpoint": "steps",
+    "read_state": "steps",
+    "CheckpointError": "errors",
+    "WrongModel": "errors",
+    "DamagedCheckpoint": "errors",
+    "SaveFailed": "errors",
+    "StorageError": "errors",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'checkpointing' has no attribute {name!r}")
+    return getattr(import_module(f"checkpointing.{_HOME[name]}"), name)

@@ -1,0 +1,55 @@
+"""Errors of this package, sorted by what the caller does next.
+
+CheckpointError
+├── WrongModel         stop: the checkpoint is of another model, no older one will fit either
+├── DamagedCheckpoint  fall back to the checkpoint before; raised to callers when none is left
+├── StorageError       stop: what is there cannot be read here (permissions, a later format, …)
+└── SaveFailed         go on training: this save is lost, the checkpoints before it are untouched
+"""
+
+import errno
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package; each message is one line."""
+
+
+class WrongModel(CheckpointError):
+    """Names, shapes or dtypes in a checkpoint are not those of the model."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file of a checkpoint is missing, cut short or changed; the message names it."""
+
+
+class StorageError(CheckpointError):
+    """A checkpoint cannot be read, for another reason than damage; an older one would not help."""
+
+
+class SaveFailed(CheckpointError):
+    """A checkpoint could not be written. Equal on all ranks.
+
+    Attributes:
+        rank: where it failed first.
+        path: the file or directory concerned, if any.
+        errno: the system's error number, if any.
+    """
+
+    def __init__(
+        self, message: str, rank: int, path: str | None = None, errno: int | None = None
+    ) -> None:
+        super().__init__(message, rank, path, errno)  # all of them, so that it pickles
+        self.rank, self.path, self.errno = rank, path, errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def explain(error: BaseException) -> str:
+    """An error in one line: what the system says and its symbol, or type and message."""
+    if isinstance(error, OSError) and error.errno is not None:
+        symbol = errno.errorcode.get(error.errno, str(error.errno))
+        return f"{error.filename or ''}: {error.strerror} ({symbol})".lstrip(": ")
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,294 @@
+"""What `perdure ckpt ls | show | verify` tell. Reads without torch; every result prints as text.
+
+Each function takes a run directory (that holds `checkpoints/`), a directory of checkpoints, or one
+checkpoint.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError
+from checkpointing.layout import (
+    BLOCK_BYTES,
+    COMMIT_RECORD,
+    MODEL,
+    OPTIMIZER,
+    TRAINER_STATE,
+    CommitRecord,
+    FileRecord,
+    StoredTensor,
+    parse_step,
+)
+from checkpointing.steps import (
+    check_block,
+    list_steps,
+    open_step,
+    read_state,
+    reading,
+    stored_tensors,
+)
+from checkpointing.storage import opened, read_file
+
+
+def find_steps(path: str | Path) -> list[Path]:
+    """The checkpoints that a path stands for, newest first.
+
+    Raises:
+        StorageError: there are none.
+    """
+    path = Path(path)
+    if (path / COMMIT_RECORD).exists() or parse_step(path.name) is not None:
+        return [path]
+    steps = list_steps(path / "checkpoints") or list_steps(path)
+    if not steps:
+        raise StorageError(
+            f"{path}: holds no checkpoints; give a run directory, or a step-… directory in it"
+        )
+    return steps
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The newest good checkpoint that a path stands for.
+
+    Raises:
+        StorageError: there are no checkpoints.
+        DamagedCheckpoint: there is no good one; says what is wrong with the newest.
+    """
+    damage: list[DamagedCheckpoint] = []
+    for step in find_steps(path):
+        try:
+            return open_step(step).path
+        except DamagedCheckpoint as error:
+            damage.append(error)
+    raise damage[0]
+
+
+# --- ls --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint of a listing."""
+
+    path: Path
+    saved: float | None
+    """Unix time."""
+    state: dict[str, Any]
+    """What the trainer saved; empty if damaged."""
+    size: int
+    """Bytes of all files."""
+    files: int
+    problem: str | None
+    """None: committed, all files there, in their sizes. Bytes are checked by `verify`."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Checkpoints, newest first."""
+
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
+        return _table([header, *(_cells(row) for row in self.rows)])
+
+
+def ls(path: str | Path) -> Listing:
+    """List checkpoints, with what a cheap look says of each."""
+    return Listing([_row(step) for step in find_steps(path)])
+
+
+def _row(path: Path) -> Row:
+    try:
+        step = open_step(path)
+        saved = (path / COMMIT_RECORD).stat().st_mtime
+        size = sum(file.size for file in step.record.files.values())
+        return Row(path, saved, read_state(path), size, len(step.record.files), None)
+    except CheckpointError as error:
+        return Row(path, None, {}, 0, 0, str(error))
+
+
+def _cells(row: Row) -> list[str]:
+    if row.problem is not None:
+        return [row.path.name, "", "", "", "", "", "", f"DAMAGED: {row.problem}"]
+    tokens, loss = row.state.get("tokens"), row.state.get("validation_loss")
+    return [
+        row.path.name,
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved)),
+        f"{tokens:,}" if isinstance(tokens, int) else "",
+        f"{loss:.4f}" if isinstance(loss, float) else "",
+        human_bytes(row.size),
+        str(row.files),
+        _world(row.state),
+        "",
+    ]
+
+
+def _world(state: dict[str, Any]) -> str:
+    world = state.get("world", {})
+    return " ".join(str(world[key]) for key in ("world_size", "sharding") if key in world)
+
+
+# --- show ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds."""
+
+    path: Path
+    record: CommitRecord
+    model: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor]
+    state: dict[str, Any]
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: step {self.record.step}", ""]
+        for title, tensors in (("model", self.model), ("optimizer", self.optimizer)):
+            size = sum(tensor.meta.nbytes for tensor in tensors.values())
+            numbers = sum(prod(tensor.meta.shape) for tensor in tensors.values())
+            dtypes = Counter(tensor.meta.dtype for tensor in tensors.values())
+            lines.append(
+                f"{title}: {len(tensors)} tensors, {numbers:,} elements, {human_bytes(size)}, "
+                + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
+            )
+        rows = [
+            [f"  {name}", tensor.meta.dtype, str(list(tensor.meta.shape)), tensor.file]
+            for name, tensor in self.model.items()
+        ]
+        lines += ["", _table([["  tensor", "dtype", "shape", "file"], *rows])]
+        lines += ["", f"{TRAINER_STATE}:"]
+        lines += [f"  {key}: {_short(value)}" for key, value in self.state.items()]
+        return "\n".join(lines)
+
+
+def show(path: str | Path) -> Contents:
+    """Tensors and trainer state of a checkpoint; of a run, its newest good one.
+
+    Raises:
+        DamagedCheckpoint, StorageError: what is wrong with it.
+    """
+    step = open_step(find_checkpoint(path))
+    model, optimizer = (
+        stored_tensors(step, section, verify=True) for section in (MODEL, OPTIMIZER)
+    )
+    return Contents(step.path, step.record, model, optimizer, read_state(step.path))
+
+
+def _short(value: Any, limit: int = 100) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
+
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong in a checkpoint."""
+
+    checkpoint: Path
+    message: str
+    """Names the file, and the block where it is one."""
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint.name}: {self.message}"
+
+
+@dataclass
+class Verification:
+    """Outcome of checking every byte."""
+
+    checked: list[Path]
+    """The checkpoints."""
+    size: int = 0
+    """Bytes that were read."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        bad = {problem.checkpoint for problem in self.problems}
+        verdicts = [f"{path.name}: {'DAMAGED' if path in bad else 'good'}" for path in self.checked]
+        summary = (
+            f"{len(self.checked)} checkpoint(s), {human_bytes(self.size)}: "
+            f"{len(self.problems)} problem(s)"
+        )
+        return "\n".join([*map(str, self.problems), *verdicts, summary])
+
+
+def verify(path: str | Path) -> Verification:
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the commit record.
+
+    Goes on after a problem, to name all of them.
+    """
+    result = Verification(find_steps(path))
+    for step in result.checked:
+        size, messages = _verify_step(step)
+        result.size += size
+        result.problems += [Problem(step, message) for message in messages]
+    return result
+
+
+def _verify_step(step: Path) -> tuple[int, list[str]]:
+    """(bytes that its record names, what is wrong)"""
+    where = step / COMMIT_RECORD
+    try:
+        with reading(where):
+            record = CommitRecord.decode(read_file(where), str(where))
+    except CheckpointError as error:
+        return 0, [str(error)]
+    problems = []
+    if parse_step(step.name) not in (None, record.step):
+        problems.append(f"{where}: is the record of step {record.step}, not of this one")
+    # Reading and zlib.crc32 leave the interpreter, so a few threads use as many cores.
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for found in pool.map(
+            lambda name: _verify_file(step / name, record.files[name]), record.files
+        ):
+            problems += found
+    return sum(file.size for file in record.files.values()), problems
+
+
+def _verify_file(file: Path, record: FileRecord) -> list[str]:
+    problems: list[str] = []
+    try:
+        with reading(file), opened(file, os.O_RDONLY) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size != record.size:
+                problems.append(f"{file}: has {size} bytes, {record.size} were written")
+            for block in range(min(len(record.checksums), -(-size // BLOCK_BYTES))):
+                try:
+                    check_block(descriptor, file, record, block)
+                except DamagedCheckpoint as error:
+                    problems.append(str(error))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems
+
+
+# --- text ------------------------------------------------------------------------------------
+
+
+def human_bytes(size: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0  # the last column may be long
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,279 @@
+"""Who holds which bytes of a tensor, and who writes them. Pure: no files, no ranks asked, no torch.
+
+[Note: words]
+  layout   how a whole tensor is spread over the ranks of a mesh
+  box      a rectangle of the whole tensor that a rank holds; a rank holds one, or several where
+           a dimension is split right to left (`_StridedShard`), or none
+  run      a stretch of a box whose bytes also lie side by side in the whole tensor, that is, in
+           the file. A Shard(0) box is a single run; a Shard(1) box has a run per row
+  piece    bytes `start` to `stop` of a box, in the box's own row-major order, that one rank writes
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from checkpointing.layout import BLOCK_BYTES, DTYPE_BYTES, StoredTensor, TensorMeta
+
+
+@dataclass(frozen=True)
+class Split:
+    """What one mesh dimension does to a tensor."""
+
+    dim: int | None
+    """The tensor dimension that it splits, as torch.chunk does; None: it replicates."""
+    factor: int = 1
+    """Into how many parts the dimension is cut first, each of which is then split over the mesh
+    dimension (`_StridedShard.split_factor`)."""
+
+
+REPLICATE = Split(None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor's place on a mesh."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the mesh, row-major."""
+    mesh_shape: tuple[int, ...]
+    splits: tuple[Split, ...]
+    """One per mesh dimension, applied from left to right."""
+
+
+def replicated(ranks: Sequence[int]) -> Layout:
+    """The layout of a tensor that each of `ranks` holds whole."""
+    return Layout(tuple(ranks), (len(ranks),), (REPLICATE,))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor and how it is spread. Several layouts: meshes side by side that hold copies,
+    each known only to its own ranks."""
+
+    meta: TensorMeta
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a whole tensor."""
+
+    offset: tuple[int, ...]
+    """In the whole tensor."""
+    shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    """In the rank's local tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that one rank writes."""
+
+    name: str
+    stored: StoredTensor
+    """Where the whole tensor lies."""
+    box: Box
+    start: int
+    stop: int
+
+
+def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
+    """One view of all tensors from what each rank (global) knows, in the order of ranks and names.
+
+    Raises:
+        ValueError: ranks disagree about a tensor's shape or dtype, split it differently, or some
+            ranks of its mesh do not have it.
+    """
+    holders: dict[str, list[int]] = {}
+    merged: dict[str, TensorSpec] = {}
+    for rank, specs in specs_of_ranks.items():
+        for name, spec in specs.items():
+            holders.setdefault(name, []).append(rank)
+            known = merged.setdefault(name, spec)
+            if known.meta != spec.meta:
+                raise ValueError(f"{name} is {known.meta} on one rank and {spec.meta} on another")
+            layouts = tuple(dict.fromkeys((*known.layouts, *spec.layouts)))
+            if len({(layout.mesh_shape, layout.splits) for layout in layouts}) > 1:
+                raise ValueError(f"{name} is split differently on different ranks: {layouts}")
+            merged[name] = TensorSpec(known.meta, layouts)
+    for name, spec in merged.items():
+        meshes = {rank for layout in spec.layouts for rank in layout.ranks}
+        if meshes == set(holders[name]):
+            continue
+        if any(split != REPLICATE for split in spec.layouts[0].splits):
+            missing = sorted(meshes - set(holders[name]))
+            raise ValueError(f"{name} is missing on ranks {missing}, which hold parts of it")
+        merged[name] = TensorSpec(spec.meta, (replicated(holders[name]),))
+    return merged
+
+
+def plan_writes(
+    specs: Mapping[str, TensorSpec],
+    stored: Mapping[str, StoredTensor],
+    rank: int,
+    block_bytes: int = BLOCK_BYTES,
+) -> list[Piece]:
+    """What `rank` writes, in the order of files and offsets.
+
+    Over all ranks every byte of every tensor is written exactly once. Boxes are cut at the blocks
+    of the file, and each piece goes to the holder with the fewest bytes so far: the members of a
+    set of replicas differ by at most one piece. Each set is balanced by itself, so that a rank
+    needs to look only at the tensors that it holds.
+
+    Args:
+        specs: all tensors, the same on all ranks.
+        stored: where each is to lie.
+        rank: global rank.
+        block_bytes: boxes are cut at multiples of this in the file; no piece is larger.
+    """
+    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    pieces: list[Piece] = []
+    for name, spec in specs.items():
+        holders = replica_set(spec.layouts, rank)
+        if not holders:
+            continue
+        load = loads.setdefault(holders, [(0, place) for place in range(len(holders))])
+        for box in local_boxes(spec.meta.shape, spec.layouts, rank):
+            size = math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype]
+            begin = stored[name].begin + next(box_runs(spec.meta, box)).offset
+            cuts = [0, *range(block_bytes - begin % block_bytes, size, block_bytes), size]
+            for start, stop in itertools.pairwise(cuts):
+                done, place = load[0]
+                heapq.heapreplace(load, (done + stop - start, place))
+                if holders[place] == rank:
+                    pieces.append(Piece(name, stored[name], box, start, stop))
+    return sorted(pieces, key=lambda piece: (piece.stored.file, piece.stored.begin))
+
+
+@lru_cache(maxsize=4096)
+def replica_set(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same boxes as `rank`, itself included; empty if it holds none."""
+    coordinate = _coordinate(layouts, rank)
+    if coordinate is None:
+        return ()
+    ranks: list[int] = []
+    for layout in layouts:
+        places = [
+            range(size) if split.dim is None else [place]
+            for size, split, place in zip(layout.mesh_shape, layout.splits, coordinate, strict=True)
+        ]
+        for place in itertools.product(*places):
+            index = 0
+            for size, position in zip(layout.mesh_shape, place, strict=True):
+                index = index * size + position
+            ranks.append(layout.ranks[index])
+    return tuple(dict.fromkeys(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _coordinate(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...] | None:
+    for layout in layouts:
+        if rank in layout.ranks:
+            index, coordinate = layout.ranks.index(rank), []
+            for size in reversed(layout.mesh_shape):
+                index, place = divmod(index, size)
+                coordinate.append(place)
+            return tuple(reversed(coordinate))
+    return None
+
+
+def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) -> list[Box]:
+    """The boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
+
+    Each dimension splits as torch.chunk does: parts of ceil(size / count), the last ones shorter
+    or empty.
+    """
+    coordinate = _coordinate(layouts, rank)
+    if coordinate is None:
+        return []
+    # Per tensor dimension: stretches (start, stop) of the whole, in local order.
+    stretches = [[(0, size)] for size in shape]
+    for size, split, place in zip(
+        layouts[0].mesh_shape, layouts[0].splits, coordinate, strict=True
+    ):
+        if split.dim is not None:
+            stretches[split.dim] = [
+                stretch
+                for part in range(split.factor)
+                for stretch in _chunk(_chunk(stretches[split.dim], split.factor, part), size, place)
+            ]
+    dims = [_with_local_start(_joined(stretch)) for stretch in stretches]
+    return [
+        Box(
+            offset=tuple(start for start, _, _ in choice),
+            shape=tuple(stop - start for start, stop, _ in choice),
+            local_offset=tuple(local for _, _, local in choice),
+        )
+        for choice in itertools.product(*dims)
+    ]
+
+
+def _chunk(stretches: list[tuple[int, int]], count: int, which: int) -> list[tuple[int, int]]:
+    """Part `which` of `count` of the sequence that the stretches make up."""
+    total = sum(stop - start for start, stop in stretches)
+    part = -(-total // count)
+    first, last = part * which, min(part * (which + 1), total)
+    chunk, position = [], 0
+    for start, stop in stretches:
+        cut = max(start, start + first - position), min(stop, start + last - position)
+        if cut[0] < cut[1]:
+            chunk.append(cut)
+        position += stop - start
+    return chunk
+
+
+def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, stop in stretches:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return [(start, stop) for start, stop in joined if start < stop]
+
+
+def _with_local_start(stretches: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    starts = itertools.accumulate((stop - start for start, stop in stretches), initial=0)
+    return [(start, stop, local) for (start, stop), local in zip(stretches, starts, strict=False)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes that lie side by side in the box and in the whole tensor."""
+
+    offset: int
+    """In the whole tensor, bytes."""
+    box_offset: int
+    """In the box, bytes."""
+    length: int
+
+
+def box_runs(meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None) -> Iterator[Run]:
+    """Bytes `start` to `stop` of a box as runs, in order.
+
+    Args:
+        meta: of the whole tensor.
+        box: not empty.
+        start: first byte, in the row-major order of the box.
+        stop: end; None: to the end of the box.
+    """
+    itemsize = DTYPE_BYTES[meta.dtype]
+    stop = math.prod(box.shape) * itemsize if stop is None else stop
+    strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
+    origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
+    # Dimensions after the last one that the box does not span are whole: they belong to the run.
+    cut = [dim for dim in range(len(box.shape)) if box.shape[dim] != meta.shape[dim]]
+    outer = cut[-1] if cut else 0
+    length = itemsize * math.prod(box.shape[outer:])
+    for number in range(start // length, -(-stop // length)):
+        offset, rest = origin, number
+        for dim in reversed(range(outer)):
+            rest, position = divmod(rest, box.shape[dim])
+            offset += position * strides[dim]
+        first = max(start, number * length)
+        last = min(stop, (number + 1) * length)
+        yield Run(offset + first - number * length, first, last - first)

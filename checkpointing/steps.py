@@ -1,0 +1,206 @@
+"""The steps in a checkpoint directory, read without torch: which there are, which are good, what
+is in them."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from errno import EIO, EISDIR, ENOENT, ENOTDIR
+from pathlib import Path
+from typing import Any
+
+from checkpointing.errors import DamagedCheckpoint, StorageError, explain
+from checkpointing.layout import (
+    BLOCK_BYTES,
+    COMMIT_RECORD,
+    MODEL,
+    TRAINER_STATE,
+    CommitRecord,
+    FileRecord,
+    Section,
+    StoredTensor,
+    block_checksums,
+    header_bytes,
+    parse_header,
+    parse_index,
+    parse_step,
+)
+from checkpointing.storage import block_checksum, opened, read_at, read_file
+
+_DAMAGE = {ENOENT, ENOTDIR, EISDIR, EIO}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed checkpoint: its record is valid, every file has its size, and every file but
+    the tensor files has its checksums."""
+
+    path: Path
+    record: CommitRecord
+
+
+def list_steps(directory: Path) -> list[Path]:
+    """Directories named as committed steps, newest first; whether they are good is not known."""
+    if not directory.is_dir():
+        return []
+    with reading(directory):
+        found = {path: parse_step(path.name) for path in directory.iterdir()}
+    steps = [(step, path) for path, step in found.items() if step is not None]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def open_step(path: Path) -> Step:
+    """Check a committed checkpoint as far as is cheap. Reads no tensors.
+
+    Raises:
+        DamagedCheckpoint: names the file.
+        StorageError: it cannot be read.
+    """
+    where = str(path / COMMIT_RECORD)
+    with reading(path / COMMIT_RECORD):
+        record = CommitRecord.decode(read_file(path / COMMIT_RECORD), where)
+    if parse_step(path.name) not in (None, record.step):
+        raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
+    for name, expected in record.files.items():
+        file = path / name
+        with reading(file):
+            size = file.stat().st_size
+            if size != expected.size:
+                raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
+            if not name.endswith(".safetensors"):
+                _check_small(file, expected)
+    if TRAINER_STATE not in record.files:
+        raise DamagedCheckpoint(f"{where}: names no {TRAINER_STATE}")
+    return Step(path, record)
+
+
+def _check_small(file: Path, expected: FileRecord) -> None:
+    if block_checksums(read_file(file)) != expected.checksums:
+        raise DamagedCheckpoint(f"{file}: its checksum is wrong; it was changed after it was saved")
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest committed step in `directory` that `open_step` finds good, None without one.
+
+    Cheap (reads no tensors, needs no torch), so it may be called before a job starts, on any rank.
+    """
+    for path in list_steps(directory):
+        try:
+            return open_step(path).path
+        except DamagedCheckpoint:
+            continue
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The `state` that was saved in the checkpoint at `path`.
+
+    Raises:
+        DamagedCheckpoint, StorageError: as `open_step`.
+    """
+    step = open_step(path)
+    return dict(json.loads(read_file(step.path / TRAINER_STATE)))
+
+
+def stored_tensors(step: Step, section: Section, *, verify: bool) -> dict[str, StoredTensor]:
+    """Where every tensor of a section lies, from the headers of its files.
+
+    Args:
+        step: a checkpoint of ours.
+        section: MODEL or OPTIMIZER.
+        verify: check the checksums of the blocks that hold the headers.
+
+    Raises:
+        DamagedCheckpoint: a header is damaged, or contradicts the index.
+    """
+    return _indexed(step.path, section.index, step.record.files if verify else {})
+
+
+def hugging_face_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Where every tensor of a plain Hugging Face directory lies (one model.safetensors, or several
+    files and an index).
+
+    Raises:
+        DamagedCheckpoint: a file is missing, damaged, or contradicts the index.
+        StorageError: there is no safetensors model there.
+    """
+    if (path / MODEL.index).exists():
+        return _indexed(path, MODEL.index, {})
+    if (path / "model.safetensors").exists():
+        return read_header(path, "model.safetensors", None)
+    raise StorageError(
+        f"{path}: holds neither model.safetensors nor {MODEL.index}; give a directory of "
+        "Hugging Face safetensors or a checkpoint of ours"
+    )
+
+
+def _indexed(path: Path, index: str, records: dict[str, FileRecord]) -> dict[str, StoredTensor]:
+    with reading(path / index):
+        weight_map = parse_index(read_file(path / index), str(path / index))
+    headers = {
+        file: read_header(path, file, records.get(file))
+        for file in sorted(set(weight_map.values()))
+    }
+    tensors = {}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise DamagedCheckpoint(f"{path / file}: lacks {name}, which {index} says it holds")
+        tensors[name] = headers[file][name]
+    return tensors
+
+
+def read_header(path: Path, file: str, record: FileRecord | None) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, from its header.
+
+    Args:
+        path: the checkpoint directory.
+        file: relative to it.
+        record: what was written; its blocks that hold the header are checked. None: no check.
+
+    Raises:
+        DamagedCheckpoint: names the file, and the block where a checksum is wrong.
+    """
+    with reading(path / file), opened(path / file, os.O_RDONLY) as descriptor:
+        size = os.fstat(descriptor).st_size
+        prefix = bytearray(8)
+        read_at(descriptor, memoryview(prefix), 0)
+        header = bytearray(header_bytes(bytes(prefix), str(path / file), size))
+        if record:
+            for block in range(-(-len(header) // BLOCK_BYTES)):
+                check_block(descriptor, path / file, record, block)
+        read_at(descriptor, memoryview(header), 0)
+        return parse_header(bytes(header), file, size, str(path / file))
+
+
+def check_block(descriptor: int, file: Path, record: FileRecord, block: int) -> None:
+    """Compare a block of an open file with its record.
+
+    Raises:
+        DamagedCheckpoint: names file and block.
+    """
+    found = block_checksum(descriptor, block, memoryview(bytearray(BLOCK_BYTES)))
+    if block >= len(record.checksums) or found != record.checksums[block]:
+        raise wrong_block(file, block)
+
+
+def wrong_block(file: Path, block: int) -> DamagedCheckpoint:
+    """The error for a block whose checksum is wrong."""
+    start = block * BLOCK_BYTES
+    return DamagedCheckpoint(
+        f"{file}: checksum of block {block} (from byte {start} on) is wrong; the file was changed "
+        "after it was saved"
+    )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file of a checkpoint into errors of ours."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == ENOENT:
+            raise DamagedCheckpoint(f"{error.filename or path}: is missing") from error
+        if error.errno in _DAMAGE:
+            raise DamagedCheckpoint(f"cannot be read: {explain(error)}") from error
+        raise StorageError(f"cannot read {explain(error)}") from error

@@ -1,0 +1,134 @@
+"""POSIX files: exact reads and writes, what must reach the disk when, which errors are retried."""
+
+import errno
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tenacity
+
+from checkpointing.layout import BLOCK_BYTES
+
+logger = logging.getLogger(__name__)
+
+TRANSIENT = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EBUSY,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+    }
+)
+"""Errors that shared storage gives while it fails over. All others (no space, quota, read-only,
+permission, …) do not go away by trying again."""
+
+_ATTEMPTS = 6
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same call may succeed a little later."""
+    return isinstance(error, OSError) and error.errno in TRANSIENT
+
+
+def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
+    """call(*arguments), again after transient errors: exponential back-off with jitter, some
+    ten seconds in all."""
+    try:
+        return call(*arguments)
+    except OSError as error:
+        if not is_transient(error):
+            raise
+        logger.warning("%s; trying again", error)
+    again = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_transient),
+        wait=tenacity.wait_exponential_jitter(initial=0.2, max=5, jitter=0.2),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
+        reraise=True,
+    )
+    return again(call, *arguments)
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A file descriptor; errors inside name the file. A new file's mode follows the umask."""
+    descriptor = retrying(os.open, path, flags, 0o666)
+    try:
+        yield descriptor
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` (bytes) at `offset`."""
+    while data:
+        written = retrying(os.pwrite, descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` (bytes) from `offset` on; returns how many bytes the file had."""
+    done = 0
+    while done < len(buffer):
+        count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a small file."""
+    with opened(path, os.O_RDONLY) as descriptor:
+        buffer = bytearray(os.fstat(descriptor).st_size)
+        return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file and see it to the disk."""
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        write_at(descriptor, memoryview(data), 0)
+        sync(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file such that every reader, also after a crash, sees the old bytes or the new."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(missing_ok=True)
+    write_file(aside, data)
+    os.replace(aside, path)
+    sync_directory(path.parent)
+
+
+def sync(descriptor: int) -> None:
+    """See a file's bytes to the disk.
+
+    Never tried again: after a failed fsync Linux drops the dirty pages, and a second one reports
+    success without the data.
+    """
+    os.fsync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """See the names in a directory to the disk."""
+    with opened(path, os.O_RDONLY) as descriptor:
+        sync(descriptor)
+
+
+def block_checksum(descriptor: int, block: int, buffer: memoryview) -> int:
+    """CRC-32 of a block of an open file, read through `buffer` of BLOCK_BYTES."""
+    return zlib.crc32(buffer[: read_at(descriptor, buffer, block * BLOCK_BYTES)])

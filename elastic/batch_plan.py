@@ -1,0 +1,95 @@
+"""(global batch, data-parallel size, micro-batch limit) → who computes which sequences. Pure.
+
+The global batch is the same at every world size. A share that does not divide evenly gives ranks
+different numbers of sequences but the same number of forward and backward passes, so that their
+collectives match; a rank that has nothing left to compute runs one sequence with weight 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of one forward and backward pass on one rank."""
+
+    positions: tuple[int, ...]
+    """Positions in the global order of sequences."""
+
+    real: bool
+    """False when the pass only keeps collectives in step: its loss has weight 0."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is spread over the data-parallel ranks."""
+
+    global_batch: int
+    world_size: int
+    """Number of data-parallel ranks."""
+    passes: int
+    """Forward and backward passes that every rank runs per optimizer step."""
+    micro_batch: int
+    """Sequences in the largest of these passes."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the sequence slots that carry a sequence, in (0, 1]: the busiest rank sets the
+        pace, and the others wait for it."""
+        busiest = -(-self.global_batch // self.world_size)
+        return self.global_batch / (self.world_size * busiest)
+
+    def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:
+        """The passes of `rank` for the global batch whose first sequence has position `start`.
+
+        Ranks take every world_size-th sequence, so that each sees the same mixture of sources.
+        """
+        mine = range(start + rank, start + self.global_batch, self.world_size)
+        whole, extra = divmod(len(mine), self.passes)
+        taken = 0
+        for number in range(self.passes):
+            size = whole + (number < extra)
+            if size:
+                yield MicroBatch(tuple(mine[taken : taken + size]), real=True)
+            else:
+                yield MicroBatch((start,), real=False)
+            taken += size
+
+    def __str__(self) -> str:
+        text = (
+            f"global batch {self.global_batch} = {self.world_size} ranks x {self.passes} passes "
+            f"x up to {self.micro_batch} sequences"
+        )
+        if self.efficiency < 0.95:
+            text += (
+                f" ({1 - self.efficiency:.0%} of the slots are idle; a global batch divisible by "
+                f"{self.world_size} would use them)"
+            )
+        return text
+
+
+def plan_batch(global_batch: int, world_size: int, micro_batch: int) -> BatchPlan:
+    """Spread `global_batch` sequences over `world_size` data-parallel ranks.
+
+    Args:
+        global_batch: sequences per optimizer step, over all ranks.
+        world_size: number of data-parallel ranks.
+        micro_batch: most sequences one rank may hold in one forward pass.
+
+    Raises:
+        ValueError: fewer sequences than ranks, or a number below 1.
+    """
+    if min(global_batch, world_size, micro_batch) < 1:
+        raise ValueError(
+            f"global_batch={global_batch}, world_size={world_size} and micro_batch={micro_batch} "
+            "must each be at least 1"
+        )
+    if global_batch < world_size:
+        raise ValueError(
+            f"a global batch of {global_batch} sequences leaves {world_size - global_batch} of "
+            f"{world_size} data-parallel ranks without work; raise batch.global_batch to at least "
+            f"{world_size} or start fewer ranks"
+        )
+    per_rank = -(-global_batch // world_size)
+    passes = -(-per_rank // micro_batch)
+    return BatchPlan(global_batch, world_size, passes, -(-per_rank // passes))

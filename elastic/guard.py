@@ -1,0 +1,47 @@
+"""Loss and gradient of a step → keep, skip or stop, with the reason. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with the gradients of a step, and why."""
+
+    action: Literal["keep", "skip", "stop"]
+    reason: str = ""
+
+
+def judge_step(
+    step: int, loss: float, grad_norm: float, bad_ranks: list[int], skipped: int, limit: int
+) -> Verdict:
+    """Judge one step; every rank reaches the same verdict, because all its inputs are global.
+
+    Args:
+        step: number of the step, from 1.
+        loss: mean loss over the global batch.
+        grad_norm: norm of the whole gradient, after removing any loss scale.
+        bad_ranks: ranks whose own loss was not finite.
+        skipped: steps skipped in a row before this one.
+        limit: most steps that may be skipped in a row.
+    """
+    if _finite(loss) and _finite(grad_norm):
+        return Verdict("keep")
+    where = f"on rank {', '.join(map(str, bad_ranks))}" if bad_ranks else "in the backward pass"
+    what = (
+        f"loss is {loss}" if not _finite(loss) else f"loss is {loss:.4f} but grad norm {grad_norm}"
+    )
+    reason = f"step {step}: {what}, first seen {where}"
+    if skipped >= limit:
+        return Verdict(
+            "stop",
+            f"{reason}; {skipped} steps in a row were already skipped "
+            f"(elastic.max_skipped_steps={limit}). Lower optimizer.lr, lengthen "
+            "schedule.warmup_steps, or inspect the data of these steps; the newest checkpoint "
+            "is from before the first skipped step or holds its weights unchanged",
+        )
+    return Verdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
+
+
+def _finite(value: float) -> bool:
+    return abs(value) < float("inf")  # False for NaN too

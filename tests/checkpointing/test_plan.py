@@ -1,0 +1,131 @@
+"""The plan covers every byte once and spreads replicas evenly; boxes are torch's own splits."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from checkpointing.layout import MODEL, TensorMeta, lay_out
+from checkpointing.plan import (
+    REPLICATE,
+    Layout,
+    Split,
+    TensorSpec,
+    box_runs,
+    local_boxes,
+    merge_specs,
+    plan_writes,
+    replicated,
+)
+
+BLOCK = 64
+
+
+@st.composite
+def layouts(draw, dims: int, world_size: int) -> Layout:
+    shape = draw(st.sampled_from([s for s in MESHES if math.prod(s) == world_size]))
+    splits = [
+        draw(st.just(REPLICATE) | st.builds(Split, st.integers(0, dims - 1), st.integers(1, 3)))
+        if dims
+        else REPLICATE
+        for _ in shape
+    ]
+    return Layout(tuple(range(world_size)), shape, tuple(splits))
+
+
+MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (6,), (2, 3), (3, 2), (8,), (2, 2, 2), (4, 2)]
+
+
+@st.composite
+def worlds(draw) -> tuple[int, dict[str, TensorSpec]]:
+    world_size = math.prod(draw(st.sampled_from(MESHES)))
+    specs = {}
+    for number in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        layout = draw(st.just(replicated(range(world_size))) | layouts(len(shape), world_size))
+        meta = TensorMeta(draw(st.sampled_from(["F32", "BF16", "I64", "BOOL"])), shape)
+        specs[f"t{number}"] = TensorSpec(meta, (layout,))
+    return world_size, specs
+
+
+@given(worlds(), st.integers(1, 2000))
+def test_every_byte_is_written_exactly_once(world, max_bytes):
+    world_size, specs = world
+    files = lay_out(MODEL, {name: spec.meta for name, spec in specs.items()}, max_bytes)
+    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    written = {file.name: bytearray(file.size) for file in files}
+    for file in files:
+        written[file.name][: len(file.header)] = b"\1" * len(file.header)
+    for rank in range(world_size):
+        for piece in plan_writes(specs, stored, rank, BLOCK):
+            assert 0 < piece.stop - piece.start <= BLOCK
+            position = piece.start
+            for run in box_runs(piece.stored.meta, piece.box, piece.start, piece.stop):
+                assert run.box_offset == position
+                position += run.length
+                start = piece.stored.begin + run.offset
+                for byte in range(start, start + run.length):
+                    written[piece.stored.file][byte] += 1
+            assert position == piece.stop
+    assert all(set(data) <= {1} for data in written.values())
+
+
+@given(worlds())
+def test_replicas_write_evenly(world):
+    world_size, specs = world
+    specs = {
+        name: TensorSpec(spec.meta, (replicated(range(world_size)),))
+        for name, spec in specs.items()
+    }
+    (file, *_) = lay_out(MODEL, {name: spec.meta for name, spec in specs.items()}, 10**9)
+    loads = [
+        sum(piece.stop - piece.start for piece in plan_writes(specs, file.tensors, rank, BLOCK))
+        for rank in range(world_size)
+    ]
+    assert max(loads) - min(loads) <= BLOCK
+
+
+@given(
+    st.lists(st.integers(0, 11), min_size=1, max_size=3),
+    st.sampled_from([s for s in MESHES if len(s) < 3]),
+    st.data(),
+)
+def test_boxes_are_what_torch_gives_each_rank(shape, mesh, data):
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    layout = data.draw(layouts(len(shape), math.prod(mesh)).filter(lambda l: l.mesh_shape == mesh))
+    for rank, place in enumerate(itertools.product(*map(range, mesh))):
+        local = whole
+        for size, split, position in zip(mesh, layout.splits, place, strict=True):
+            if split.dim is not None:
+                shard = (
+                    Shard(split.dim)
+                    if split.factor == 1
+                    else _StridedShard(split.dim, split_factor=split.factor)
+                )
+                parts, _ = shard._split_tensor(local, size, with_padding=False)
+                local = parts[position]
+        ours = torch.full_like(local, -1)
+        boxes = local_boxes(tuple(shape), (layout,), rank)
+        for box in boxes:
+            there = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            here = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.shape, strict=True))
+            ours[here] = whole[there]
+        assert torch.equal(ours, local)
+        assert sum(math.prod(box.shape) for box in boxes) == local.numel()
+
+
+def test_ranks_that_disagree_are_told():
+    meta = TensorMeta("F32", (4, 4))
+    rows = Layout((0, 1), (2,), (Split(0),))
+    columns = Layout((0, 1), (2,), (Split(1),))
+    one = {"w": TensorSpec(meta, (rows,))}
+    with pytest.raises(ValueError, match=r"w is F32\[4, 4\] on one rank and F32\[4\] on another"):
+        merge_specs({0: one, 1: {"w": TensorSpec(TensorMeta("F32", (4,)), (rows,))}})
+    with pytest.raises(ValueError, match="w is split differently"):
+        merge_specs({0: one, 1: {"w": TensorSpec(meta, (columns,))}})
+    with pytest.raises(ValueError, match=r"w is missing on ranks \[1\]"):
+        merge_specs({0: one, 1: {}})

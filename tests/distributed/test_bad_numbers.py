@@ -1,0 +1,80 @@
+"""Non-finite losses are skipped and counted; too many in a row stop the run with a reason."""
+
+import pytest
+
+from tests.distributed.jobs import losses, records, wait_for_step
+
+FACTORY = '''
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    """A bigram table whose loss is NaN for chosen calls."""
+
+    def __init__(self, bad_calls, bad_rank):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(257, 257)])
+        self.calls, self.bad_calls, self.bad_rank = 0, bad_calls, bad_rank
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, input_ids, labels, document_ids=None):
+        logits = self.dropout(self.layers[0](input_ids))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.calls += 1
+        rank = torch.distributed.get_rank()
+        bad = self.calls in self.bad_calls and rank == self.bad_rank
+        return loss * float("nan") if bad else {"loss": loss}
+
+def build(bad_calls=(), bad_rank=0):
+    return Model(list(bad_calls), bad_rank)
+'''
+
+
+@pytest.fixture
+def factory(workspace):
+    (workspace / "users_model.py").write_text(FACTORY)
+    recipe = (workspace / "recipe.yaml").read_text()
+    head, rest = recipe.split("model:\n")
+    rest = rest[rest.index("data:") :]
+    text = f"{head}model: {{factory: 'users_model:build'}}\n{rest}"
+    (workspace / "factory.yaml").write_text(text)
+    return "factory.yaml"
+
+
+@pytest.mark.parametrize("overrides", [["strategy.name=ddp"], []], ids=["ddp", "fsdp"])
+def test_bad_steps_are_skipped_and_the_run_goes_on(workspace, start, factory, overrides):
+    run = f"skips-{len(overrides)}"
+    bad = "model.factory_options={bad_calls: [5, 6, 9], bad_rank: 1}"  # two passes a step
+    job = start(2, f"run.dir={run}", "run.steps=8", bad, *overrides, recipe=factory)
+    code, output = job.wait()
+    assert code == 0, output
+    assert "step 3: loss is nan, first seen on rank 1; skipped" in output
+    assert "step 5: loss is nan, first seen on rank 1; skipped" in output
+    assert records(workspace, run)[-1]["skipped_steps"] == 2
+    curve = losses(workspace, run)
+    assert curve[8] < curve[1]
+
+
+def test_too_many_bad_steps_stop_the_run(workspace, start, factory):
+    bad = f"model.factory_options={{bad_calls: {list(range(5, 40))}, bad_rank: 0}}"
+    limit = "elastic.max_skipped_steps=2"
+    code, output = start(2, "run.dir=stops", "run.steps=20", bad, limit, recipe=factory).wait()
+    assert code != 0
+    assert "stopped: step 5: loss is nan, first seen on rank 0" in output
+    assert "exitcode  : 93" in output
+    assert not list((workspace / "stops" / "checkpoints").glob("step-*"))
+
+
+def test_a_users_model_with_dropout_resumes_bitwise(workspace, start, factory):
+    def losses_of(run, *legs):
+        for steps_to_kill in (*legs, None):
+            job = start(2, f"run.dir={run}", "run.steps=9", "checkpoint.every=2", recipe=factory)
+            if steps_to_kill is None:
+                code, output = job.wait()
+                assert code == 0, output
+            else:
+                wait_for_step(workspace, run, steps_to_kill, job)
+                job.kill()
+        return losses(workspace, run)
+
+    assert losses_of("dropout-whole") == losses_of("dropout-killed", 5)

@@ -1,0 +1,87 @@
+"""Kill a run at any moment, start it again: the same losses, the same weights, the same order."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.distributed.jobs import losses, wait_for_step
+
+STEPS = 16
+SHORT = (f"run.steps={STEPS}", "checkpoint.every=3", "checkpoint.keep=2")
+ROUNDS = 20 if os.environ.get("SOAK") else 1
+
+
+def weights(folder: Path, run: str):
+    """Tensors of model and optimizer at the end of a run."""
+    newest = folder / run / "checkpoints" / f"step-{STEPS:08}"
+    files = sorted(newest.rglob("*.safetensors"))
+    assert files
+    return {f"{file.parent.name}/{k}": v for file in files for k, v in load_file(file).items()}
+
+
+def assert_same(folder: Path, one: str, other: str):
+    assert losses(folder, one) == losses(folder, other)
+    ours, theirs = weights(folder, one), weights(folder, other)
+    ours = {key.split("/")[1]: value for key, value in ours.items()}
+    theirs = {key.split("/")[1]: value for key, value in theirs.items()}
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not ours[name].equal(theirs[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("ddp", ["strategy.name=ddp"]),
+        ("full-shard", []),
+        ("optimizer-state", ["strategy.zero=1"]),
+    ],
+)
+def test_killed_run_resumes_bitwise(workspace, start, train, name, overrides):
+    train(2, f"run.dir=whole-{name}", *SHORT, *overrides)
+    for attempt in range(ROUNDS):
+        run = f"killed-{name}-{attempt}"
+        for step in sorted(random.Random(attempt).sample(range(2, STEPS), 2)):
+            job = start(2, f"run.dir={run}", *SHORT, *overrides)
+            wait_for_step(workspace, run, step, job)
+            job.kill()
+        output = train(2, f"run.dir={run}", *SHORT, *overrides)
+        assert "resuming after step" in output
+        assert_same(workspace, f"whole-{name}", run)
+
+
+def test_another_world_and_strategy_go_on_from_the_same_checkpoint(workspace, start, train):
+    train(1, "run.dir=elastic-whole", *SHORT, "strategy.name=ddp")
+    legs = [(2, 4, ["strategy.sharding=FULL_SHARD"]), (3, 8, ["strategy.zero=1"])]
+    legs += [(4, 11, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"])]
+    for ranks, step, overrides in legs:
+        job = start(ranks, "run.dir=elastic", *SHORT, *overrides)
+        wait_for_step(workspace, "elastic", step, job)
+        job.kill()
+    train(2, "run.dir=elastic", *SHORT, "strategy.name=ddp")
+    whole, pieces = losses(workspace, "elastic-whole"), losses(workspace, "elastic")
+    assert whole.keys() == pieces.keys()
+    assert max(abs(whole[s] - pieces[s]) / whole[s] for s in whole) <= 1e-4
+
+
+def test_a_finished_run_does_nothing(workspace, train):
+    train(1, "run.dir=finished", *SHORT)
+    before = (workspace / "finished" / "metrics.jsonl").read_bytes()
+    output = train(1, "run.dir=finished", *SHORT)
+    assert f"nothing to do: step {STEPS} of {STEPS}" in output
+    assert (workspace / "finished" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
+    train(1, "run.dir=damaged", *SHORT)
+    newest = workspace / "damaged" / "checkpoints" / f"step-{STEPS:08}"
+    (file,) = newest.glob("model*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    output = train(1, "run.dir=damaged", *SHORT)
+    assert "resuming after step 15" in output
+    assert file.name in output

@@ -1,0 +1,51 @@
+"""Every strategy and world size follows the loss curve of a single process."""
+
+import pytest
+
+from tests.distributed.jobs import Job, losses, records
+
+# Largest relative difference seen here: 6e-7, float32 rounding in another order of summation.
+TOLERANCE = 1e-4
+EVALUATE = "run.evaluate_every=25"
+
+
+@pytest.fixture(scope="module")
+def single(workspace):
+    code, output = Job(workspace, 1, ("run.dir=single", "strategy.name=ddp", EVALUATE)).wait()
+    assert code == 0, output
+    curve = losses(workspace, "single")
+    assert len(curve) == 50
+    assert curve[50] < curve[1] - 0.5, "the model must learn something, or curves prove nothing"
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides"),
+    [
+        ("ddp-2", 2, ["strategy.name=ddp"]),
+        ("no-shard-2", 2, ["strategy.sharding=NO_SHARD"]),
+        ("full-shard-1", 1, []),
+        ("full-shard-2", 2, []),
+        ("full-shard-3", 3, []),
+        ("full-shard-4", 4, ["strategy.reduce_every_pass=true"]),
+        ("shard-grad-op-2", 2, ["strategy.zero=2"]),
+        ("optimizer-state-2", 2, ["strategy.zero=1"]),
+        ("optimizer-state-3", 3, ["strategy.zero=1"]),
+        ("hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
+        ("offload-2", 2, ["strategy.cpu_offload=true"]),
+        ("checkpointing-2", 2, ["strategy.activation_checkpointing=full"]),
+        ("selective-2", 2, ["strategy.activation_checkpointing=selective"]),
+    ],
+)
+def test_same_curve_as_single_process(workspace, train, single, name, ranks, overrides):
+    train(ranks, f"run.dir={name}", EVALUATE, *overrides)
+    curve = losses(workspace, name)
+    assert curve.keys() == single.keys()
+    worst = max(abs(curve[step] - single[step]) / single[step] for step in single)
+    assert worst <= TOLERANCE
+    ours, theirs = (
+        [r["validation_loss"] for r in records(workspace, run) if "validation_loss" in r]
+        for run in (name, "single")
+    )
+    assert len(ours) == 2
+    assert ours == pytest.approx(theirs, rel=TOLERANCE)

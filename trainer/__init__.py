@@ -1,0 +1,1 @@
+"""What one rank does: recipe → model, data, parallel strategy → the loop → metrics."""

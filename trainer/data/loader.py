@@ -1,0 +1,160 @@
+"""Positions → batches of tensors. The one module that knows torchdata.
+
+torchdata runs the workers. It owns neither the order nor the saved state: its own state repeats or
+drops samples when the number of ranks or workers changes, ours is one integer, the position.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.data.order import ORDER_VERSION, Order
+from trainer.data.shards import DataError, Reader, TokenDataset
+
+
+class TokenStream(Dataset):
+    """Packed sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
+
+    Sample j of a source is tokens [j T, j T + T] of it, one more than T because the labels are the
+    inputs shifted by one. Documents are packed back to back; windows do not overlap otherwise.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[TokenDataset],
+        order: Order | None,
+        seq_len: int,
+        document_mask: bool,
+        fingerprint: str,
+    ) -> None:
+        """Use `open`. Without an order, position p is sample p of the sources one after another."""
+        self._datasets, self._order = datasets, order
+        self.seq_len, self._document_mask = seq_len, document_mask
+        self.fingerprint = fingerprint
+        """What the stream is: data, weights, seq_len and version of the order; not the seed."""
+        self._vocab_size = max(dataset.vocab_size for dataset in datasets)
+        self._sizes = [max(0, dataset.tokens - 1) // seq_len for dataset in datasets]
+        self.sequences = sum(self._sizes)
+        """Sequences in one epoch over all sources."""
+
+    @classmethod
+    def open(
+        cls,
+        sources: Sequence[tuple[str | Path, float]],
+        *,
+        split: str,
+        seq_len: int,
+        seed: int,
+        shuffle: bool,
+        document_mask: bool,
+        reader: Reader = "auto",
+    ) -> "TokenStream":
+        """Open prepared data sets as one stream.
+
+        Args:
+            sources: (directory, weight) of each data set.
+            split: "train" or "validation".
+            seq_len: tokens per sequence.
+            seed: of the order.
+            shuffle: in a keyed random order without end; else in file order, once.
+            document_mask: give document_ids too.
+            reader: see `TokenDataset`.
+
+        Raises:
+            DataError: a data set is damaged, or (with shuffle) too small to give a sequence.
+        """
+        datasets = [TokenDataset(path, split, reader) for path, _ in sources]
+        weights = [weight for _, weight in sources]
+        order = None
+        if shuffle:
+            sizes = [max(0, dataset.tokens - 1) // seq_len for dataset in datasets]
+            for (path, _), size, dataset in zip(sources, sizes, datasets, strict=True):
+                if not size:
+                    raise DataError(
+                        f"{path}: its {split} split has {dataset.tokens} tokens, less than one "
+                        f"sequence of {seq_len}; prepare more data, or lower data.seq_len"
+                    )
+            try:
+                order = Order(sizes, weights, seed)
+            except ValueError as error:
+                raise DataError(f"data.sources: {error}") from error
+        parts = [ORDER_VERSION, seq_len, weights, [dataset.fingerprint for dataset in datasets]]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return cls(datasets, order, seq_len, document_mask, f"sha256:{digest}")
+
+    def fetch(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """input_ids and labels, (B, T) int64, and document_ids (B, T) int32 where asked for."""
+        length = self.seq_len
+        sources, samples = self._locate(np.asarray(positions, dtype=np.int64))
+        tokens = np.empty((len(positions), length + 1), dtype=np.int64)
+        documents = np.empty((len(positions), length), dtype=np.int32)
+        for row, (source, sample) in enumerate(zip(sources, samples, strict=True)):
+            dataset, start = self._datasets[source], int(sample) * length
+            tokens[row] = dataset.read(start, length + 1)
+            if self._document_mask:
+                ids = dataset.document_ids(start, length)
+                documents[row] = ids - ids[0]  # numbered within the sequence
+        if (highest := int(tokens.max(initial=0))) >= self._vocab_size:
+            raise DataError(
+                f"token {highest} at positions {list(positions)} is outside the vocabulary of "
+                f"{self._vocab_size}: a shard is damaged; run `perdure data inspect --verify`"
+            )
+        batch = {
+            "input_ids": torch.from_numpy(tokens[:, :-1].copy()),
+            "labels": torch.from_numpy(tokens[:, 1:].copy()),
+        }
+        if self._document_mask:
+            batch["document_ids"] = torch.from_numpy(documents)
+        return batch
+
+    def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._order:
+            sources, _, samples = self._order.locate(positions)
+            return sources, samples
+        ends = np.cumsum(self._sizes)
+        sources = np.searchsorted(ends, positions, side="right")
+        return sources, positions - (ends - self._sizes)[sources]
+
+    def __getitems__(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """torch's name for fetching a whole batch at once."""
+        return self.fetch(positions)
+
+    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
+        return self.fetch([position])
+
+
+def load(
+    stream: TokenStream, requests: Iterable[Sequence[int]], *, workers: int, pin_memory: bool
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Fetch each request, in order.
+
+    Args:
+        stream: where positions lead.
+        requests: positions of each micro-batch; may be endless.
+        workers: background processes that read ahead; 0 reads when asked.
+        pin_memory: give page-locked tensors, for asynchronous copies to a GPU.
+    """
+    with warnings.catch_warnings():
+        # torchdata 0.11 calls a function that torch 2.13 deprecates.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        loader = StatefulDataLoader(
+            stream,
+            batch_sampler=requests,
+            num_workers=workers,
+            collate_fn=_identity,
+            pin_memory=pin_memory,
+            prefetch_factor=4 if workers else None,
+            snapshot_every_n_steps=1 << 62,  # its snapshots are not used, and cost time
+        )
+    return iter(loader)
+
+
+def _identity(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return batch

@@ -1,0 +1,94 @@
+"""Where the tokenizer of a data set comes from: a Hugging Face file, training, or plain bytes."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.data.shards import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+# Tokens that end a document in well-known tokenizers, the pre-training ones before the chat ones.
+_KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens, the end of a
+    document included. The same texts give the same tokenizer."""
+    if vocab_size < 257:
+        raise DataError(f"--train-bpe {vocab_size}: must be at least 257: 256 bytes and one end")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte is a token of its own value; 256 ends a document."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which byte-level tokenizers write each byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """A Hugging Face tokenizer.json, or the one in a directory.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise DataError(f"--tokenizer: no tokenizer.json at {path}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise DataError(f"{file}: not a tokenizer.json: {error}") from error
+
+
+def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -> int:
+    """Id of the token that ends a document.
+
+    Args:
+        tokenizer: where to look it up.
+        wanted: the token itself; None looks for the well-known ones, then into the directory's
+            tokenizer_config.json.
+        directory: of the tokenizer.json, if it came from a file.
+
+    Raises:
+        DataError: there is no such token.
+    """
+    names = [wanted] if wanted else list(_KNOWN_ENDS)
+    config = directory / "tokenizer_config.json" if directory and not wanted else None
+    if config and config.is_file():
+        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        names.append(named["content"] if isinstance(named, dict) else str(named))
+    for name in names:
+        token = tokenizer.token_to_id(name)
+        if token is not None:
+            return token
+    raise DataError(
+        f"--eos: the tokenizer has none of {', '.join(names)}; name the token that ends a document"
+    )
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

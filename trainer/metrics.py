@@ -1,0 +1,262 @@
+"""One record per log interval → console, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Only rank 0 holds a `Metrics`. Units: seconds, bytes, tokens; `tokens_per_second` counts target
+tokens over all ranks.
+"""
+
+import json
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from trainer.recipe import Recipe, resolved
+
+logger = logging.getLogger(__name__)
+
+# Dense tensor-core TFLOP/s from NVIDIA's data sheets, without sparsity: bf16/fp16 and tf32-less
+# fp32. A name that is not here leaves MFU out: a wrong peak would be worse than none.
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "T4": 65.0,
+}
+
+
+class Startup:
+    """Where the time from launch to the first optimizer step goes, in named parts."""
+
+    def __init__(self) -> None:
+        launched = float(os.environ.get("PERDURE_LAUNCHED_AT", "0"))
+        born = _process_start()
+        self.parts: dict[str, float] = {}
+        if launched:
+            self.parts["launcher"] = born - launched
+        self._last = born
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark went to `part`."""
+        now = time.time()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        return f"first step after {sum(self.parts.values()):.1f} s: {parts}"
+
+
+def _process_start() -> float:
+    """When this process was started, in seconds since the epoch (Linux; elsewhere: now)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
+    except (OSError, AttributeError):
+        return time.time()
+
+
+def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
+    """Peak FLOP/s of one device, or None where it is not known."""
+    if recipe.tracking.peak_tflops:
+        return recipe.tracking.peak_tflops * 1e12
+    if device.type != "cuda" or recipe.precision.dtype == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, peak in PEAK_TFLOPS.items():
+        if part in name:
+            return peak * 1e12
+    return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory this process has held: GPU memory reserved, or resident set on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class Window:
+    """Step times of one log interval."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.waits: list[float] = []
+        self.tokens = 0
+
+    def add(self, seconds: float, data_wait: float, tokens: int) -> None:
+        """One step: its duration, the part of it spent waiting for data, its target tokens."""
+        self.seconds.append(seconds)
+        self.waits.append(data_wait)
+        self.tokens += tokens
+
+    def summary(
+        self, world_size: int, flops_per_token: float | None, peak: float | None
+    ) -> dict[str, float]:
+        """Speed over the interval; nothing when it holds no step."""
+        if not self.seconds:
+            return {}
+        total, ordered = sum(self.seconds), sorted(self.seconds)
+        rate = self.tokens / total
+        record = {
+            "tokens_per_second": rate,
+            "tokens_per_second_per_rank": rate / world_size,
+            "step_seconds_p50": _percentile(ordered, 0.5),
+            "step_seconds_p90": _percentile(ordered, 0.9),
+            "step_seconds_max": ordered[-1],
+            "data_wait": sum(self.waits) / total,
+        }
+        if flops_per_token and peak:
+            record["mfu"] = rate * flops_per_token / (peak * world_size)
+        return record
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Metrics:
+    """Sinks of rank 0; use as a context manager."""
+
+    def __init__(self, recipe: Recipe, resumed_step: int) -> None:
+        """Open all sinks.
+
+        Args:
+            recipe: of the run.
+            resumed_step: newest step that survives; records after it are dropped, because the
+                steps they describe are computed again.
+        """
+        run_dir = Path(recipe.run.dir)
+        self._path = run_dir / "metrics.jsonl"
+        keep_records(self._path, resumed_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._bar = tqdm(
+            total=recipe.run.steps,
+            initial=resumed_step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+        )
+        self._board = None
+        if recipe.tracking.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1)
+        self._wandb = None
+        if recipe.tracking.wandb != "off":
+            try:
+                self._wandb = _start_wandb(recipe, run_dir)
+            except Exception as error:  # a tracker must never cost a run
+                self.say(f"warning: W&B did not start ({error}); metrics.jsonl has all it would")
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self._bar.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish(exit_code=0 if error[0] is None else 1)
+
+    def say(self, text: str) -> None:
+        """One line on the console, above the progress bar."""
+        self._bar.clear()
+        print(text, flush=True)
+        self._bar.refresh()
+
+    def progress(self, step: int) -> None:
+        """Move the progress bar."""
+        self._bar.update(step - self._bar.n)
+
+    def record(self, step: int, values: Mapping[str, float], line: str | None = None) -> None:
+        """Send `values` of `step` everywhere, and `line` to the console."""
+        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        if self._board:
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+        if self._wandb:
+            self._wandb.log(dict(values), step=step)
+        if line:
+            self.say(line)
+
+
+def step_line(step: int, steps: int, values: Mapping[str, float]) -> str:
+    """The console line of a training record."""
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad norm {values['grad_norm']:.3f}",
+        f"lr {values['lr']:.2e}",
+    ]
+    if "tokens_per_second" in values:
+        parts += [
+            f"{values['tokens_per_second']:,.0f} tok/s",
+            f"{values['step_seconds_p50'] * 1e3:.0f} ms/step",
+            f"data wait {values['data_wait']:.1%}",
+        ]
+    if "mfu" in values:
+        parts.append(f"MFU {values['mfu']:.1%}")
+    parts.append(f"memory {values['peak_memory'] / 1e9:.2f} GB")
+    if "eta_seconds" in values:
+        parts.append(f"ETA {_clock(values['eta_seconds'])}")
+    return " | ".join(parts)
+
+
+def keep_records(path: Path, last_step: int) -> None:
+    """Drop the records after `last_step`, and a last line that a killed process left unfinished."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record["step"] <= last_step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".jsonl.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _start_wandb(recipe: Recipe, run_dir: Path) -> Any:
+    """The wandb run. Its id is kept in the run directory, so that a restart continues it."""
+    import wandb
+
+    id_file = run_dir / "wandb-run-id"
+    if not id_file.exists():
+        id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+    return wandb.init(
+        id=id_file.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        mode="online" if recipe.tracking.wandb == "online" else "offline",
+        project=recipe.tracking.project,
+        name=recipe.tracking.name or run_dir.name,
+        dir=str(run_dir),
+        config=resolved(recipe),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

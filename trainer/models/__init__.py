@@ -1,0 +1,20 @@
+"""Models that Perdure builds itself, and their Hugging Face files."""
+
+from trainer.models.decoder import Decoder, init_parameter
+from trainer.models.hf import (
+    ConfigError,
+    config_json,
+    generation_config_json,
+    read_config,
+    tokenizer_files,
+)
+
+__all__ = [
+    "Decoder",
+    "init_parameter",
+    "ConfigError",
+    "read_config",
+    "config_json",
+    "generation_config_json",
+    "tokenizer_files",
+]

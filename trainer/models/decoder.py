@@ -1,0 +1,254 @@
+"""The dense decoder of Llama 3 and Qwen3, with modules named as Hugging Face names them.
+
+It knows no ranks: strategies are applied to it from outside, through `Decoder.blocks`. It has no
+buffers, so a model built on the meta device is complete once its parameters are filled.
+
+Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head dim, V vocabulary.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.architecture import Architecture, RopeScaling
+from trainer.seeds import stable_seed
+
+IGNORED_LABEL = -100
+"""Positions with this label are not part of the loss."""
+
+
+class RMSNorm(nn.Module):
+    """Zhang & Sennrich 2019. The sums are float32 whatever the dtype; returns the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Under autocast x may be bf16 and the weight float32; the fused kernel wants one dtype.
+        weight = self.weight
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden, self.head_dim = architecture.hidden_size, architecture.head_dim
+        query_size = architecture.num_attention_heads * self.head_dim
+        key_size = architecture.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, query_size, bias=False)
+        self.k_proj = nn.Linear(hidden, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, hidden, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if architecture.model_type == "qwen3":
+            self.q_norm = RMSNorm(self.head_dim, architecture.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, architecture.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, N, T, H)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, K, T, H)
+        v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, K, T, H)
+        mixed = attend(rotate(q, rope), rotate(k, rope), v, mask)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each normalised before and added to the residual stream."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(architecture)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = MLP(architecture)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    """Everything below the output head."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(architecture) for _ in range(architecture.num_hidden_layers)
+        )
+        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        # Tables and mask are made once here and shared by all layers.
+        rope = rope_table(self.architecture, input_ids.shape[1], input_ids.device)
+        mask = None if document_ids is None else document_mask(document_ids)
+        x = self.embed_tokens(input_ids)  # (B, T, D)
+        for layer in self.layers:
+            x = layer(x, rope, mask)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    Parameters have Hugging Face's names: `model.embed_tokens.weight`, `model.layers.{i}.…`,
+    `model.norm.weight` and `lm_head.weight`. With tied embeddings there is no `lm_head`: the
+    embedding matrix is used a second time, which `to_empty` and sharding cannot untie.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.model = Backbone(architecture)
+        self.lm_head: nn.Linear | None = None
+        if not architecture.tie_word_embeddings:
+            self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """The repeated parts: data for strategies (units of sharding, recomputation, compiling)."""
+        return self.model.layers
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or with labels the loss.
+
+        Args:
+            input_ids: (B, T) int64.
+            labels: (B, T) int64, the token that follows each input; -100 where none counts.
+            document_ids: (B, T) integers; attention stays inside runs of one document. Positions
+                are counted over the whole sequence: RoPE sees only their differences.
+
+        Returns:
+            Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
+            over the labels that count, a float32 scalar (0 when none does).
+        """
+        logits = self.head(self.model(input_ids, document_ids))
+        return logits if labels is None else mean_cross_entropy(logits, labels)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states (…, D) → logits (…, V)."""
+        if self.lm_head is None:
+            return F.linear(hidden, self.model.embed_tokens.weight)
+        return self.lm_head(hidden)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention, causal unless `mask` says where to look.
+
+    Args:
+        q: (B, N, T, H).
+        k, v: (B, K, T, H), N a multiple of K; head n of q looks at head n // (N / K).
+        mask: (B, 1, T, T) bool, True where a query may look.
+
+    Returns:
+        (B, N, T, H)
+    """
+    grouped = q.shape[1] != k.shape[1]
+    # On CUDA only flash attention takes fewer key heads than query heads, and it takes neither
+    # masks nor float32; without repeated heads SDPA would fall back to the whole (T, T) matrix.
+    in_kernel = q.device.type == "cpu" or (mask is None and q.dtype != torch.float32)
+    if grouped and not in_kernel:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped and in_kernel
+    )
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """(B, T) → (B, 1, T, T) bool: True where key and query share a document, the key not later."""
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same.tril()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs (x[i], x[i + H/2]) of x (B, heads, T, H) by their position's angles."""
+    cos, sin = rope
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
+
+
+def rope_table(
+    architecture: Architecture, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (T, H / 2) float32, of the rotary angles (Su et al. 2021).
+
+    Computed in every forward: a few small kernels, in exchange for no buffer that would have to
+    be refilled after `to_empty`, kept out of `.to(bfloat16)`, or sized for the longest context.
+    """
+    size = architecture.head_dim
+    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    frequencies = 1.0 / architecture.rope_theta**exponents
+    if architecture.rope_scaling:
+        frequencies = stretch(frequencies, architecture.rope_scaling)
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, blend those between."""
+    turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = blend.clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean in nats over the labels that are not -100; 0, with zero gradients, if there are none.
+
+    Args:
+        logits: (B, T, V), any floating dtype; the softmax is float32.
+        labels: (B, T) int64.
+    """
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def init_parameter(
+    name: str, shape: tuple[int, ...], architecture: Architecture, seed: int
+) -> Tensor:
+    """The whole initial tensor of a parameter: float32, on the CPU.
+
+    Norms are ones, everything else is normal(0, initializer_range). A pure function of its
+    arguments, so that every world size and strategy starts from the same weights.
+
+    Args:
+        name: FQN, as in `Decoder.named_parameters()`.
+        shape: global shape.
+        architecture: of the model.
+        seed: of the run.
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(stable_seed(seed, name))
+    return torch.empty(shape).normal_(0, architecture.initializer_range, generator=generator)

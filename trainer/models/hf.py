@@ -1,0 +1,248 @@
+"""The files beside the weights of a Hugging Face checkpoint, read and written."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.architecture import Architecture, RopeScaling
+from trainer.models.family import Family
+from trainer.models.llama import LLAMA
+from trainer.models.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_COMMON_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+}
+
+
+class ConfigError(ValueError):
+    """A file beside the weights cannot be used; the message names the file and the key."""
+
+
+def read_config(path: str | Path) -> Architecture:
+    """The architecture that a config.json describes.
+
+    Takes what transformers 4 and 5 write (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+
+    Args:
+        path: a checkpoint directory, or the file itself.
+
+    Raises:
+        ConfigError: there is no such file, a key is missing or malformed, or the model computes
+            something that `Decoder` does not.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({error.strerror}); give the directory of a Hugging Face "
+            "checkpoint"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON: {error}; copy the file again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: holds no JSON object; copy the file again")
+    try:
+        return _architecture(config)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _architecture(config: dict[str, Any]) -> Architecture:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise _unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
+    family = FAMILIES[model_type]
+    for key, value in family.fixed.items():
+        if config.get(key, value) != value:
+            raise _unsupported(key, config[key], repr(value))
+    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
+        raise _unsupported("layer_types", config["layer_types"], "'full_attention' throughout")
+    if config.get("quantization_config"):
+        raise _unsupported("quantization_config", "{…}", "unquantized weights")
+
+    config = {**_COMMON_DEFAULTS, **family.defaults, **config}
+    heads = _positive(config, "num_attention_heads", int)
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = heads
+    if config["head_dim"] is None:
+        config["head_dim"] = _positive(config, "hidden_size", int) // heads
+    if not isinstance(config["tie_word_embeddings"], bool):
+        raise _malformed("tie_word_embeddings", config["tie_word_embeddings"], "true or false")
+    theta, scaling = _rope(config)
+    return Architecture(
+        model_type=model_type,
+        **{key: _positive(config, key, int) for key in _SIZES},
+        rms_norm_eps=_positive(config, "rms_norm_eps", float),
+        initializer_range=_positive(config, "initializer_range", float),
+        tie_word_embeddings=config["tie_word_embeddings"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(key) or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise _unsupported(key, given, "one flat object for all layers")
+    rope = {
+        "rope_theta": config["rope_theta"],
+        "partial_rotary_factor": config["partial_rotary_factor"],
+        "original_max_position_embeddings": config["max_position_embeddings"],
+        **given,
+    }
+    if rope["partial_rotary_factor"] != 1:
+        raise _unsupported("partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+    theta = _positive(rope, "rope_theta", float)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if rope_type != "llama3":
+        raise _unsupported(f"{key}.rope_type", rope_type, "'default' or 'llama3'")
+    low, high = (_positive(rope, f"{end}_freq_factor", float) for end in ("low", "high"))
+    if low >= high:
+        raise _malformed(f"{key}.low_freq_factor", low, f"below high_freq_factor={high}")
+    return theta, RopeScaling(
+        factor=_positive(rope, "factor", float),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=_positive(rope, "original_max_position_embeddings", int),
+    )
+
+
+def config_json(
+    architecture: Architecture,
+    *,
+    dtype: str = "float32",
+    eos_id: int | list[int] | None = None,
+    bos_id: int | None = None,
+) -> dict[str, Any]:
+    """The config.json that transformers 4.57 and 5 open as a causal language model.
+
+    The rotary parameters stand in it twice, as transformers 4 and as transformers 5 names them.
+
+    Args:
+        architecture: of the model.
+        dtype: of the tensors in the checkpoint, such as "float32" or "bfloat16".
+        eos_id: token that ends a document, or several.
+        bos_id: token that begins one, if the tokenizer has such.
+
+    Raises:
+        ConfigError: transformers could not open a model of these sizes.
+    """
+    family = FAMILIES[architecture.model_type]
+    hidden, heads = architecture.hidden_size, architecture.num_attention_heads
+    if family.heads_divide_hidden and hidden % heads:
+        raise ConfigError(
+            f"model.architecture.hidden_size: {hidden} is not a multiple of "
+            f"num_attention_heads={heads}, as transformers wants for {architecture.model_type}; "
+            "change one of them"
+        )
+    scaling = architecture.rope_scaling
+    scaling_json = {"rope_type": "llama3", **asdict(scaling)} if scaling else None
+    return {
+        "architectures": [family.model_class],
+        "model_type": architecture.model_type,
+        **{key: getattr(architecture, key) for key in _SIZES},
+        "rms_norm_eps": architecture.rms_norm_eps,
+        "initializer_range": architecture.initializer_range,
+        "tie_word_embeddings": architecture.tie_word_embeddings,
+        **family.fixed,
+        "rope_theta": architecture.rope_theta,
+        "rope_scaling": scaling_json,
+        "rope_parameters": {
+            "rope_theta": architecture.rope_theta,
+            **(scaling_json or {"rope_type": "default"}),
+        },
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "use_cache": True,
+        "dtype": dtype,
+    }
+
+
+def generation_config_json(
+    *, eos_id: int | list[int] | None = None, bos_id: int | None = None
+) -> dict[str, Any]:
+    """The generation_config.json that belongs to `config_json` with the same ids."""
+    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]:
+    """What `AutoTokenizer.from_pretrained` needs, by file name.
+
+    Args:
+        tokenizer_json: a `tokenizers` file; taken over byte by byte.
+        eos_id: token that ends a document.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or has no token `eos_id`.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(tokenizer_json)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); prepare the data again"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{path}: not a tokenizer: {error}; prepare the data again") from error
+    eos_token = tokenizer.id_to_token(eos_id)
+    if eos_token is None:
+        raise ConfigError(f"{path}: has no token {eos_id} to end documents; prepare the data again")
+    config = {
+        # Named outright, or transformers would rebuild the tokenizer the way the model family does.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": content,
+        "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def _positive(config: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = config.get(key)
+    accepted = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, accepted) or value <= 0:
+        words = "a number above 0" if kind is float else "a whole number above 0"
+        raise _malformed(key, value, words)
+    return kind(value)
+
+
+def _malformed(key: str, value: Any, wanted: str) -> ValueError:
+    shown = "missing" if value is None else f"{value!r}"
+    return ValueError(f"{key} is {shown}, but must be {wanted}; mend the file")
+
+
+def _unsupported(key: str, value: Any, supported: str) -> ValueError:
+    return ValueError(
+        f"{key}={value!r} is not supported, only {supported}; train such a model through "
+        "model.factory"
+    )

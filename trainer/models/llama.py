@@ -1,0 +1,19 @@
+"""Llama 3.x, as `LlamaConfig` of transformers writes it."""
+
+from trainer.models.family import Family
+
+LLAMA = Family(
+    model_class="LlamaForCausalLM",
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    },
+    defaults={
+        "num_key_value_heads": None,  # as many as there are query heads
+        "head_dim": None,  # hidden_size / num_attention_heads
+        "max_position_embeddings": 2048,
+    },
+    heads_divide_hidden=True,
+)

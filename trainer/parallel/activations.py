@@ -1,0 +1,48 @@
+"""Activation checkpointing: trade computation for memory, block by block.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_EXPENSIVE: set[Any] = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def apply_activation_checkpointing(
+    model: nn.Module, blocks: Sequence[nn.Module], mode: Literal["full", "selective"]
+) -> list[nn.Module]:
+    """Wrap each block in place; returns the wrapped blocks, in order."""
+    contexts: dict[str, Any] = {}
+    if mode == "selective":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    replaced: dict[nn.Module, nn.Module] = {
+        # Nothing in a step draws random numbers that recomputation would have to replay, unless a
+        # user's own model has dropout; torch's default of keeping the RNG state covers both.
+        block: checkpoint_wrapper(block, **contexts)
+        for block in blocks
+    }
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child in replaced and parent is not replaced[child]:
+                setattr(parent, name, replaced[child])
+    return [replaced[block] for block in blocks]
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = operator in _EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

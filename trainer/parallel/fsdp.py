@@ -1,0 +1,58 @@
+"""FSDP2: parameters as DTensors, gathered block by block (ZeRO-2, ZeRO-3, HSDP)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from trainer.recipe import Recipe
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    recipe: Recipe,
+    dtype: torch.dtype,
+) -> None:
+    """Shard `model` in place over `mesh` (dp_replicate, dp_shard), one unit per block.
+
+    Works on the meta device. `dtype` is that of gathered parameters; gradients are reduced in
+    float32, summed rather than averaged: the loss is already divided by the global number of
+    target tokens.
+    """
+    offload = OffloadPolicy()
+    if recipe.strategy.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        # Blocks pass on activations that are in `dtype` already; what they get in float32 beside
+        # them (rotary tables) is meant to stay so.
+        cast_forward_inputs=False,
+    )
+    for unit in (*blocks, model):
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"),
+        )
+    for module in fsdp_units(model):
+        # Neither setting is recursive: each unit would divide by the world size on its own.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Every module that FSDP gathers and reduces as one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,169 @@
+"""The order in which strategies are applied, and what the loop needs of the result."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.parallel.activations import apply_activation_checkpointing
+from trainer.parallel.ddp import ShardedCopy, apply_ddp
+from trainer.parallel.fsdp import apply_fsdp, fsdp_units
+from trainer.parallel.mesh import DATA_PARALLEL
+from trainer.recipe import Recipe
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
+"""(FQN, global shape) → the whole initial tensor on the CPU."""
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model in its strategy. Parameters are keyed by FQN, the same under every strategy."""
+
+    module: nn.Module
+    """What to call: the model itself, or its DDP wrapper."""
+    parameters: dict[str, nn.Parameter]
+    """What the model computes with: whole tensors, or DTensors. Tied weights appear once."""
+    buffers: dict[str, torch.Tensor]
+    """Persistent buffers."""
+    optimized: dict[str, nn.Parameter]
+    """What the optimizer updates: `parameters`, except under ZeRO-1."""
+    sharded_copy: ShardedCopy | None
+    reduce_every_pass: bool
+    autocast: Callable[[], Any]
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Mean loss over the labels of one micro-batch, a float32 scalar. On all ranks."""
+        with self.autocast():
+            result = self.module(**inputs)
+        if isinstance(result, dict):
+            return result["loss"]
+        return getattr(result, "loss", result)
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Forward and backward of one pass; gradients are reduced in the last pass of a step."""
+        with ExitStack() as stack:
+            if isinstance(self.module, DistributedDataParallel):
+                if not last:
+                    stack.enter_context(self.module.no_sync())
+            else:
+                for unit in fsdp_units(self.module):
+                    unit.set_requires_gradient_sync(last or self.reduce_every_pass, recurse=False)
+                    unit.set_is_last_backward(last)
+            yield
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers: what a checkpoint holds of the model."""
+        return {**self.parameters, **self.buffers}
+
+    def refresh_copy(self) -> None:
+        """Bring weights that were just loaded to `optimized`."""
+        if self.sharded_copy:
+            self.sharded_copy.scatter_weights()
+
+    def collect_gradients(self) -> None:
+        """Bring the reduced gradients to `optimized`."""
+        if self.sharded_copy:
+            self.sharded_copy.scatter_gradients()
+
+    def publish_weights(self) -> None:
+        """Bring updated `optimized` tensors back into the model. On all ranks."""
+        if self.sharded_copy:
+            self.sharded_copy.gather()
+
+    def zero_gradients(self) -> None:
+        """Free all gradients."""
+        for parameter in (*self.parameters.values(), *self.optimized.values()):
+            parameter.grad = None
+
+
+def parallelize(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    recipe: Recipe,
+    device: torch.device,
+    fill: Fill | None,
+) -> ParallelModel:
+    """Apply the recipe's strategy. Called on all ranks.
+
+    Args:
+        model: on the meta device when `fill` is given, else on the CPU with equal weights on all
+            ranks.
+        blocks: its repeated parts; units of sharding, recomputation and compilation.
+        fill: gives initial weights, equal for every world size and strategy.
+
+    Activation checkpointing comes before compilation, so that recomputation is part of the
+    compiled graph, and both before FSDP, whose hooks stay outside it.
+    """
+    strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
+    data_parallel = mesh[DATA_PARALLEL]
+    blocks = list(blocks)
+    if strategy.activation_checkpointing != "none":
+        blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
+    if strategy.compile:
+        for block in blocks or [model]:
+            block.compile()
+    sharded_by_fsdp = strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
+    if sharded_by_fsdp:
+        apply_fsdp(model, blocks, data_parallel, recipe, dtype)
+    home = torch.device("cpu") if strategy.cpu_offload else device
+    if fill:
+        model.to_empty(device=home)
+        _fill(model, fill)
+    elif not sharded_by_fsdp:
+        model.to(home)
+    parameters = {_fqn(name): p for name, p in model.named_parameters()}
+    persistent = model.state_dict().keys()
+    buffers = {
+        _fqn(name): buffer for name, buffer in model.named_buffers() if _fqn(name) in persistent
+    }
+    module, optimized, copy = model, parameters, None
+    if not sharded_by_fsdp:
+        replicas = mesh["dp_replicate"]
+        if replicas.size() > 1:
+            module = apply_ddp(model, replicas)
+        if recipe.sharding == "OPTIMIZER_STATE":
+            copy = ShardedCopy(parameters, replicas)
+            optimized = copy.parameters
+
+    def autocast() -> Any:
+        if sharded_by_fsdp or dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=dtype)
+
+    return ParallelModel(
+        module, parameters, buffers, optimized, copy, strategy.reduce_every_pass, autocast
+    )
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, fill: Fill) -> None:
+    """Give every parameter its initial weights; each rank keeps its part of the whole tensor.
+
+    torch.nn.init on a sharded CPU parameter would draw the same numbers for every shard.
+    """
+    for name, parameter in model.named_parameters():
+        whole = fill(_fqn(name), tuple(parameter.shape))
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(
+                whole.to(parameter.device),
+                parameter.device_mesh,
+                parameter.placements,
+                src_data_rank=None,
+            )
+        parameter.copy_(whole)
+
+
+def _fqn(name: str) -> str:
+    """A parameter's name without the parts that activation checkpointing puts in."""
+    return name.replace("_checkpoint_wrapped_module.", "")

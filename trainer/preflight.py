@@ -1,0 +1,67 @@
+"""Every check of a recipe's input that can be made before a process group or a GPU is claimed."""
+
+import os
+from pathlib import Path
+
+from checkpointing import newest_checkpoint, read_state
+from elastic import plan_batch
+from trainer.parallel.mesh import mesh_shape
+from trainer.provenance import check_resume
+from trainer.recipe import Recipe, RecipeError
+from trainer.tasks import Task, build_task
+
+
+def check_inputs(recipe: Recipe, world_size: int, local_world_size: int) -> Task:
+    """Open what the recipe names, and refuse what cannot work. Writes nothing.
+
+    Args:
+        recipe: to be checked.
+        world_size: ranks that are going to run, at least.
+        local_world_size: ranks on each node.
+
+    Raises:
+        RecipeError: what is wrong, in one line.
+    """
+    _check_device(recipe, local_world_size)
+    mesh_shape(recipe, world_size, local_world_size)
+    try:
+        plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
+    except ValueError as error:
+        raise RecipeError(f"batch.global_batch: {error}") from error
+    _check_writable(Path(recipe.run.dir))
+    task = build_task(recipe)
+    newest = newest_checkpoint(Path(recipe.run.dir) / "checkpoints")
+    if newest:
+        check_resume(read_state(newest), recipe, task, newest)
+    return task
+
+
+def _check_device(recipe: Recipe, local_world_size: int) -> None:
+    import torch
+
+    if recipe.run.device == "cpu":
+        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if recipe.run.device == "cuda" and not found:
+        raise RecipeError(
+            "run.device: cuda is asked for, but torch finds no GPU here; check nvidia-smi and that "
+            "torch is a CUDA build, or set run.device=cpu"
+        )
+    if found and local_world_size > found:
+        raise RecipeError(
+            f"run.device: {local_world_size} ranks on this node, but {found} GPU(s); start at most "
+            f"{found} with --nproc-per-node"
+        )
+
+
+def _check_writable(directory: Path) -> None:
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise RecipeError(f"run.dir: {directory} cannot be made: {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RecipeError(
+            f"run.dir: {directory} is not writable for this user (at {existing}); choose another "
+            "run.dir or mend its permissions"
+        )

@@ -1,0 +1,462 @@
+"""A recipe: one YAML file → one frozen, validated `Recipe`. Imports no torch.
+
+The dataclasses below are the whole vocabulary; the docstring under a field is its documentation
+(the reference page and the JSON Schema are made from them). `load_recipe` reads the YAML with line
+numbers, expands `${NAME}` and `${NAME:-default}`, applies `key.sub=value` overrides, validates
+types, then the combinations that cannot work. Every failure is a `RecipeError` of one line that
+names the file, the line, the key and what to do.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from checkpointing.options import CheckpointOptions
+from elastic.options import ElasticOptions
+from trainer.architecture import Architecture
+from trainer.yaml_tree import RecipeError, origin_of, read_tree
+
+Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
+ZERO_STAGES: dict[int, Sharding] = {
+    0: "NO_SHARD",
+    1: "OPTIMIZER_STATE",
+    2: "SHARD_GRAD_OP",
+    3: "FULL_SHARD",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is run, for how long, and where it leaves its files."""
+
+    dir: str
+    """Directory of this run: resolved recipe, metrics, checkpoints. Starting the same recipe again
+    resumes from the newest checkpoint in it."""
+
+    steps: int
+    """Optimizer steps of the whole run, counted from its beginning."""
+
+    seed: int = 0
+    """Seed of the initial weights, the order of the data, and dropout."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a GPU, else the CPU."""
+
+    log_every: int = 10
+    """Steps between console lines and between records in metrics.jsonl."""
+
+    evaluate_every: int = 0
+    """Steps between validation passes; also one after the last step. 0: no validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model: exactly one of `architecture`, `init_from` and `factory`."""
+
+    architecture: Architecture | None = None
+    """A Llama 3 or Qwen3 decoder, in the words of a Hugging Face config.json, with fresh
+    weights."""
+
+    init_from: str | None = None
+    """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
+    architecture and weights the run starts from."""
+
+    factory: str | None = None
+    """`package.module:function` that returns any nn.Module. It is called with `factory_options`;
+    the module is called with input_ids, labels (labels[t] is the token after input_ids[t]) and,
+    with data.document_mask, document_ids, and returns the mean loss over the labels."""
+
+    factory_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One prepared data set of the mixture."""
+
+    path: str
+    """Directory written by `perdure data prepare`."""
+
+    weight: float = 1.0
+    """Share of the sequences taken from this source, relative to the other weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is read, and in which order."""
+
+    sources: tuple[Source, ...]
+    """Prepared data sets; the order of the samples is a function of seed and position alone."""
+
+    seq_len: int
+    """Tokens per sequence."""
+
+    document_mask: bool = True
+    """Attention stays inside a document when several are packed into one sequence."""
+
+    validation_sequences: int = 64
+    """Sequences of the fixed validation set, the same ones at every evaluation and world size;
+    fewer if the validation split is smaller."""
+
+    reader: Literal["auto", "mmap", "pread", "ram"] = "auto"
+    """How shards are read. auto: pread on network filesystems, mmap elsewhere."""
+
+    workers: int = 0
+    """Background loader processes per rank. 0 reads in the training process, which is fastest for
+    prepared tokens on a local disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences per optimizer step; constant whatever the number of machines."""
+
+    global_batch: int
+    """Sequences per optimizer step over all ranks."""
+
+    micro_batch: int = 1
+    """Most sequences one rank holds in one forward pass; the rest is gradient accumulation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW (Loshchilov & Hutter 2019), fused."""
+
+    lr: float
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none."""
+
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate over the run: linear warm-up, then a shape."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """wsd: warm-up, stable, then linear decay over the last `decay_steps`."""
+
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 to optimizer.lr."""
+
+    decay_steps: int = 0
+    """Steps of the final decay, for wsd only."""
+
+    min_lr_ratio: float = 0.1
+    """Learning rate at the last step as a share of optimizer.lr (cosine, linear, wsd)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the model is spread over ranks."""
+
+    name: Literal["ddp", "fsdp"] = "fsdp"
+    """ddp: every rank holds everything. fsdp: shards by `sharding` (FSDP2)."""
+
+    sharding: Sharding | None = None
+    """What is sharded (fsdp only; FULL_SHARD unless set): NO_SHARD nothing, OPTIMIZER_STATE the
+    optimizer state (ZeRO-1), SHARD_GRAD_OP also gradients (ZeRO-2), FULL_SHARD also parameters
+    (ZeRO-3), HYBRID_SHARD everything inside a group of `shard_size` ranks, replicated over the
+    groups."""
+
+    zero: Literal[0, 1, 2, 3] | None = None
+    """The same as `sharding`, in DeepSpeed's numbers: give one of the two."""
+
+    shard_size: int | None = None
+    """Ranks per shard group for HYBRID_SHARD; the ranks of one node unless set."""
+
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory and run the optimizer
+    there."""
+
+    reduce_every_pass: bool = False
+    """Reduce-scatter gradients after every accumulation pass instead of once per step: more
+    communication, but no rank ever holds unsharded gradients between passes."""
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """full: recompute each block in the backward pass. selective: keep the results of matrix
+    products and attention, recompute the rest."""
+
+    compile: bool = False
+    """torch.compile each block. The first step then takes longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats. Parameters and optimizer state stay in float32."""
+
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Format of activations and matrix products (and of gathered parameters under fsdp).
+    Gradients are reduced in float32. fp16 uses a dynamic loss scale."""
+
+    loss_scale: float = 65536.0
+    """First loss scale for fp16; halved on overflow, doubled after 2000 good steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events to <run.dir>/tensorboard."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases; a restarted run continues under the same run id."""
+
+    project: str = "perdure"
+    """Weights & Biases project."""
+
+    name: str | None = None
+    """Name of the run in trackers; the last part of run.dir unless set."""
+
+    peak_tflops: float | None = None
+    """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common NVIDIA GPUs;
+    elsewhere MFU is left out unless this is set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything a run depends on."""
+
+    run: Run
+    model: Model
+    data: Data
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    strategy: Strategy = Strategy()
+    precision: Precision = Precision()
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    elastic: ElasticOptions = field(default_factory=ElasticOptions)
+    tracking: Tracking = Tracking()
+
+    # Reaches the nested sections too: unknown keys are errors, docstrings become descriptions.
+    __pydantic_config__: ClassVar[ConfigDict] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
+
+    @property
+    def sharding(self) -> Sharding:
+        """What FSDP shards; DDP counts as NO_SHARD."""
+        if self.strategy.name == "ddp":
+            return "NO_SHARD"
+        return self.strategy.sharding or "FULL_SHARD"
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: `key.sub=value` strings, applied in order; list items by number
+            (`data.sources.0.path=…`). Values are YAML.
+
+    Raises:
+        RecipeError: one line naming file, line, key and remedy.
+    """
+    tree, origins = read_tree(path, overrides)
+    try:
+        recipe = TypeAdapter(Recipe).validate_python(tree)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, tree, str(path), origins)) from None
+    recipe = _resolve_synonyms(recipe)
+    for key, problem in _contradictions(recipe):
+        raise RecipeError(
+            f"{origin_of(tuple(key.split('.')), origins, str(path))}: {key}: {problem}"
+        )
+    return recipe
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with every default filled in, as JSON values."""
+    return TypeAdapter(Recipe).dump_python(recipe, mode="json")
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe with every default filled in, as YAML that `load_recipe` reads back equal."""
+    return yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe, for editors."""
+    schema = TypeAdapter(Recipe).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def _explain(error: ValidationError, tree: dict[str, Any], file: str, origins: dict) -> str:
+    """The first validation problem as one line; an unknown key comes before what it left out."""
+    problems = error.errors(include_url=False)
+    unknown = [p for p in problems if p["type"] == "unexpected_keyword_argument"]
+    problem = (unknown or problems)[0]
+    path = _key_path(problem["loc"], tree)
+    key = ".".join(map(str, path))
+    where = origin_of(path, origins, file)
+    if problem["type"] == "unexpected_keyword_argument":
+        known = _keys_at(path[:-1])
+        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
+        return f"{where}: {key}: unknown key; {hint}"
+    if problem["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        meaning = _description_at(path)
+        return f"{where}: {key}: required, but not set" + (f" ({meaning})" if meaning else "")
+    if problem["type"] == "value_error":
+        return f"{where}: {key}: {problem['ctx']['error']}"
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    shown = repr(problem.get("input"))
+    return (
+        f"{where}: {key}: {message}, but it is {shown if len(shown) < 80 else shown[:77] + '...'}"
+    )
+
+
+def _key_path(loc: Sequence[str | int], tree: Any) -> tuple[str | int, ...]:
+    """pydantic's location without the union branches that it appends below a scalar."""
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int):
+            tree = tree[part]
+        else:
+            break
+        path.append(part)
+    return tuple(path)
+
+
+def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Follow $ref, optional and list wrappers down to a definition."""
+    if "$ref" in value:
+        return schema["$defs"][value["$ref"].rsplit("/", 1)[1]]
+    for option in value.get("anyOf", []):
+        if "$ref" in option:
+            return definition_of(option, schema)
+    if isinstance(value.get("items"), dict):
+        return definition_of(value["items"], schema)
+    return value
+
+
+def _schema_at(path: tuple[str | int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a key (descriptions included), and the definition it leads to."""
+    schema = recipe_schema()
+    value: dict[str, Any] = schema
+    for part in path:
+        if isinstance(part, str):
+            value = definition_of(value, schema).get("properties", {}).get(part, {})
+    return value, definition_of(value, schema)
+
+
+def _keys_at(path: tuple[str | int, ...]) -> list[str]:
+    return list(_schema_at(path)[1].get("properties", {}))
+
+
+def _description_at(path: tuple[str | int, ...]) -> str:
+    value, definition = _schema_at(path)
+    text = value.get("description") or definition.get("description", "")
+    return " ".join(text.split()).split(". ")[0].rstrip(".")
+
+
+# --- combinations ----------------------------------------------------------------------------
+
+
+def _resolve_synonyms(recipe: Recipe) -> Recipe:
+    """`strategy.zero` → `strategy.sharding`, unless the two contradict each other."""
+    strategy = recipe.strategy
+    if strategy.zero is None or strategy.name == "ddp":
+        return recipe
+    sharding = ZERO_STAGES[strategy.zero]
+    if strategy.sharding not in (None, sharding):
+        return recipe
+    strategy = dataclasses.replace(strategy, sharding=sharding, zero=None)
+    return dataclasses.replace(recipe, strategy=strategy)
+
+
+def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
+    run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
+    for section, key, least in (
+        ("run", "steps", 1),
+        ("run", "log_every", 1),
+        ("run", "evaluate_every", 0),
+        ("run", "seed", 0),
+        ("data", "seq_len", 1),
+        ("data", "validation_sequences", 1),
+        ("data", "workers", 0),
+        ("batch", "global_batch", 1),
+        ("batch", "micro_batch", 1),
+        ("optimizer", "lr", 0),
+        ("optimizer", "eps", 0),
+        ("optimizer", "weight_decay", 0),
+        ("optimizer", "clip_norm", 0),
+        ("schedule", "warmup_steps", 0),
+        ("schedule", "decay_steps", 0),
+        ("schedule", "min_lr_ratio", 0),
+        ("precision", "loss_scale", 1),
+        ("checkpoint", "every", 0),
+        ("checkpoint", "keep", 0),
+        ("elastic", "max_skipped_steps", 0),
+        ("elastic", "timeout_seconds", 1),
+    ):
+        value = getattr(getattr(recipe, section), key)
+        if not value >= least:  # also refuses NaN
+            yield f"{section}.{key}", f"must be at least {least}, but it is {value}"
+    for number, beta in enumerate(recipe.optimizer.betas):
+        if not 0 <= beta < 1:
+            yield "optimizer.betas", f"item {number} must be in [0, 1), but it is {beta}"
+    if not recipe.data.sources:
+        yield "data.sources", "the list is empty; name at least one prepared data set"
+    for number, source in enumerate(recipe.data.sources):
+        if not source.weight > 0:
+            yield f"data.sources.{number}.weight", f"must be above 0, but it is {source.weight}"
+    given = [key for key in ("architecture", "init_from", "factory") if getattr(model, key)]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        yield "model", f"give exactly one of architecture, init_from, factory; found {found}"
+    if model.factory and not re.fullmatch(r"[\w.]+:[\w.]+", model.factory):
+        yield "model.factory", f"write it as package.module:function, not {model.factory!r}"
+    if model.factory_options and not model.factory:
+        yield "model.factory_options", "only means something together with model.factory"
+    if strategy.name == "ddp":
+        for key in ("sharding", "zero", "shard_size"):
+            if getattr(strategy, key) is not None:
+                yield f"strategy.{key}", "only with strategy.name: fsdp; remove it, or set fsdp"
+        if strategy.cpu_offload:
+            yield "strategy.cpu_offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
+    if strategy.zero is not None and strategy.name == "fsdp":
+        stage = ZERO_STAGES[strategy.zero]
+        yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
+    if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
+        yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
+    if strategy.cpu_offload and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
+        yield (
+            "strategy.cpu_offload",
+            f"needs sharded parameters, but sharding is {recipe.sharding}; "
+            "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
+        )
+    if schedule.warmup_steps >= run.steps and schedule.warmup_steps > 0:
+        yield "schedule.warmup_steps", f"{schedule.warmup_steps} is not below run.steps={run.steps}"
+    if schedule.name == "wsd" and not 0 < schedule.decay_steps <= run.steps - schedule.warmup_steps:
+        yield (
+            "schedule.decay_steps",
+            f"wsd needs 1 to {run.steps - schedule.warmup_steps} steps of decay "
+            f"(run.steps - warmup_steps), but it is {schedule.decay_steps}",
+        )
+    if schedule.name != "wsd" and schedule.decay_steps:
+        yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"

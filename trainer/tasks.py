@@ -1,0 +1,186 @@
+"""What a recipe trains: model, data and the files that make its checkpoints complete."""
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from trainer.data.loader import TokenStream
+from trainer.data.shards import read_index
+
+from trainer.architecture import Architecture
+from trainer.models import (
+    Decoder,
+    config_json,
+    generation_config_json,
+    init_parameter,
+    read_config,
+    tokenizer_files,
+)
+from trainer.parallel.parallelize import Fill
+from trainer.recipe import Recipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model on the meta device (or, from a factory, on the CPU), and its data."""
+
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    """Repeated parts of the model: units of sharding, recomputation and compilation."""
+    fill: Fill | None
+    """Initial weights by FQN; None when the model came with its own."""
+    stream: TokenStream
+    validation: TokenStream | None
+    files: dict[str, bytes]
+    """config.json, tokenizer.json and so on, for checkpoints."""
+    flops_per_token: float
+    """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
+    product, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al. 2022,
+    appendix B; causality is not discounted)."""
+    parameter_count: int
+
+
+def build_task(recipe: Recipe) -> Task:
+    """Open the data and build the model. Needs no process group and no GPU.
+
+    Raises:
+        RecipeError: an input of the recipe is missing or does not fit the others.
+        DataError: a prepared data set is damaged.
+    """
+    stream, validation = _open_streams(recipe)
+    if recipe.model.factory:
+        model, blocks = _call_factory(recipe)
+        parameters = sum(p.numel() for p in model.parameters())
+        return Task(model, blocks, None, stream, validation, {}, 6.0 * parameters, parameters)
+    architecture = recipe.model.architecture or _read_init_config(recipe)
+    _check_vocabulary(recipe, architecture)
+    with torch.device("meta"):
+        decoder = Decoder(architecture)
+    seed = recipe.run.seed
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return init_parameter(name, shape, architecture, seed)
+
+    parameters = sum(p.numel() for p in decoder.parameters())
+    products = parameters
+    if not architecture.tie_word_embeddings:
+        products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
+    heads = architecture.num_attention_heads * architecture.head_dim
+    attention = 12 * architecture.num_hidden_layers * heads * recipe.data.seq_len
+    return Task(
+        decoder,
+        list(decoder.blocks),
+        fill,
+        stream,
+        validation,
+        _hugging_face_files(recipe, architecture),
+        6.0 * products + attention,
+        parameters,
+    )
+
+
+def _open_streams(recipe: Recipe) -> tuple[TokenStream, TokenStream | None]:
+    data = recipe.data
+    for number, source in enumerate(data.sources):
+        if not (Path(source.path) / "index.json").is_file():
+            raise RecipeError(
+                f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
+                "index.json); make one with `perdure data prepare INPUT --out "
+                f"{source.path}`"
+            )
+
+    def open_split(split: str, shuffle: bool) -> TokenStream:
+        return TokenStream.open(
+            [(source.path, source.weight) for source in data.sources],
+            split=split,
+            seq_len=data.seq_len,
+            seed=recipe.run.seed,
+            shuffle=shuffle,
+            document_mask=data.document_mask,
+            reader=data.reader,
+        )
+
+    stream = open_split("train", shuffle=True)
+    if stream.sequences < recipe.batch.global_batch:
+        raise RecipeError(
+            f"data: the training split holds {stream.sequences} sequences of {data.seq_len} "
+            f"tokens, fewer than one global batch of {recipe.batch.global_batch}; prepare more "
+            "data, or lower batch.global_batch or data.seq_len"
+        )
+    if not recipe.run.evaluate_every:
+        return stream, None
+    validation = open_split("validation", shuffle=False)
+    if not validation.sequences:
+        raise RecipeError(
+            f"run.evaluate_every: the validation split holds no whole sequence of {data.seq_len} "
+            "tokens; prepare the data with a larger --validation-fraction, or set "
+            "run.evaluate_every=0"
+        )
+    return stream, validation
+
+
+def _read_init_config(recipe: Recipe) -> Architecture:
+    directory = Path(recipe.model.init_from or "")
+    if not (directory / "config.json").is_file():
+        raise RecipeError(
+            f"model.init_from: {directory} has no config.json; give the directory of a Hugging "
+            "Face checkpoint"
+        )
+    return read_config(directory)
+
+
+def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:
+    for number, source in enumerate(recipe.data.sources):
+        tokens = read_index(source.path)["vocab_size"]
+        if tokens > architecture.vocab_size:
+            raise RecipeError(
+                f"model.architecture.vocab_size: {architecture.vocab_size} is smaller than the "
+                f"{tokens} tokens of the tokenizer of data.sources.{number} ({source.path}); "
+                f"raise it to at least {tokens}, or prepare the data with another tokenizer"
+            )
+    if recipe.data.seq_len > architecture.max_position_embeddings:
+        raise RecipeError(
+            f"data.seq_len: {recipe.data.seq_len} is longer than the model's "
+            f"max_position_embeddings={architecture.max_position_embeddings}"
+        )
+
+
+def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
+    """The user's own module. All ranks build it from the same seed, so weights agree."""
+    name = recipe.model.factory or ""
+    module_name, function_name = name.split(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"model.factory: cannot import {name}: {error}; is its folder on PYTHONPATH?"
+        ) from error
+    torch.manual_seed(recipe.run.seed)
+    try:
+        model = factory(**recipe.model.factory_options)
+    except TypeError as error:
+        raise RecipeError(f"model.factory_options: {name} was called with them: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists.sort(key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+    return model, list(lists[-1]) if lists else []
+
+
+def _hugging_face_files(recipe: Recipe, architecture: Architecture) -> dict[str, bytes]:
+    """What `from_pretrained` needs besides the weights."""
+    source = Path(recipe.data.sources[0].path)
+    index = read_index(source)
+    eos = index["eos_id"]
+    objects = {
+        "config.json": config_json(architecture, eos_id=eos),
+        "generation_config.json": generation_config_json(eos_id=eos),
+    }
+    return {
+        **tokenizer_files(source / "tokenizer.json", eos),
+        **{name: (json.dumps(value, indent=2) + "\n").encode() for name, value in objects.items()},
+    }

@@ -1,0 +1,334 @@
+"""The page: build, restore, loop. `train_step` below it is one optimizer step."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpointing import Checkpointer, SaveFailed, load_model
+from elastic import BatchPlan, Verdict, World, judge_step, plan_batch
+from trainer.data.loader import load
+from trainer.evaluate import evaluate
+from trainer.metrics import Metrics, Startup, Window, peak_flops, peak_memory, step_line
+from trainer.optimizer import (
+    LossScale,
+    build_optimizer,
+    learning_rate,
+    optimizer_tensors,
+    parameter_groups,
+    scale_gradients,
+    square_sum,
+)
+from trainer.parallel import ParallelModel, build_mesh, parallelize
+from trainer.provenance import run_state
+from trainer.recipe import Recipe
+from trainer.seeds import stable_seed
+from trainer.tasks import Task
+
+EXIT_DONE = 0
+EXIT_DO_NOT_REQUEUE = 93
+
+Batches = Iterator[dict[str, torch.Tensor]]
+
+
+@dataclass
+class Progress:
+    """Everything besides tensors that changes from step to step; saved in each checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    sequences: int = 0
+    """The cursor: how many sequences of the global order are consumed."""
+    tokens: int = 0
+    """Target tokens consumed."""
+    skipped: int = 0
+    """Steps skipped for non-finite numbers."""
+    skipped_in_row: int = 0
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
+    validation_loss: float | None = None
+    """Of the newest validation pass."""
+
+
+@dataclass
+class TrainState:
+    """What a checkpoint holds: tensors of the model, tensors of the optimizer, and the rest."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Equal on all ranks, except for the times (seconds)."""
+
+    loss: float
+    """Mean over the target tokens of the global batch."""
+    grad_norm: float
+    """Of the whole gradient, before clipping."""
+    lr: float
+    verdict: Verdict
+    seconds: float
+    data_wait: float
+
+
+def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
+    """Train to `run.steps`, from the newest checkpoint if there is one; returns the exit code.
+
+    Called on all ranks. A restart takes the same path as a start: it only finds state to load.
+    """
+    plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
+    mesh = build_mesh(recipe, world)
+    model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
+    optimizer = build_optimizer(model.optimized, recipe.optimizer)
+    startup.mark("model")
+    checkpoints = Path(recipe.run.dir) / "checkpoints"
+    with Checkpointer(checkpoints, recipe.checkpoint, dist.group.WORLD) as checkpointer:
+        progress = restore(checkpointer, model, optimizer, recipe)
+        state = TrainState(model, optimizer, progress)
+        startup.mark("checkpoint")
+        with Metrics(recipe, progress.step) if world.is_main else nullcontext() as metrics:
+            startup.mark("trackers")
+            if metrics:
+                metrics.say(describe(recipe, task, world, plan, progress))
+            window = Window()
+            batches = load(
+                task.stream,
+                requests(plan, world.rank, progress.sequences),
+                workers=recipe.data.workers,
+                pin_memory=world.device.type == "cuda",
+            )
+            startup.mark("data")
+            first_step = progress.step + 1
+            while progress.step < recipe.run.steps:
+                result = train_step(state, batches, plan, recipe, world)
+                if result.verdict.action == "stop":
+                    if metrics:
+                        metrics.say(f"stopped: {result.verdict.reason}")
+                    return EXIT_DO_NOT_REQUEUE
+                if progress.step == first_step:
+                    startup.mark("first step")
+                else:  # the first step also warms up, and would spoil the averages
+                    tokens = plan.global_batch * recipe.data.seq_len
+                    window.add(result.seconds, result.data_wait, tokens)
+                if metrics:
+                    metrics.progress(progress.step)
+                    if progress.step == first_step:
+                        metrics.say(str(startup))
+                    if result.verdict.action == "skip":
+                        metrics.say(f"warning: {result.verdict.reason}")
+                    if due(progress.step, recipe.run.log_every, recipe.run.steps):
+                        values = step_record(progress, result, window, recipe, task, world)
+                        line = step_line(progress.step, recipe.run.steps, values)
+                        metrics.record(progress.step, values, line)
+                        window = Window()
+                if task.validation and due(
+                    progress.step, recipe.run.evaluate_every, recipe.run.steps
+                ):
+                    values = evaluate(model, task.validation, recipe, world)
+                    progress.validation_loss = values["validation_loss"]
+                    if metrics:
+                        line = "validation loss {validation_loss:.4f}, perplexity "
+                        line += "{validation_perplexity:.2f}"
+                        metrics.record(progress.step, values, line.format(**values))
+                if due(progress.step, recipe.checkpoint.every, recipe.run.steps):
+                    message = save(checkpointer, state, recipe, task, world)
+                    if metrics:
+                        metrics.say(message)
+    return EXIT_DONE
+
+
+def train_step(
+    state: TrainState, batches: Batches, plan: BatchPlan, recipe: Recipe, world: World
+) -> StepResult:
+    """One optimizer step over one global batch. Called on all ranks; moves `state` on."""
+    model, optimizer, progress = state.model, state.optimizer, state.progress
+    started, data_wait = time.perf_counter(), 0.0
+    step, options = progress.step + 1, recipe.optimizer
+    # A user's model may draw random numbers (dropout); what it draws depends on nothing earlier.
+    torch.manual_seed(stable_seed(recipe.run.seed, "step", step, world.rank))
+
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    micro_batches = list(plan.micro_batches(world.rank, progress.sequences))
+    for number, micro_batch in enumerate(micro_batches):
+        waiting = time.perf_counter()
+        inputs = {
+            key: tensor.to(world.device, non_blocking=True) for key, tensor in next(batches).items()
+        }
+        data_wait += time.perf_counter() - waiting
+        # Every sequence has the same number of targets, so the mean over the global batch is the
+        # sum of each micro-batch's mean times its share of the sequences.
+        share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
+        with model.accumulate(last=number == len(micro_batches) - 1):
+            loss = model(inputs) * share
+            (loss * progress.loss_scale.value).backward()
+        loss_sum += loss.detach()
+
+    # One small all-reduce tells every rank the loss, the gradient norm, and whether both are good.
+    model.collect_gradients()
+    squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
+    word = torch.stack([loss_sum, squares])
+    dist.all_reduce(word)
+    mean_loss, square = word.tolist()
+    grad_norm = square**0.5 / progress.loss_scale.value
+    verdict = judge(progress, recipe, mean_loss, grad_norm, loss_sum)
+
+    lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    if verdict.action == "keep":
+        clip = options.clip_norm and options.clip_norm < grad_norm
+        factor = (options.clip_norm / grad_norm if clip else 1.0) / progress.loss_scale.value
+        if factor != 1.0:
+            scale_gradients(model.optimized.values(), factor)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        model.publish_weights()
+    model.zero_gradients()
+
+    progress.step = step
+    progress.sequences += plan.global_batch
+    progress.tokens += plan.global_batch * recipe.data.seq_len
+    seconds = time.perf_counter() - started
+    return StepResult(mean_loss, grad_norm, lr, verdict, seconds, data_wait)
+
+
+def judge(
+    progress: Progress, recipe: Recipe, loss: float, grad_norm: float, local_loss: torch.Tensor
+) -> Verdict:
+    """Keep, skip or stop; moves the counters and the loss scale of `progress`. On all ranks."""
+    step = progress.step + 1
+    finite = math.isfinite(loss), math.isfinite(grad_norm)
+    if finite == (True, False) and progress.loss_scale.value > 1:
+        scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
+        return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
+    bad_ranks: list[int] = []
+    if not all(finite):  # every rank knows, so every rank asks who it was
+        flags = [torch.zeros_like(local_loss) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, local_loss)
+        bad_ranks = [rank for rank, flag in enumerate(flags) if not flag.isfinite()]
+    limit = recipe.elastic.max_skipped_steps
+    verdict = judge_step(step, loss, grad_norm, bad_ranks, progress.skipped_in_row, limit)
+    if verdict.action == "keep":
+        progress.skipped_in_row = 0
+        progress.loss_scale = progress.loss_scale.after_good_step()
+    else:
+        progress.skipped += 1
+        progress.skipped_in_row += 1
+    return verdict
+
+
+def requests(plan: BatchPlan, rank: int, start: int) -> Iterator[list[int]]:
+    """Positions of every micro-batch of `rank`, from the global batch at `start` on, for ever."""
+    for batch_start in count(start, plan.global_batch):
+        for micro_batch in plan.micro_batches(rank, batch_start):
+            yield list(micro_batch.positions)
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps, and at the end, happens now."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def step_record(
+    progress: Progress,
+    result: StepResult,
+    window: Window,
+    recipe: Recipe,
+    task: Task,
+    world: World,
+) -> dict[str, float]:
+    """What metrics.jsonl and the trackers get of a log interval."""
+    peak = peak_flops(recipe, world.device)
+    values = {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": progress.tokens,
+        "skipped_steps": progress.skipped,
+        "peak_memory": peak_memory(world.device),
+        **window.summary(world.world_size, task.flops_per_token, peak),
+    }
+    if recipe.precision.dtype == "fp16":
+        values["loss_scale"] = progress.loss_scale.value
+    if window.seconds:
+        mean_seconds = sum(window.seconds) / len(window.seconds)
+        values["eta_seconds"] = mean_seconds * (recipe.run.steps - progress.step)
+    return values
+
+
+def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress: Progress) -> str:
+    """What is about to run, with the arithmetic of the batch."""
+    strategy = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
+    stream = task.stream
+    epochs = recipe.run.steps * plan.global_batch / stream.sequences
+    lines = [
+        f"{type(task.model).__name__}: {task.parameter_count / 1e6:,.1f} M parameters, "
+        f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
+        f"{world.device.type}",
+        f"{plan} of {recipe.data.seq_len} tokens = "
+        f"{plan.global_batch * recipe.data.seq_len:,} tokens per step",
+        f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
+        f"{epochs:.2f} epochs",
+    ]
+    if progress.step >= recipe.run.steps:
+        lines.append(f"nothing to do: step {progress.step} of {recipe.run.steps} is checkpointed")
+    elif progress.step:
+        lines.append(f"resuming after step {progress.step} of {recipe.run.steps}")
+    return "\n".join(lines)
+
+
+def restore(
+    checkpointer: Checkpointer,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+) -> Progress:
+    """Load the newest good checkpoint, else `model.init_from`, else nothing. On all ranks."""
+    state = checkpointer.load(
+        model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
+    )
+    if state is None and recipe.model.init_from:
+        load_model(Path(recipe.model.init_from), model.tensors, verify=recipe.checkpoint.verify)
+    model.refresh_copy()
+    if state is None:
+        scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
+        return Progress(loss_scale=LossScale(scale))
+    return Progress(
+        **{key: state[key] for key in Progress.__dataclass_fields__ if key != "loss_scale"},
+        loss_scale=LossScale(**state["loss_scale"]),
+    )
+
+
+def save(
+    checkpointer: Checkpointer, state: TrainState, recipe: Recipe, task: Task, world: World
+) -> str:
+    """Write a checkpoint of everything a step depends on; returns what to tell. On all ranks.
+
+    A save that fails costs the run nothing but this checkpoint, unless it is the last one.
+    """
+    optimized = state.model.optimized
+    trainer_state = {
+        **asdict(state.progress),
+        "parameter_groups": parameter_groups(state.optimizer, optimized),
+        **run_state(recipe, task, world),
+    }
+    started = time.perf_counter()
+    try:
+        path = checkpointer.save(
+            state.progress.step,
+            model=state.model.tensors,
+            optimizer=optimizer_tensors(state.optimizer, optimized),
+            state=trainer_state,
+            files=task.files,
+        )
+    except SaveFailed as error:
+        if state.progress.step >= recipe.run.steps:
+            raise
+        return f"warning: {error}; training goes on"
+    return f"saved {path} in {time.perf_counter() - started:.2f} s"
