@@ -35,7 +35,7 @@ from checkpointing.steps import (
     reading,
     stored_tensors,
 )
-from checkpointing.storage import opened, read_file
+from checkpointing.storage import block_buffer, opened, read_file
 
 
 def find_steps(path: str | Path) -> list[Path]:
@@ -263,9 +263,10 @@ def _verify_file(file: Path, record: FileRecord) -> list[str]:
             size = os.fstat(descriptor).st_size
             if size != record.size:
                 problems.append(f"{file}: has {size} bytes, {record.size} were written")
+            buffer = block_buffer(record.size)
             for block in range(min(len(record.checksums), -(-size // BLOCK_BYTES))):
                 try:
-                    check_block(descriptor, file, record, block)
+                    check_block(descriptor, file, record, block, buffer)
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
     except CheckpointError as error:

@@ -3,9 +3,7 @@
 import itertools
 import math
 import os
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,13 +14,13 @@ from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.layout import BLOCK_BYTES, COMMIT_RECORD, MODEL, FileRecord, StoredTensor
 from checkpointing.plan import Box, TensorSpec, box_runs, local_boxes
 from checkpointing.steps import (
+    check_block,
     hugging_face_tensors,
     open_step,
     reading,
     stored_tensors,
-    wrong_block,
 )
-from checkpointing.storage import opened, read_at
+from checkpointing.storage import block_buffer, opened, read_at
 from checkpointing.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor, specs_of
 
 _NAMED = 3
@@ -159,7 +157,6 @@ def _read_box(blocks: "_Blocks", stored: StoredTensor, box: Box, target: Tensor)
         target.copy_(staged)
 
 
-@dataclass
 class _Blocks:
     """An open file, read in the order of offsets; with a record, by whole blocks that are checked.
 
@@ -167,34 +164,25 @@ class _Blocks:
     one read and one checksum.
     """
 
-    descriptor: int
-    file: Path
-    record: FileRecord | None
-    buffer: bytearray = field(default_factory=lambda: bytearray(BLOCK_BYTES))
-    held: int = -1
-    """The block in `buffer`."""
-    length: int = 0
+    def __init__(self, descriptor: int, file: Path, record: FileRecord | None) -> None:
+        self._descriptor, self._file, self._record = descriptor, file, record
+        self._buffer = block_buffer(record.size if record else 0)
+        self._held: int | None = None
+        """The block in the buffer."""
 
     def read(self, target: memoryview, offset: int) -> None:
         """Fill `target` from `offset` on."""
-        if self.record is None:
-            if read_at(self.descriptor, target, offset) != len(target):
-                raise DamagedCheckpoint(f"{self.file}: ends too early; it was cut short")
+        if self._record is None:
+            if read_at(self._descriptor, target, offset) != len(target):
+                raise DamagedCheckpoint(f"{self._file}: ends too early; it was cut short")
             return
         done = 0
         while done < len(target):
             block, start = divmod(offset + done, BLOCK_BYTES)
-            self._hold(block, self.record)
-            stop = min(self.length, start + len(target) - done)
-            target[done : done + stop - start] = memoryview(self.buffer)[start:stop]
+            if block != self._held:
+                self._held = None
+                check_block(self._descriptor, self._file, self._record, block, self._buffer)
+                self._held = block
+            stop = min(len(self._buffer), start + len(target) - done)
+            target[done : done + stop - start] = self._buffer[start:stop]
             done += stop - start
-
-    def _hold(self, block: int, record: FileRecord) -> None:
-        if block == self.held:
-            return
-        view = memoryview(self.buffer)
-        self.held = -1
-        self.length = read_at(self.descriptor, view, block * BLOCK_BYTES)
-        if zlib.crc32(view[: self.length]) != record.checksums[block]:
-            raise wrong_block(self.file, block)
-        self.held = block

@@ -26,7 +26,7 @@ from checkpointing.layout import (
     parse_index,
     parse_step,
 )
-from checkpointing.storage import block_checksum, opened, read_at, read_file
+from checkpointing.storage import block_buffer, block_checksum, opened, read_at, read_file
 
 _DAMAGE = {ENOENT, ENOTDIR, EISDIR, EIO}
 
@@ -167,30 +167,28 @@ def read_header(path: Path, file: str, record: FileRecord | None) -> dict[str, S
         read_at(descriptor, memoryview(prefix), 0)
         header = bytearray(header_bytes(bytes(prefix), str(path / file), size))
         if record:
+            buffer = block_buffer(record.size)
             for block in range(-(-len(header) // BLOCK_BYTES)):
-                check_block(descriptor, path / file, record, block)
+                check_block(descriptor, path / file, record, block, buffer)
         read_at(descriptor, memoryview(header), 0)
         return parse_header(bytes(header), file, size, str(path / file))
 
 
-def check_block(descriptor: int, file: Path, record: FileRecord, block: int) -> None:
-    """Compare a block of an open file with its record.
+def check_block(
+    descriptor: int, file: Path, record: FileRecord, block: int, buffer: memoryview
+) -> None:
+    """Compare a block of an open file with its record; leaves it in `buffer` (a `block_buffer`).
 
     Raises:
         DamagedCheckpoint: names file and block.
     """
-    found = block_checksum(descriptor, block, memoryview(bytearray(BLOCK_BYTES)))
+    found = block_checksum(descriptor, block, buffer)
     if block >= len(record.checksums) or found != record.checksums[block]:
-        raise wrong_block(file, block)
-
-
-def wrong_block(file: Path, block: int) -> DamagedCheckpoint:
-    """The error for a block whose checksum is wrong."""
-    start = block * BLOCK_BYTES
-    return DamagedCheckpoint(
-        f"{file}: checksum of block {block} (from byte {start} on) is wrong; the file was changed "
-        "after it was saved"
-    )
+        start = block * BLOCK_BYTES
+        raise DamagedCheckpoint(
+            f"{file}: checksum of block {block} (from byte {start} on) is wrong; the file was "
+            "changed after it was saved"
+        )
 
 
 @contextmanager

@@ -129,6 +129,11 @@ def sync_directory(path: Path) -> None:
         sync(descriptor)
 
 
+def block_buffer(size: int) -> memoryview:
+    """A buffer for any block of a file of `size` bytes."""
+    return memoryview(bytearray(min(size, BLOCK_BYTES)))
+
+
 def block_checksum(descriptor: int, block: int, buffer: memoryview) -> int:
-    """CRC-32 of a block of an open file, read through `buffer` of BLOCK_BYTES."""
+    """CRC-32 of a block of an open file, read through a `block_buffer`."""
     return zlib.crc32(buffer[: read_at(descriptor, buffer, block * BLOCK_BYTES)])

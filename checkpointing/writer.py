@@ -26,6 +26,7 @@ from checkpointing.layout import (
 )
 from checkpointing.plan import Piece, box_runs
 from checkpointing.storage import (
+    block_buffer,
     block_checksum,
     opened,
     replace_file,
@@ -84,7 +85,7 @@ def checksum_files(
     """
     blocks = ((file, block) for file in files for block in range(-(-file.size // BLOCK_BYTES)))
     mine = itertools.islice(blocks, share, None, shares)
-    buffer = memoryview(bytearray(BLOCK_BYTES))
+    buffer = block_buffer(max((file.size for file in files), default=0))
     checksums: dict[str, dict[int, int]] = {}
     for name, of_file in itertools.groupby(mine, key=lambda item: item[0].name):
         with opened(directory / name, os.O_RDONLY) as descriptor:

@@ -162,11 +162,10 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     from torch.distributed.run import config_from_args, parse_args
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    endpoint = ["--standalone"]
-    if arguments.rdzv_endpoint:
-        endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", arguments.rdzv_endpoint]
-        endpoint += ["--rdzv-id", arguments.rdzv_id]
-    torchrun = [*endpoint, "--nnodes", arguments.nnodes, "--nproc-per-node", str(ranks)]
+    endpoint = arguments.rdzv_endpoint or "localhost:0"  # a free port, for this node alone
+    torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
+    torchrun += ["--nproc-per-node", str(ranks)]
     worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
     config, command, command_arguments = config_from_args(parse_args([*torchrun, *worker]))
     try:

@@ -32,7 +32,8 @@ METAS = st.builds(TensorMeta, st.sampled_from(list(DTYPE_BYTES)), SHAPES)
 def test_headers_are_those_of_safetensors(metas):
     (file,) = lay_out(MODEL, metas, 10**6)
     tensors = {
-        name: torch.zeros(meta.shape, dtype=TORCH_DTYPES[meta.dtype]) for name, meta in metas.items()
+        name: torch.zeros(meta.shape, dtype=TORCH_DTYPES[meta.dtype])
+        for name, meta in metas.items()
     }
     theirs = save(tensors, metadata={"format": "pt"})
     assert theirs[: len(file.header)] == file.header

@@ -90,7 +90,9 @@ def test_meshes_side_by_side_and_tensors_that_only_some_ranks_hold(saved, tmp_pa
         model, optimizer = whole_state()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         columns = {
-            name: distribute_tensor(tensor, mesh["tp"], [Shard(tensor.ndim - 1)], src_data_rank=None)
+            name: distribute_tensor(
+                tensor, mesh["tp"], [Shard(tensor.ndim - 1)], src_data_rank=None
+            )
             if tensor.ndim
             else tensor
             for name, tensor in model.items()

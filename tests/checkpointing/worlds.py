@@ -48,9 +48,7 @@ def run_ranks(world_size: int, work: Callable[[int], Any], folder: Path) -> list
     return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def _fork(
-    rank: int, world_size: int, work: Callable[[int], Any], store: Path, result: Path
-) -> int:
+def _fork(rank: int, world_size: int, work: Callable[[int], Any], store: Path, result: Path) -> int:
     pid = os.fork()
     if pid:
         return pid

@@ -1,0 +1,146 @@
+"""Other people's readers open our checkpoints; we open theirs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from checkpointing import (
+    Checkpointer,
+    CheckpointOptions,
+    DamagedCheckpoint,
+    StorageError,
+    WrongModel,
+    load_model,
+)
+from tests.checkpointing.worlds import local, run_ranks, same_bits, spread
+
+CONFIG = Qwen3Config(
+    vocab_size=67,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    torch.manual_seed(0)
+    return {
+        name: parameter.detach().bfloat16()
+        for name, parameter in Qwen3ForCausalLM(CONFIG).named_parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def checkpoint(weights, tmp_path_factory) -> Path:
+    """Saved from two ranks with rows split, in several files."""
+    folder = tmp_path_factory.mktemp("qwen3")
+
+    def work(rank):
+        options = CheckpointOptions(max_shard_size=10_000)
+        with Checkpointer(folder / "run", options, dist.group.WORLD) as checkpointer:
+            return checkpointer.save(
+                1,
+                model=spread(weights, "rows-2"),
+                optimizer={"model.norm.weight.step": torch.tensor(1.0)},
+                state={},
+                files={"config.json": CONFIG.to_json_string().encode()},
+            )
+
+    return run_ranks(2, work, folder / "ranks")[0]
+
+
+def test_transformers_opens_it(checkpoint, weights):
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    found = dict(model.named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(same_bits(found[name].detach(), weights[name]) for name in weights)
+
+
+def test_safe_open_and_torch_open_it(checkpoint, weights):
+    found = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            names = file.keys()
+            found |= {name: file.get_tensor(name) for name in names}
+    assert found.keys() == weights.keys()
+    assert all(same_bits(found[name], weights[name]) for name in weights)
+
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    dcp.load(zeros, storage_reader=HuggingFaceStorageReader(str(checkpoint)))
+    assert all(same_bits(zeros[name], weights[name]) for name in weights)
+
+
+def test_hugging_face_directories_load_into_any_strategy_and_dtype(weights, tmp_path):
+    Qwen3ForCausalLM(CONFIG).bfloat16().save_pretrained(tmp_path / "one")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "one", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def work(rank):
+        for source in ("one", "many"):
+            for strategy, dtype in (("rows-2", torch.float32), ("columns-2", torch.bfloat16)):
+                whole = {
+                    name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in wanted.items()
+                }
+                targets = spread(whole, strategy)
+                load_model(tmp_path / source, targets)
+                right = spread({name: t.to(dtype) for name, t in wanted.items()}, strategy)
+                assert all(same_bits(local(targets[name]), local(right[name])) for name in right)
+        return "good"
+
+    assert run_ranks(2, work, tmp_path / "ranks") == ["good"] * 2
+
+
+def test_what_does_not_fit_is_named(checkpoint, weights):
+    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    norm = targets.pop("model.norm.weight")
+    load = "model.layers.0.self_attn.q_proj.weight"
+    targets |= {
+        "extra": norm,
+        load: torch.zeros(3, 24),
+        "model.embed_tokens.weight": torch.zeros(67, 24).int(),
+    }
+    with pytest.raises(WrongModel) as error:
+        load_model(checkpoint, targets)
+    assert str(error.value) == (
+        f"{checkpoint} is of another model: the model has no model.norm.weight; the checkpoint has "
+        f"no extra; other shapes: {load} [3, 24] (checkpoint [32, 24]); dtypes that do not "
+        "convert: model.embed_tokens.weight I32 (checkpoint BF16)"
+    )
+
+
+def test_a_plain_directory_that_is_incomplete_is_refused(tmp_path):
+    with pytest.raises(StorageError, match="holds neither model.safetensors nor"):
+        load_model(tmp_path, {})
+    save_file({"a": torch.ones(4)}, tmp_path / "model-1.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    targets = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    with pytest.raises(DamagedCheckpoint, match=r"model-2.safetensors: is missing"):
+        load_model(tmp_path, targets)
+    save_file({"c": torch.ones(4)}, tmp_path / "model-2.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"model-2.safetensors: lacks b, which model"):
+        load_model(tmp_path, targets)
+    assert not targets["a"].any()
+    cut = tmp_path / "model-1.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    save_file({"b": torch.ones(4)}, tmp_path / "model-2.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"model-1.safetensors: has \d+ bytes, but its"):
+        load_model(tmp_path, targets)
