@@ -142,8 +142,7 @@ class Checkpointer:
             )
             self._on_main(lambda: self._commit(tmp, final, step, plan, checksums, state, files))
         except _RankError as failed:
-            if self._is_main:
-                shutil.rmtree(tmp_path(final), ignore_errors=True)
+            self._on_main(lambda: shutil.rmtree(tmp_path(final), ignore_errors=True))
             raise SaveFailed(
                 f"saving step {step} failed on rank {failed.rank}: {failed.message}; earlier "
                 "checkpoints are untouched",

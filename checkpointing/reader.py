@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,13 @@ _NAMED = 3
 """How many differing tensors a message names."""
 
 
-def load_model(path: str | Path, tensors: Mapping[str, Tensor], *, verify: bool = True) -> None:
+def load_model(
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    verify: bool = True,
+    optional: Collection[str] = (),
+) -> None:
     """Load weights into tensors, in place. Each rank reads what it needs, without talking.
 
     Args:
@@ -35,6 +41,8 @@ def load_model(path: str | Path, tensors: Mapping[str, Tensor], *, verify: bool 
         tensors: targets by name: plain or DTensor, on any device; floating point numbers are
             converted where a file has another dtype.
         verify: check the checksums of the blocks that are read (checkpoints of ours have them).
+        optional: names that a checkpoint may hold besides the targets, such as the second copy of
+            a tied weight.
 
     Raises:
         WrongModel: names the tensors that are missing, unexpected, or of another shape.
@@ -49,17 +57,11 @@ def load_model(path: str | Path, tensors: Mapping[str, Tensor], *, verify: bool 
         records = step.record.files if verify else {}
     else:
         stored = hugging_face_tensors(path)
-    specs = specs_of(tensors, _all_ranks())
+    ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
+    specs = specs_of(tensors, ranks)
     refuse_differences(path, stored, specs)
-    read_tensors(path, stored, specs, tensors, records, _all_ranks()[_rank()])
-
-
-def _all_ranks() -> list[int]:
-    return list(range(dist.get_world_size() if dist.is_initialized() else 1))
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    read_tensors(path, stored, specs, tensors, records, rank)
 
 
 def refuse_differences(

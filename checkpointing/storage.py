@@ -51,7 +51,7 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
         logger.warning("%s; trying again", error)
     again = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
-        wait=tenacity.wait_exponential_jitter(initial=0.2, max=5, jitter=0.2),
+        wait=tenacity.wait_exponential(multiplier=0.2, max=5) + tenacity.wait_random(0, 0.2),
         stop=tenacity.stop_after_attempt(_ATTEMPTS),
         before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
         reraise=True,

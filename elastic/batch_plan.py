@@ -57,8 +57,8 @@ class BatchPlan:
 
     def __str__(self) -> str:
         text = (
-            f"global batch {self.global_batch} = {self.world_size} ranks x {self.passes} passes "
-            f"x up to {self.micro_batch} sequences"
+            f"global batch {self.global_batch} = {self.world_size} rank(s) x {self.passes} "
+            f"pass(es) x up to {self.micro_batch} sequences"
         )
         if self.efficiency < 0.95:
             text += (

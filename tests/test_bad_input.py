@@ -17,9 +17,8 @@ from trainer.data.prepare import prepare
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
-    (folder / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
-    options = {"tokenizer": "bytes", "split_documents": "line", "validation_fraction": 0.2}
-    lines = "".join(f"{n}: to be, or not to be, that is the question.\n" for n in range(200))
+    options = {"tokenizer": "bytes", "split_documents": "line", "validation_fraction": 0.01}
+    lines = "".join(f"{n}: to be, or not to be, that is the question.\n" for n in range(2000))
     (folder / "text.txt").write_text(lines)
     prepare([str(folder / "text.txt")], folder / "data", **options)
     return folder / "data"

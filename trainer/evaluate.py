@@ -4,9 +4,9 @@ import math
 
 import torch
 import torch.distributed as dist
-from trainer.data.loader import TokenStream, load
 
 from elastic.world import World
+from trainer.data.loader import TokenStream, load
 from trainer.parallel import ParallelModel
 from trainer.recipe import Recipe
 

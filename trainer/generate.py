@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkpointing import load_model
 from trainer.architecture import Architecture
-from trainer.models import Decoder, read_config
+from trainer.models import TIED_COPIES, Decoder, read_config
 
 
 class GenerateError(ValueError):
@@ -97,7 +97,8 @@ def load_decoder(directory: Path, architecture: Architecture, device: torch.devi
     with torch.device("meta"):
         model = Decoder(architecture)
     model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
-    load_model(directory, dict(model.named_parameters()))
+    optional = TIED_COPIES if architecture.tie_word_embeddings else ()
+    load_model(directory, dict(model.named_parameters()), optional=optional)
     return model.eval()
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from trainer.data.loader import TokenStream
-from trainer.data.shards import read_index
 
 from trainer.architecture import Architecture
+from trainer.data.loader import TokenStream
+from trainer.data.shards import read_index
 from trainer.models import (
     Decoder,
     config_json,
@@ -28,6 +28,7 @@ from trainer.recipe import Recipe, RecipeError
 class Task:
     """A model on the meta device (or, from a factory, on the CPU), and its data."""
 
+    name: str
     model: nn.Module
     blocks: Sequence[nn.Module]
     """Repeated parts of the model: units of sharding, recomputation and compilation."""
@@ -55,7 +56,17 @@ def build_task(recipe: Recipe) -> Task:
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
         parameters = sum(p.numel() for p in model.parameters())
-        return Task(model, blocks, None, stream, validation, {}, 6.0 * parameters, parameters)
+        return Task(
+            type(model).__name__,
+            model,
+            blocks,
+            None,
+            stream,
+            validation,
+            {},
+            6.0 * parameters,
+            parameters,
+        )
     architecture = recipe.model.architecture or _read_init_config(recipe)
     _check_vocabulary(recipe, architecture)
     with torch.device("meta"):
@@ -72,6 +83,7 @@ def build_task(recipe: Recipe) -> Task:
     heads = architecture.num_attention_heads * architecture.head_dim
     attention = 12 * architecture.num_hidden_layers * heads * recipe.data.seq_len
     return Task(
+        f"{architecture.model_type} decoder",
         decoder,
         list(decoder.blocks),
         fill,

@@ -16,6 +16,7 @@ from elastic import BatchPlan, Verdict, World, judge_step, plan_batch
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
 from trainer.metrics import Metrics, Startup, Window, peak_flops, peak_memory, step_line
+from trainer.models import TIED_COPIES
 from trainer.optimizer import (
     LossScale,
     build_optimizer,
@@ -268,7 +269,7 @@ def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress
     stream = task.stream
     epochs = recipe.run.steps * plan.global_batch / stream.sequences
     lines = [
-        f"{type(task.model).__name__}: {task.parameter_count / 1e6:,.1f} M parameters, "
+        f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
         f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{plan} of {recipe.data.seq_len} tokens = "
@@ -294,7 +295,8 @@ def restore(
         model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
     )
     if state is None and recipe.model.init_from:
-        load_model(Path(recipe.model.init_from), model.tensors, verify=recipe.checkpoint.verify)
+        verify = recipe.checkpoint.verify
+        load_model(recipe.model.init_from, model.tensors, verify=verify, optional=TIED_COPIES)
     model.refresh_copy()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0

@@ -42,7 +42,10 @@ def test_headers_are_those_of_safetensors(metas):
 
 
 def test_files_are_filled_in_the_order_given():
-    metas = {name: TensorMeta("U8", (size,)) for name, size in zip("abcde", (5, 4, 30, 1, 9))}
+    metas = {
+        name: TensorMeta("U8", (size,))
+        for name, size in zip("abcde", (5, 4, 30, 1, 9), strict=True)
+    }
     files = lay_out(MODEL, metas, 10)
     assert [sorted(file.tensors) for file in files] == [["a", "b"], ["c"], ["d", "e"]]
     assert files[2].name == "model-00003-of-00003.safetensors"

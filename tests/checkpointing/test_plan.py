@@ -96,7 +96,9 @@ def test_replicas_write_evenly(world):
 )
 def test_boxes_are_what_torch_gives_each_rank(shape, mesh, data):
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    layout = data.draw(layouts(len(shape), math.prod(mesh)).filter(lambda l: l.mesh_shape == mesh))
+    layout = data.draw(
+        layouts(len(shape), math.prod(mesh)).filter(lambda drawn: drawn.mesh_shape == mesh)
+    )
     for rank, place in enumerate(itertools.product(*map(range, mesh))):
         local = whole
         for size, split, position in zip(mesh, layout.splits, place, strict=True):

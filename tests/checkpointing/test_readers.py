@@ -71,6 +71,7 @@ def test_transformers_opens_it(checkpoint, weights):
     assert all(same_bits(found[name].detach(), weights[name]) for name in weights)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_safe_open_and_torch_open_it(checkpoint, weights):
     found = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -127,7 +128,7 @@ def test_what_does_not_fit_is_named(checkpoint, weights):
 
 
 def test_a_plain_directory_that_is_incomplete_is_refused(tmp_path):
-    with pytest.raises(StorageError, match="holds neither model.safetensors nor"):
+    with pytest.raises(StorageError, match="holds neither model"):
         load_model(tmp_path, {})
     save_file({"a": torch.ones(4)}, tmp_path / "model-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"

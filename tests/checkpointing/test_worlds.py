@@ -146,6 +146,32 @@ def test_tensors_larger_than_a_block_are_cut_between_replicas(tmp_path):
     }
 
 
+def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path):
+    """Rank 1 alone reads the last block of 40 MB."""
+    whole = {"large": torch.randn(1000, 10_000)}
+
+    def work(rank):
+        model = spread(whole, "rows-2")
+        with Checkpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+            for step in (1, 2):
+                path = checkpointer.save(
+                    step, model=model, optimizer={}, state={"step": step}, files={}
+                )
+            if rank == 0:
+                with open(path / MODEL.file(1, 1), "r+b") as file:
+                    file.seek(-1, 2)
+                    last = file.read(1)[0]
+                    file.seek(-1, 2)
+                    file.write(bytes([last ^ 1]))
+            targets = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+            dist.barrier()
+            state = checkpointer.load(model=targets, optimizer={})
+        assert all(same_bits(local(targets[name]), local(model[name])) for name in model)
+        return state["step"]
+
+    assert run_ranks(2, work, tmp_path / "ranks") == [1, 1]
+
+
 def test_a_partial_tensor_is_refused_on_all_ranks(tmp_path):
     def work(rank):
         mesh = init_device_mesh("cpu", (2,))

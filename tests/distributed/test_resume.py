@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from tests.distributed.jobs import losses, wait_for_step
 
-STEPS = 16
-SHORT = (f"run.steps={STEPS}", "checkpoint.every=3", "checkpoint.keep=2")
+STEPS = 40
+SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
 ROUNDS = 20 if os.environ.get("SOAK") else 1
 
 
@@ -44,7 +44,7 @@ def test_killed_run_resumes_bitwise(workspace, start, train, name, overrides):
     train(2, f"run.dir=whole-{name}", *SHORT, *overrides)
     for attempt in range(ROUNDS):
         run = f"killed-{name}-{attempt}"
-        for step in sorted(random.Random(attempt).sample(range(2, STEPS), 2)):
+        for step in sorted(random.Random(attempt).sample(range(6, 26), 2)):
             job = start(2, f"run.dir={run}", *SHORT, *overrides)
             wait_for_step(workspace, run, step, job)
             job.kill()
@@ -55,8 +55,8 @@ def test_killed_run_resumes_bitwise(workspace, start, train, name, overrides):
 
 def test_another_world_and_strategy_go_on_from_the_same_checkpoint(workspace, start, train):
     train(1, "run.dir=elastic-whole", *SHORT, "strategy.name=ddp")
-    legs = [(2, 4, ["strategy.sharding=FULL_SHARD"]), (3, 8, ["strategy.zero=1"])]
-    legs += [(4, 11, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"])]
+    legs = [(2, 7, ["strategy.sharding=FULL_SHARD"]), (3, 13, ["strategy.zero=1"])]
+    legs += [(4, 22, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"])]
     for ranks, step, overrides in legs:
         job = start(ranks, "run.dir=elastic", *SHORT, *overrides)
         wait_for_step(workspace, "elastic", step, job)
@@ -83,5 +83,5 @@ def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
     content[-5] ^= 1
     file.write_bytes(content)
     output = train(1, "run.dir=damaged", *SHORT)
-    assert "resuming after step 15" in output
+    assert f"resuming after step {STEPS - 5} of {STEPS}" in output
     assert file.name in output

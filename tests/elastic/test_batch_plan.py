@@ -34,5 +34,5 @@ def test_every_sequence_once_and_equal_passes(global_batch, world_size, micro_ba
 
 def test_uneven_batch_says_what_it_wastes():
     text = str(plan_batch(8, 3, 2))
-    assert "8 = 3 ranks x 2 passes x up to 2 sequences" in text
+    assert "8 = 3 rank(s) x 2 pass(es) x up to 2 sequences" in text
     assert "11% of the slots are idle" in text

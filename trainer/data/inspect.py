@@ -1,5 +1,7 @@
 """What `perdure data inspect` shows of a prepared data set."""
 
+import json
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -8,13 +10,19 @@ from trainer.data.shards import SPLITS, TokenDataset, read_index
 
 
 def inspect(directory: str | Path, documents: int = 2) -> str:
-    """Counts, sources, and the beginning of the first documents, decoded, as text for a person."""
+    """Counts, sources, first rejected records, and the beginning of the first documents, decoded;
+    as text for a person.
+
+    Raises:
+        DataError: there is no prepared data set, or a file of it is missing or truncated.
+    """
     directory = Path(directory)
     index = read_index(directory)
     lines = [
         f"{directory}: {index['dtype']} tokens, vocabulary {index['vocab_size']:,}, "
         f"documents end in token {index['eos_id']}",
         f"fingerprint {index['fingerprint']}",
+        f"tokenizer   sha256:{index['tokenizer']['sha256']}",
         "",
     ]
     for split in SPLITS:
@@ -30,7 +38,7 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
             f"{source['rejected']:,} left out"
         )
     if index["rejected"]:
-        lines.append(f"  the first of them are listed in {directory / 'rejects.jsonl'}")
+        lines += _first_rejects(directory / "rejects.jsonl")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     dataset = TokenDataset(directory, "train")
     start = 0
@@ -40,3 +48,10 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
         lines += ["", f"document {number}, {length:,} tokens: {tokenizer.decode(ids)!r}"]
         start += length
     return "\n".join(lines)
+
+
+def _first_rejects(path: Path, count: int = 3) -> list[str]:
+    with path.open(encoding="utf-8") as file:
+        rejects = [json.loads(line) for line in islice(file, count)]
+    lines = [f"  {reject['file']}:{reject['line']}: {reject['problem']}" for reject in rejects]
+    return [*lines, f"  see {path}"]

@@ -22,8 +22,8 @@ from trainer.data.shards import DataError, Reader, TokenDataset
 class TokenStream(Dataset):
     """Packed sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
 
-    Sample j of a source is tokens [j T, j T + T] of it, one more than T because the labels are the
-    inputs shifted by one. Documents are packed back to back; windows do not overlap otherwise.
+    Documents are packed back to back. Sample j of a source is its tokens jT to jT + T, one more
+    than T because the labels are the inputs shifted by one: every label is a real next token.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class TokenStream(Dataset):
         self._datasets, self._order = datasets, order
         self.seq_len, self._document_mask = seq_len, document_mask
         self.fingerprint = fingerprint
-        """What the stream is: data, weights, seq_len and version of the order; not the seed."""
-        self._vocab_size = max(dataset.vocab_size for dataset in datasets)
+        """What the stream is: data, weights, seq_len and version of the order; not the seed, which
+        callers keep beside it to be able to say which of the two changed."""
         self._sizes = [max(0, dataset.tokens - 1) // seq_len for dataset in datasets]
         self.sequences = sum(self._sizes)
         """Sequences in one epoch over all sources."""
@@ -68,10 +68,17 @@ class TokenStream(Dataset):
             reader: see `TokenDataset`.
 
         Raises:
-            DataError: a data set is damaged, or (with shuffle) too small to give a sequence.
+            DataError: a data set is damaged, was made with another tokenizer than the first, or
+                (with shuffle) is too small to give a sequence.
         """
         datasets = [TokenDataset(path, split, reader) for path, _ in sources]
-        weights = [weight for _, weight in sources]
+        for (path, _), dataset in zip(sources, datasets, strict=True):
+            if dataset.tokenizer_sha256 != datasets[0].tokenizer_sha256:
+                raise DataError(
+                    f"{path}: was prepared with another tokenizer than {sources[0][0]}, so their "
+                    f"tokens cannot be mixed; prepare it with --tokenizer {sources[0][0]}"
+                )
+        weights = [float(weight) for _, weight in sources]
         order = None
         if shuffle:
             sizes = [max(0, dataset.tokens - 1) // seq_len for dataset in datasets]
@@ -101,11 +108,8 @@ class TokenStream(Dataset):
             if self._document_mask:
                 ids = dataset.document_ids(start, length)
                 documents[row] = ids - ids[0]  # numbered within the sequence
-        if (highest := int(tokens.max(initial=0))) >= self._vocab_size:
-            raise DataError(
-                f"token {highest} at positions {list(positions)} is outside the vocabulary of "
-                f"{self._vocab_size}: a shard is damaged; run `perdure data inspect --verify`"
-            )
+            if int(tokens[row].max()) >= dataset.vocab_size:
+                raise _outside_vocabulary(dataset, start, tokens[row])
         batch = {
             "input_ids": torch.from_numpy(tokens[:, :-1].copy()),
             "labels": torch.from_numpy(tokens[:, 1:].copy()),
@@ -122,9 +126,13 @@ class TokenStream(Dataset):
         sources = np.searchsorted(ends, positions, side="right")
         return sources, positions - (ends - self._sizes)[sources]
 
-    def __getitems__(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """torch's name for fetching a whole batch at once."""
-        return self.fetch(positions)
+    def __getitems__(self, positions: Sequence[int]) -> "dict[str, torch.Tensor] | DataError":
+        """torch's name for fetching a whole batch at once. Gives a DataError back for `load` to
+        raise: torch would wrap one that a worker raises into a page of traceback."""
+        try:
+            return self.fetch(positions)
+        except DataError as error:
+            return error
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
         return self.fetch([position])
@@ -133,13 +141,17 @@ class TokenStream(Dataset):
 def load(
     stream: TokenStream, requests: Iterable[Sequence[int]], *, workers: int, pin_memory: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Fetch each request, in order.
+    """Fetch each request, in order. Closing or dropping the iterator ends the workers.
 
     Args:
         stream: where positions lead.
         requests: positions of each micro-batch; may be endless.
-        workers: background processes that read ahead; 0 reads when asked.
+        workers: background processes that read ahead, started at once; 0 reads when asked.
         pin_memory: give page-locked tensors, for asynchronous copies to a GPU.
+
+    Raises:
+        DataError: when it is asked for a batch whose shard is damaged.
+        RuntimeError: a worker was killed.
     """
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
@@ -153,8 +165,28 @@ def load(
             prefetch_factor=4 if workers else None,
             snapshot_every_n_steps=1 << 62,  # its snapshots are not used, and cost time
         )
-    return iter(loader)
+    return _raise_errors(iter(loader))
 
 
-def _identity(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _raise_errors(
+    batches: Iterator[dict[str, torch.Tensor] | DataError],
+) -> Iterator[dict[str, torch.Tensor]]:
+    try:
+        for batch in batches:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    finally:
+        del batches  # ends the workers, even while a traceback keeps this frame
+
+
+def _identity(batch: dict[str, torch.Tensor] | DataError) -> dict[str, torch.Tensor] | DataError:
     return batch
+
+
+def _outside_vocabulary(dataset: TokenDataset, start: int, tokens: np.ndarray) -> DataError:
+    place = start + int(tokens.argmax())
+    return DataError(
+        f"{dataset.file_of(place)}: token {int(tokens.max())} is outside the vocabulary of "
+        f"{dataset.vocab_size}, so the file is damaged; see `perdure data inspect --verify`"
+    )

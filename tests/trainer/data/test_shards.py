@@ -1,0 +1,142 @@
+"""Reading gives what was written, in every mode; damage is refused with the name of the file."""
+
+import errno
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tenacity import wait_none
+
+from trainer.data import shards
+from trainer.data.inspect import inspect
+from trainer.data.shards import DataError, TokenDataset, detect_reader, read_index, verify
+
+
+@pytest.fixture
+def copied(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "data")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_readers_agree_with_what_was_written(prepared, tokens, data):
+    flat = np.concatenate(tokens)
+    owner = np.repeat(np.arange(len(tokens)), [len(document) for document in tokens])
+    start = data.draw(st.integers(0, len(flat) - 1))
+    length = data.draw(st.integers(1, len(flat) - start))
+    for reader in ("auto", "mmap", "pread", "ram"):
+        dataset = TokenDataset(prepared, "train", reader)
+        assert dataset.dtype == np.uint16
+        assert (dataset.tokens, dataset.documents) == (len(flat), len(tokens))
+        assert (dataset.read(start, length) == flat[start : start + length]).all()
+    assert (dataset.document_ids(start, length) == owner[start : start + length]).all()
+    assert dataset.document_length(int(owner[start])) == len(tokens[owner[start]])
+
+
+def test_network_filesystems_are_read_whole_windows_at_a_time(prepared, monkeypatch, tmp_path):
+    assert detect_reader(prepared) == "mmap"
+    device = os.stat(prepared).st_dev
+    line = f"29 1 {os.major(device)}:{os.minor(device)} / /data rw shared:1 - KIND host:/data rw\n"
+    for kind, expected in (("nfs4", "pread"), ("fuse.s3", "pread"), ("ext4", "mmap")):
+        (tmp_path / "mountinfo").write_text(line.replace("KIND", kind))
+        monkeypatch.setattr(shards, "_MOUNTS", tmp_path / "mountinfo")
+        assert detect_reader(prepared) == expected
+
+
+def fail_reads(monkeypatch, code, times):
+    """Let the next `times` reads fail with an error number."""
+    real, failures = os.preadv, iter([code] * times)
+
+    def preadv(*arguments):
+        if number := next(failures, 0):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(shards._preadv.retry, "wait", wait_none())
+
+
+def test_transient_errors_are_retried_and_permanent_ones_named(prepared, monkeypatch):
+    dataset = TokenDataset(prepared, "train", "pread")
+    expected = dataset.read(0, 100)
+    fail_reads(monkeypatch, errno.ESTALE, times=3)
+    assert (dataset.read(0, 100) == expected).all()
+    shard = prepared / "train-00000.tokens"
+    for code, times in ((errno.EIO, 1000), (errno.EACCES, 1)):
+        fail_reads(monkeypatch, code, times)
+        with pytest.raises(DataError, match=f"{shard}: cannot be read at byte 20: "):
+            dataset.read(10, 100)
+
+
+def test_a_shard_that_shrinks_while_it_is_read(copied):
+    dataset = TokenDataset(copied, "train", "pread")
+    shard = copied / "train-00000.tokens"
+    os.truncate(shard, 50)
+    with pytest.raises(DataError, match=f"{shard}: truncated while in use, at byte 50"):
+        dataset.read(10, 100)
+
+
+@pytest.mark.parametrize("name", ["train-00001.tokens", "train-00001.ends"])
+def test_files_that_are_not_as_long_as_they_were(copied, name):
+    file = copied / name
+    content = file.read_bytes()
+    file.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=f"{file}: truncated: {len(content) - 2} bytes instead of"):
+        TokenDataset(copied, "train")
+    assert [problem.split(":")[0] for problem in verify(copied)] == [str(file)]
+    file.write_bytes(content + b"\0")
+    with pytest.raises(DataError, match=f"{file}: too long"):
+        TokenDataset(copied, "train")
+    file.unlink()
+    with pytest.raises(DataError, match=f"{file}: No such file or directory; restore it"):
+        TokenDataset(copied, "train")
+    assert len(verify(copied)) == 1
+
+
+def test_verify_finds_one_flipped_bit(copied, monkeypatch):
+    assert verify(copied) == []
+    tokenizer = copied / "tokenizer.json"
+    for name in ("train-00002.tokens", "train-00000.ends", "tokenizer.json"):
+        content = bytearray((copied / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copied / name).write_bytes(content)
+    first, second, third = verify(copied)
+    assert first.startswith(
+        f"{copied / 'train-00000.ends'}: wrong checksum in the 16 MiB from byte 0"
+    )
+    assert second.startswith(f"{copied / 'train-00002.tokens'}: wrong checksum")
+    assert third == f"{tokenizer}: is not the tokenizer that this data was prepared with"
+
+
+def test_an_index_that_is_damaged_edited_or_of_another_format(copied):
+    file = copied / "index.json"
+    index = read_index(copied)
+
+    def message(content):
+        file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        with pytest.raises(DataError, match=f"^{file}: ") as raised:
+            read_index(copied)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    assert f"remove {copied} and prepare the data again" in message(file.read_bytes()[:-100])
+    assert "damaged" in message(b"\xff")
+    assert "damaged" in message([])
+    assert "'splits' is missing" in message({k: v for k, v in index.items() if k != "splits"})
+    assert "has format 2, this version reads 1" in message({**index, "format": 2})
+    assert "was edited" in message({**index, "eos_id": 3})
+    file.unlink()
+    with pytest.raises(DataError, match="missing, so this is not a prepared data set"):
+        read_index(copied)
+
+
+def test_inspect_shows_counts_sources_and_text(prepared, documents, tokens):
+    shown = inspect(prepared)
+    assert "uint16 tokens, vocabulary 257, documents end in token 256" in shown
+    assert f"{sum(map(len, tokens)):,} tokens" in shown
+    assert "200 documents taken, 0 records left out" in shown
+    assert f"document 0, {len(tokens[0])} tokens: {documents[0][:20]!r}"[:-1] in shown

@@ -1,0 +1,29 @@
+"""What a person may choose when data is prepared. Imports nothing heavy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["file", "blank-line", "line"]
+OnBad = Literal["skip", "fail"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """What decides the bytes of a prepared data set, besides its inputs."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json, the directory of one, or "bytes"."""
+    train_bpe: int | None = None
+    """Size of a byte-level BPE vocabulary to train on the inputs, instead."""
+    eos: str | None = None
+    """Token that ends a document; found by itself in well-known tokenizers."""
+    field: str = "text"
+    """Field of jsonl, column of parquet."""
+    split_documents: Split = "file"
+    """What one document is in txt and md files."""
+    validation_fraction: float = 0.02
+    """Share of the documents in the validation split, chosen by a hash of their text."""
+    shard_tokens: int = 1 << 28
+    """Tokens after which a shard ends with the next document."""
+    on_bad: OnBad = "skip"
+    """Whether a bad record is left out and listed, or ends everything."""

@@ -1,0 +1,106 @@
+"""Files of a prepared data set as they come to disk: whole and synced, or not at all."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.shards import checksums
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """A file that is on disk, not only in memory, when the block ends well."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears whole under its name, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with synced(temporary) as file:
+        yield file
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_shards(
+    parts: Iterable[tuple[NDArray, NDArray]],
+    out: Path,
+    split: str,
+    shard_tokens: int,
+) -> list[dict[str, Any]]:
+    """Join parts into shards that each end with a document.
+
+    Args:
+        parts: (tokens, ends of the documents in them), in order.
+        out: directory; older shards of the split in it are removed.
+        split: beginning of the file names.
+        shard_tokens: a shard is full with the document that brings it to so many tokens.
+
+    Returns:
+        The shards' entries in index.json.
+    """
+    for kind in ("tokens", "ends"):
+        for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
+            stale.unlink()
+    shards: list[dict[str, Any]] = []
+    writer: _ShardWriter | None = None
+    for tokens, ends in parts:
+        start = first = 0
+        while first < len(ends):
+            writer = writer or _ShardWriter(out, f"{split}-{len(shards):05}")
+            # Up to and including the document that fills the shard.
+            last = int(np.searchsorted(ends, start + shard_tokens - writer.tokens, side="left"))
+            last = min(last + 1, len(ends))
+            stop = int(ends[last - 1])
+            writer.add(tokens[start:stop], ends[first:last] - start)
+            start, first = stop, last
+            if writer.tokens >= shard_tokens:
+                shards.append(writer.close())
+                writer = None
+    if writer:
+        shards.append(writer.close())
+    return shards
+
+
+class _ShardWriter:
+    """One shard while it grows."""
+
+    def __init__(self, out: Path, name: str) -> None:
+        self.tokens = self.documents = 0
+        self._out, self._name = out, name
+        self._files = {kind: (out / f"{name}.{kind}").open("wb") for kind in ("tokens", "ends")}
+
+    def add(self, tokens: NDArray, ends: NDArray) -> None:
+        """Append whole documents; `ends` count from the first of `tokens`."""
+        self._files["tokens"].write(tokens.tobytes())
+        self._files["ends"].write((ends + self.tokens).astype("<u8").tobytes())
+        self.tokens += len(tokens)
+        self.documents += len(ends)
+
+    def close(self) -> dict[str, Any]:
+        """Sync both files; returns the shard's entry in index.json."""
+        entry: dict[str, Any] = {
+            "name": self._name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+        }
+        for kind, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            digest, blocks = checksums(self._out / f"{self._name}.{kind}")
+            entry |= {f"{kind}_sha256": digest, f"{kind}_crc32": blocks}
+        return entry
