@@ -57,6 +57,7 @@ def load_model(
         records = step.record.files if verify else {}
     else:
         stored = hugging_face_tensors(path)
+    stored = {name: at for name, at in stored.items() if name in tensors or name not in optional}
     ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
     specs = specs_of(tensors, ranks)
     refuse_differences(path, stored, specs)

@@ -14,6 +14,7 @@ _HOME = {
     "Verdict": "guard",
     "judge_step": "guard",
     "World": "world",
+    "die_with_parent": "world",
     "join_world": "world",
     "leave_world": "world",
 }

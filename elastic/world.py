@@ -1,6 +1,8 @@
 """The ranks of a run: a frozen `World`, read from the environment once; joining and leaving."""
 
+import ctypes
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +42,21 @@ def read_environment() -> tuple[int, int, int, int, int]:
         int(read("LOCAL_WORLD_SIZE", "1")),
         int(read("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies (on Linux).
+
+    torchrun puts each rank into a session of its own, so a launcher that is killed with SIGKILL
+    leaves ranks behind that train on, and write where the restarted run writes.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died just before
+        os._exit(1)
 
 
 def join_world(device: str, timeout_seconds: float) -> World:

@@ -16,9 +16,11 @@ EXIT_WRONG_INPUT = 2
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank; never returns."""
-    from elastic.world import join_world, leave_world, read_environment
+    from elastic.world import die_with_parent, join_world, leave_world, read_environment
 
     rank, local_rank, world_size, local_world_size, _ = read_environment()
+    if world_size > 1:
+        die_with_parent()
     logging.basicConfig(format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
     if not arguments:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)

@@ -27,7 +27,7 @@ checkpoint: {every: 0}
 
 
 class Job:
-    """One torchrun job in its own process group."""
+    """One torchrun job."""
 
     def __init__(
         self, folder: Path, ranks: int, overrides: Sequence[str], recipe: str = "recipe.yaml"
@@ -41,7 +41,6 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
 
     def wait(self) -> tuple[int, str]:
@@ -53,12 +52,26 @@ class Job:
         return self.process.returncode, output
 
     def kill(self) -> None:
-        """SIGKILL to the launcher and all ranks at once, as when a machine is lost."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        """SIGKILL to the launcher, as when a machine is lost; its ranks must die with it."""
+        ranks = self.ranks()
+        self.process.kill()
         self.process.wait()
+        deadline = time.monotonic() + 10
+        while alive := [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]:
+            if time.monotonic() > deadline:
+                for pid in alive:
+                    os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"ranks {alive} outlived their launcher")
+            time.sleep(0.01)
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that the launcher has started."""
+        try:
+            pid = self.process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        except OSError:
+            return []
+        return [int(pid) for pid in children.split()]
 
 
 def records(folder: Path, run: str) -> list[dict]:

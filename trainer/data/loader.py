@@ -176,6 +176,8 @@ def _raise_errors(
             if isinstance(batch, DataError):
                 raise batch
             yield batch
+    except (EOFError, ConnectionError) as error:  # a worker was killed while it sent a batch
+        raise RuntimeError("DataLoader worker is killed: it broke off in a batch") from error
     finally:
         del batches  # ends the workers, even while a traceback keeps this frame
 

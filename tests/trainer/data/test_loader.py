@@ -121,7 +121,7 @@ def test_a_killed_worker_is_an_error_not_a_hang(prepared):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1
-    assert "is killed by signal: Killed" in done.stderr
+    assert "is killed" in done.stderr
 
 
 def test_validation_is_in_file_order_over_all_sources(tmp_path, write_jsonl, documents):

@@ -129,6 +129,20 @@ def small_units(monkeypatch):
     monkeypatch.setattr(sources, "UNIT_BYTES", 2048)
 
 
+def test_every_line_is_in_one_piece_however_a_file_is_cut(tmp_path, monkeypatch):
+    file = write(tmp_path / "in.jsonl", json_lines(["a" * (n % 7) for n in range(1, 40)]) + b"{}")
+    numbers = list(range(1, 41))
+    for size in range(1, 60):
+        monkeypatch.setattr(sources, "UNIT_BYTES", size)
+        found = [
+            sources.lines_before(piece) + record.line
+            for unit in sources.cut_units([file])
+            for piece in unit
+            for record in sources.read_piece(piece, "text", "file")
+        ]
+        assert found == numbers
+
+
 BAD = b"""\
 {"text": "good"}
 {"text": "cut
