@@ -37,7 +37,7 @@ lint: $(DEV)     ## ruff, mypy and the import contracts
 	$(BIN)/lint-imports
 
 bench: $(DEV)    ## every benchmark, against its peer
-	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
+	for name in $(basename $(notdir $(wildcard benchmarks/*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 soak: $(DEV)     ## long randomised tests: kills and resumes, about 15 minutes
 	SOAK=1 $(BIN)/python -m pytest tests/distributed

@@ -25,6 +25,7 @@ def main() -> None:
         "run.log_every=10",
         "run.evaluate_every=0",
         "checkpoint.every=0",
+        "schedule.warmup_steps=5",
     )
     rows: list[dict[str, str]] = []
     figures: list[dict[str, Any]] = []
