@@ -79,12 +79,26 @@ def join_world(device: str, timeout_seconds: float) -> World:
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_seconds),
         device_id=place if device == "cuda" else None,
-        # Without torchrun there is nobody to meet: a store in memory will do.
-        store=None if "RANK" in os.environ else dist.HashStore(),
+        store=_store(),
         rank=rank,
         world_size=world_size,
     )
     return World(rank, local_rank, world_size, local_world_size, attempt, place)
+
+
+def _store() -> dist.Store | None:
+    """Where ranks meet; None leaves it to torch."""
+    read = os.environ.get
+    if "RANK" not in os.environ:
+        return dist.HashStore()  # nobody to meet
+    if read("TORCHELASTIC_USE_AGENT_STORE") == "True" and read("GROUP_WORLD_SIZE") == "1":
+        # torchrun 2.11 to 2.13 hands restarted ranks the store of the attempt before, with the
+        # addresses of dead peers in it. On one node the attempt's number keeps them apart; several
+        # nodes count attempts differently, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False)
+        return dist.PrefixStore(f"attempt-{read('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return None
 
 
 def leave_world(code: int) -> NoReturn:

@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 an unexpected error; 2 wrong recipe or input; 93 do not re
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,6 +45,10 @@ def main(arguments: list[str]) -> NoReturn:
     except known_errors() as error:
         if local_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(
+                10
+            )  # torchrun ends all ranks with the first; let that be the one that speaks
         leave_world(EXIT_WRONG_INPUT)
     leave_world(code)
 

@@ -77,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks on this node (default: one per GPU; without GPUs 2)",
     )
     train.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="needed with several nodes")
+    train.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often to start the ranks again by itself (default 0)",
+    )
     train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
     train.set_defaults(run=_train)
 
@@ -162,10 +169,12 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     from torch.distributed.run import config_from_args, parse_args
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # Otherwise torch's agents hand restarted ranks the store of the attempt before.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     endpoint = arguments.rdzv_endpoint or "localhost:0"  # a free port, for this node alone
     torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
-    torchrun += ["--nproc-per-node", str(ranks)]
+    torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts)]
     worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
     config, command, command_arguments = config_from_args(parse_args([*torchrun, *worker]))
     try:

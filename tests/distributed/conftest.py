@@ -1,6 +1,7 @@
 """Real torchrun jobs on a tiny model and real files; nothing outlives its test."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,11 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture
 def start(workspace):
-    """start(ranks, *overrides) → Job; whatever still runs at the end of the test is killed."""
+    """start(ranks, *overrides, recipe=…, torchrun=…) → Job; what still runs at the end is killed."""
     jobs: list[Job] = []
 
-    def start(ranks: int, *overrides: str, recipe: str = "recipe.yaml") -> Job:
-        jobs.append(Job(workspace, ranks, overrides, recipe))
+    def start(ranks: int, *overrides: str, **options: Any) -> Job:
+        jobs.append(Job(workspace, ranks, overrides, **options))
         return jobs[-1]
 
     yield start

@@ -30,9 +30,14 @@ class Job:
     """One torchrun job."""
 
     def __init__(
-        self, folder: Path, ranks: int, overrides: Sequence[str], recipe: str = "recipe.yaml"
+        self,
+        folder: Path,
+        ranks: int,
+        overrides: Sequence[str],
+        recipe: str = "recipe.yaml",
+        torchrun: Sequence[str] = (),
     ) -> None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
         worker = ["-m", "trainer", recipe, *overrides]
         self.process = subprocess.Popen(
             [*launcher, "--nproc-per-node", str(ranks), *worker],

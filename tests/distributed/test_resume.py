@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
     output = train(1, "run.dir=damaged", *SHORT)
     assert f"resuming after step {STEPS - 5} of {STEPS}" in output
     assert file.name in output
+
+
+def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, start, train):
+    train(2, "run.dir=whole-restart", *SHORT)
+    job = start(2, "run.dir=restarted", *SHORT, torchrun=["--max-restarts", "1"])
+    wait_for_step(workspace, "restarted", 12, job)
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+    code, output = job.wait()
+    assert code == 0, output
+    assert "resuming after step" in output
+    assert_same(workspace, "whole-restart", "restarted")
