@@ -220,6 +220,14 @@ def step_line(step: int, steps: int, values: Mapping[str, float]) -> str:
     return " | ".join(parts)
 
 
+def validation_line(values: Mapping[str, float]) -> str:
+    """The console line of a validation record."""
+    return (
+        f"validation loss {values['validation_loss']:.4f}, "
+        f"perplexity {values['validation_perplexity']:.2f}"
+    )
+
+
 def keep_records(path: Path, last_step: int) -> None:
     """Drop the records after `last_step`, and a last line that a killed process left unfinished."""
     if not path.exists():

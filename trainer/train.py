@@ -15,7 +15,15 @@ from checkpointing import Checkpointer, SaveFailed, load_model
 from elastic import BatchPlan, Verdict, World, judge_step, plan_batch
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
-from trainer.metrics import Metrics, Startup, Window, peak_flops, peak_memory, step_line
+from trainer.metrics import (
+    Metrics,
+    Startup,
+    Window,
+    peak_flops,
+    peak_memory,
+    step_line,
+    validation_line,
+)
 from trainer.models import TIED_COPIES
 from trainer.optimizer import (
     LossScale,
@@ -96,9 +104,7 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
         startup.mark("checkpoint")
         with Metrics(recipe, progress.step) if world.is_main else nullcontext() as metrics:
             startup.mark("trackers")
-            if metrics:
-                metrics.say(describe(recipe, task, world, plan, progress))
-            window = Window()
+            say(metrics, describe(recipe, task, world, plan, progress))
             batches = load(
                 task.stream,
                 requests(plan, world.rank, progress.sequences),
@@ -106,42 +112,38 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
                 pin_memory=world.device.type == "cuda",
             )
             startup.mark("data")
-            first_step = progress.step + 1
-            while progress.step < recipe.run.steps:
+            first_step, last_step = progress.step + 1, recipe.run.steps
+            window = Window()
+            while progress.step < last_step:
                 result = train_step(state, batches, plan, recipe, world)
                 if result.verdict.action == "stop":
-                    if metrics:
-                        metrics.say(f"stopped: {result.verdict.reason}")
+                    say(metrics, f"stopped: {result.verdict.reason}")
                     return EXIT_DO_NOT_REQUEUE
+                if result.verdict.action == "skip":
+                    say(metrics, f"warning: {result.verdict.reason}")
                 if progress.step == first_step:
                     startup.mark("first step")
+                    say(metrics, str(startup))
                 else:  # the first step also warms up, and would spoil the averages
                     tokens = plan.global_batch * recipe.data.seq_len
                     window.add(result.seconds, result.data_wait, tokens)
                 if metrics:
                     metrics.progress(progress.step)
-                    if progress.step == first_step:
-                        metrics.say(str(startup))
-                    if result.verdict.action == "skip":
-                        metrics.say(f"warning: {result.verdict.reason}")
-                    if due(progress.step, recipe.run.log_every, recipe.run.steps):
+                if due(progress.step, recipe.run.log_every, last_step):
+                    if metrics:
                         values = step_record(progress, result, window, recipe, task, world)
-                        line = step_line(progress.step, recipe.run.steps, values)
-                        metrics.record(progress.step, values, line)
-                        window = Window()
-                if task.validation and due(
-                    progress.step, recipe.run.evaluate_every, recipe.run.steps
-                ):
+                        metrics.record(
+                            progress.step, values, step_line(progress.step, last_step, values)
+                        )
+                    window = Window()
+                if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     values = evaluate(model, task.validation, recipe, world)
                     progress.validation_loss = values["validation_loss"]
                     if metrics:
-                        line = "validation loss {validation_loss:.4f}, perplexity "
-                        line += "{validation_perplexity:.2f}"
-                        metrics.record(progress.step, values, line.format(**values))
-                if due(progress.step, recipe.checkpoint.every, recipe.run.steps):
-                    message = save(checkpointer, state, recipe, task, world)
-                    if metrics:
-                        metrics.say(message)
+                        metrics.record(progress.step, values, validation_line(values))
+                if due(progress.step, recipe.checkpoint.every, last_step):
+                    say(metrics, save(checkpointer, state, recipe, task, world))
+            batches.close()
     return EXIT_DONE
 
 
@@ -234,6 +236,12 @@ def requests(plan: BatchPlan, rank: int, start: int) -> Iterator[list[int]]:
 def due(step: int, every: int, last: int) -> bool:
     """Whether something that happens every so many steps, and at the end, happens now."""
     return step == last or (every > 0 and step % every == 0)
+
+
+def say(metrics: Metrics | None, text: str) -> None:
+    """One line on the console of rank 0."""
+    if metrics:
+        metrics.say(text)
 
 
 def step_record(

@@ -25,7 +25,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture
 def start(workspace):
-    """start(ranks, *overrides, recipe=…, torchrun=…) → Job; what still runs at the end is killed."""
+    """start(ranks, *overrides, recipe=…, torchrun=…) → Job; what still runs at the end dies."""
     jobs: list[Job] = []
 
     def start(ranks: int, *overrides: str, **options: Any) -> Job:

@@ -7,7 +7,7 @@ drops samples when the number of ranks or workers changes, ours is one integer, 
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +140,7 @@ class TokenStream(Dataset):
 
 def load(
     stream: TokenStream, requests: Iterable[Sequence[int]], *, workers: int, pin_memory: bool
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     """Fetch each request, in order. Closing or dropping the iterator ends the workers.
 
     Args:
@@ -170,7 +170,7 @@ def load(
 
 def _raise_errors(
     batches: Iterator[dict[str, torch.Tensor] | DataError],
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     try:
         for batch in batches:
             if isinstance(batch, DataError):

@@ -1,0 +1,78 @@
+"""The way of a user, command by command, in real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import RECIPE
+
+PERDURE = Path(sys.executable).parent / "perdure"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    rows = [{"body": f"Line {n}: the quick brown fox jumps over the dog."} for n in range(500)]
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(3, "not json")
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def perdure(folder, *arguments, code=0):
+    done = subprocess.run(
+        [PERDURE, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_from_text_to_text(folder):
+    prepare = ["data", "prepare", "text.jsonl", "--out", "data", "--tokenizer", "bytes"]
+    output = perdure(folder, *prepare, "--field", "body", "--validation-fraction", "0.2")
+    assert "from 500 documents; 1 bad records left out" in output
+    assert "text.jsonl:4: not JSON" in perdure(folder, "data", "inspect", "data", "--verify")
+
+    dry = perdure(folder, "train", "recipe.yaml", "run.steps=6", "schedule={}", "--dry-run")
+    assert "steps: 6" in dry
+    assert not (folder / "run").exists()
+    command = ["train", "recipe.yaml", "run.steps=6", "schedule={}", "checkpoint.every=3"]
+    command += ["tracking.tensorboard=true", "tracking.wandb=offline", "run.evaluate_every=3"]
+    output = perdure(folder, *command)
+    assert "FULL_SHARD over 2 rank(s)" in output
+    assert "first step after" in output
+    assert list((folder / "run" / "tensorboard").glob("events*"))
+    assert len(list((folder / "run" / "wandb").glob("offline-run-*"))) == 1
+
+    listing = perdure(folder, "ckpt", "ls", "run")
+    assert [line.split()[0] for line in listing.splitlines()[1:3]] == [
+        "step-00000006",
+        "step-00000003",
+    ]
+    assert "model.layers.1.mlp.down_proj.weight" in perdure(folder, "ckpt", "show", "run")
+    assert "0 problem(s)" in perdure(folder, "ckpt", "verify", "run")
+    command = ["generate", "run", "--prompt", "Line 7", "--max-new-tokens", "8"]
+    text = perdure(folder, *command)
+    assert text.startswith("Line 7")
+    assert perdure(folder, *command) == text
+
+    shard = next((folder / "run/checkpoints/step-00000006/optimizer").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    assert shard.name in perdure(folder, "ckpt", "verify", "run", code=2)
+    assert "no checkpoints" in perdure(folder, "ckpt", "ls", "run/wandb", code=2)
+    assert "holds no checkpoints" in perdure(
+        folder, "generate", "run/wandb", "--prompt", "x", code=2
+    )
