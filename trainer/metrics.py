@@ -126,7 +126,10 @@ class Window:
 
 
 def _percentile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    """By linear interpolation between the two nearest values."""
+    below, rest = divmod(share * (len(ordered) - 1), 1)
+    low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+    return low + rest * (high - low)
 
 
 class Metrics:

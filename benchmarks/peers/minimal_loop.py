@@ -106,7 +106,8 @@ def main() -> None:
             print(json.dumps({"first_step_at": time.time()}), flush=True)
     if rank == 0:
         # The first steps warm up, as the trainer's own figures leave them out.
-        rate = recipe.batch.global_batch * length / median(seconds[recipe.run.log_every :])
+        measured = seconds[recipe.run.log_every :] or seconds
+        rate = recipe.batch.global_batch * length / median(measured)
         memory = peak_memory(device)
         print(json.dumps({"tokens_per_second": rate, "peak_memory": memory, "loss": loss.item()}))
     dist.barrier()
