@@ -13,6 +13,7 @@ from typing import NoReturn
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 
 EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -42,7 +43,15 @@ def main(arguments: list[str]) -> NoReturn:
         world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
         startup.mark("rendezvous")
         code = train(recipe, task, world, startup)
+    except KeyboardInterrupt:
+        leave_world(EXIT_INTERRUPTED)  # the launcher says so, once
     except known_errors() as error:
+        from checkpointing import SaveFailed
+
+        if isinstance(error, SaveFailed):  # the last one: nothing is wrong with the input
+            if rank == 0:
+                print(f"error: {error}; the same command resumes", file=sys.stderr, flush=True)
+            leave_world(1)
         if local_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:

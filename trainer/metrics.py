@@ -171,12 +171,15 @@ class Metrics:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
         self._bar.close()
-        if self._board:
-            self._board.close()
-        if self._wandb:
-            self._wandb.finish(exit_code=0 if error[0] is None else 1)
+        try:
+            self._file.close()
+            if self._board:
+                self._board.close()
+            if self._wandb:
+                self._wandb.finish(exit_code=0 if error[0] is None else 1)
+        except OSError as failure:
+            print(f"warning: the last records are lost: {failure}", flush=True)
 
     def say(self, text: str) -> None:
         """One line on the console, above the progress bar."""
@@ -190,13 +193,16 @@ class Metrics:
 
     def record(self, step: int, values: Mapping[str, float], line: str | None = None) -> None:
         """Send `values` of `step` everywhere, and `line` to the console."""
-        self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-        self._file.flush()
-        if self._board:
-            for key, value in values.items():
-                self._board.add_scalar(key, value, step)
-        if self._wandb:
-            self._wandb.log(dict(values), step=step)
+        try:
+            self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+            self._file.flush()
+            if self._board:
+                for key, value in values.items():
+                    self._board.add_scalar(key, value, step)
+            if self._wandb:
+                self._wandb.log(dict(values), step=step)
+        except OSError as error:  # a full disk must not cost the run; what is buffered comes later
+            self.say(f"warning: the record of step {step} is not written yet: {error}")
         if line:
             self.say(line)
 
