@@ -6,6 +6,7 @@ tokens over all ranks.
 
 import json
 import logging
+import math
 import os
 import secrets
 import sys
@@ -193,8 +194,10 @@ class Metrics:
 
     def record(self, step: int, values: Mapping[str, float], line: str | None = None) -> None:
         """Send `values` of `step` everywhere, and `line` to the console."""
+        # JSON has no NaN: what is not finite is null there.
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         try:
-            self._file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+            self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
             self._file.flush()
             if self._board:
                 for key, value in values.items():
