@@ -1,5 +1,5 @@
 # docker build -t perdure .
-# docker run --gpus all --ipc=host -v $PWD/data:/work/data -v $PWD/runs:/work/runs perdure \
+# docker run --gpus all --ipc=host -v $PWD/data:/perdure/data -v $PWD/runs:/perdure/runs perdure \
 #   --standalone --nproc-per-node gpu -m trainer recipes/qwen3_0_6b.yaml
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 
@@ -14,7 +14,7 @@ RUN python3 -m venv /opt/perdure
 ARG TORCH=torch==2.11.0
 RUN pip install "$TORCH"
 
-WORKDIR /work
+WORKDIR /perdure
 COPY pyproject.toml README.md LICENSE ./
 COPY trainer trainer
 COPY elastic elastic
