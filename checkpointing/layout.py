@@ -17,10 +17,11 @@ import json
 import math
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
 
@@ -265,7 +266,7 @@ def json_bytes(value: Any) -> bytes:
 def block_checksums(data: bytes) -> tuple[int, ...]:
     """CRC-32 of each block of a small file."""
     return tuple(
-        zlib.crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)
+        crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)
     )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -9,36 +10,84 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """When checkpoints are written and how large their files are."""
+    """When checkpoints are written, how, and which stay."""
+
+    directory: str | None = None
+    """Where the checkpoints lie: a path, or the URL of an object store such as
+    "s3://bucket/folder"; null: `checkpoints` in the run directory."""
 
     every: int = 500
     """Steps between checkpoints; the last step of a run is always saved. 0: only the last."""
 
+    when_busy: Literal["skip", "wait"] = "skip"
+    """What to do when a checkpoint is due while the one before is still being written: skip it, or
+    wait for the other to end. The last step always waits."""
+
     keep: int = 3
     """How many committed checkpoints stay on disk, newest first; 0 keeps all."""
+
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this stay for ever; 0: none do."""
+
+    keep_best: int = 0
+    """How many checkpoints with the lowest `best_by` stay besides; 0: none do."""
+
+    best_by: str = "validation_loss"
+    """The value in trainer_state.json by which `keep_best` judges; lower is better."""
 
     max_shard_size: int | str = "4 GB"
     """Largest safetensors file, in bytes or as "4 GB" (10^9) or "4 GiB" (2^30). A tensor larger
     than this gets a file of its own: tensors are never split."""
 
+    max_writers: int | Literal["auto"] | None = None
+    """How many writers may write at once, over all nodes. auto: as many as raise the measured
+    bandwidth; null: by filesystem (see docs/checkpoints.md)."""
+
+    max_bandwidth: int | str | None = None
+    """Most bytes per second that all writers together write, as 500000000 or "500 MB"; null: no
+    limit."""
+
+    slots: int = 2
+    """Copies of the state that each node holds in shared memory: 1 for writing, 2 so that the last
+    whole one is still there to restart from while the next is copied. Fewer are used, and it is
+    said, where memory does not suffice."""
+
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 
+    trace: bool = False
+    """Append what each writer does, and when, to `trace.jsonl` beside the checkpoints."""
+
     def __post_init__(self) -> None:
-        if self.every < 0 or self.keep < 0:
-            raise ValueError("every and keep must not be negative")
+        for name in ("every", "keep", "keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if isinstance(self.max_writers, int) and self.max_writers < 1:
+            raise ValueError('max_writers must be at least 1, "auto" or null')
+        if self.slots not in (1, 2):
+            raise ValueError("slots must be 1 or 2")
         if self.max_shard_bytes < 1:
             raise ValueError("max_shard_size must be at least one byte")
+        if self.bytes_per_second is not None and self.bytes_per_second < 1:
+            raise ValueError("max_bandwidth must be at least one byte per second")
 
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes."""
-        if isinstance(self.max_shard_size, int):
-            return self.max_shard_size
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", self.max_shard_size)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(
-                f"max_shard_size is {self.max_shard_size!r}; write bytes, or a number and a unit "
-                'such as "4 GB" or "512 MiB"'
-            )
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+        return _bytes("max_shard_size", self.max_shard_size)
+
+    @property
+    def bytes_per_second(self) -> int | None:
+        """`max_bandwidth` in bytes."""
+        return None if self.max_bandwidth is None else _bytes("max_bandwidth", self.max_bandwidth)
+
+
+def _bytes(name: str, size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(
+            f'{name} is {size!r}; write bytes, or a number and a unit such as "4 GB" or "512 MiB"'
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])

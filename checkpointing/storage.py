@@ -3,13 +3,13 @@
 import errno
 import logging
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tenacity
+from isal.isal_zlib import crc32
 
 from checkpointing.layout import BLOCK_BYTES
 
@@ -33,6 +33,8 @@ TRANSIENT = frozenset(
 permission, …) do not go away by trying again."""
 
 _ATTEMPTS = 6
+_MOST_BUFFERS = 1024
+"""IOV_MAX on Linux."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -91,6 +93,43 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
+class StoredFile(Protocol):
+    """A file of a checkpoint, open for reading, wherever it lies."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` in turn from `offset` on; returns how many bytes the file had."""
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[StoredFile]:
+    """A file of a checkpoint to read from; errors inside name the file."""
+    with opened(path, os.O_RDONLY) as descriptor:
+        yield _PosixFile(descriptor)
+
+
+class _PosixFile:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        rest, done = list(buffers), 0
+        while rest:
+            count = retrying(os.preadv, self._descriptor, rest[:_MOST_BUFFERS], offset + done)
+            if count == 0:
+                break
+            done += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if count:
+                rest[0] = rest[0][count:]
+        return done
+
+
 def read_file(path: Path) -> bytes:
     """All bytes of a small file."""
     with opened(path, os.O_RDONLY) as descriptor:
@@ -136,4 +175,4 @@ def block_buffer(size: int) -> memoryview:
 
 def block_checksum(descriptor: int, block: int, buffer: memoryview) -> int:
     """CRC-32 of a block of an open file, read through a `block_buffer`."""
-    return zlib.crc32(buffer[: read_at(descriptor, buffer, block * BLOCK_BYTES)])
+    return crc32(buffer[: read_at(descriptor, buffer, block * BLOCK_BYTES)])
