@@ -17,6 +17,7 @@ _HOME = {
     "WrongModel": "errors",
     "DamagedCheckpoint": "errors",
     "SaveFailed": "errors",
+    "SaveOutcome": "coordinator",
     "StorageError": "errors",
 }
 __all__ = list(_HOME)

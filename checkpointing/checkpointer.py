@@ -3,15 +3,20 @@ ranks, and makes every failure of one rank an error of all."""
 
 import hashlib
 import logging
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from checkpointing.coordinator import SaveOutcome
 from checkpointing.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -26,62 +31,84 @@ from checkpointing.layout import (
     OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
-    Section,
     StoredTensor,
     TensorFile,
     index_json,
     json_bytes,
     lay_out,
-    step_name,
 )
+from checkpointing.link import Link, WriterGoneError
 from checkpointing.options import CheckpointOptions
-from checkpointing.plan import Piece, TensorSpec, merge_specs, plan_writes
+from checkpointing.owners import machine
+from checkpointing.plan import (
+    Layout,
+    Piece,
+    TensorSpec,
+    merge_specs,
+    own_files,
+    plan_pieces,
+)
 from checkpointing.reader import read_tensors, refuse_differences
-from checkpointing.retention import collect, delete, prune, tmp_path
+from checkpointing.retention import collect
+from checkpointing.slots import Slots
+from checkpointing.staging import Staging
 from checkpointing.steps import list_steps, open_step, read_state, stored_tensors
 from checkpointing.tensors import specs_of
-from checkpointing.writer import checksum_files, commit, create_files, write_pieces
+from checkpointing.writer import Nodes, PlanInput, Setup
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Specs = dict[str, TensorSpec]
+Signature = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class SavePlan:
     """Everything about a save that follows from names, shapes, dtypes and meshes."""
 
-    specs: tuple[Specs, Specs]
-    """Of model and optimizer."""
-    files: list[TensorFile]
-    """All tensor files."""
-    indexes: dict[str, bytes]
-    """The index JSONs by name."""
-    pieces: tuple[list[Piece], list[Piece]]
-    """What this rank writes of the model and of the optimizer."""
+    signature: Signature
+    """By which it is known whether the tensors are the same as last time."""
+    shared: PlanInput
+    """Equal on all ranks."""
+    digest: str
+    pieces: list[Piece]
+    """What this rank contributes."""
 
 
 class Checkpointer:
-    """Saves and loads the steps of one run. All methods are called on all ranks of the group.
+    """Saves and loads the steps of one run. Methods are called on all ranks of the group, unless
+    they say otherwise.
+
+    A save holds the caller up only until it is agreed on: tensors are copied while training goes
+    on, and a process of each node writes what was copied. `wait_staged` must be called before the
+    tensors change, that is, before the optimizer step.
 
     Args:
         directory: holds the steps; made at the first save.
         options: the `checkpoint:` section.
         group: carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a single process. It
-            is used from the calling thread only, and not between calls.
+            is used by `prepare` and `load`, from the calling thread; never during a save.
     """
 
     def __init__(
         self, directory: str | Path, options: CheckpointOptions, group: dist.ProcessGroup | None
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         self.options = options
         self._group = group
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._rank = 0 if group is None else dist.get_rank()
         self._place = self._ranks.index(self._rank)
         self._plan: SavePlan | None = None
+        self._link: Link | None = None
+        self._staging: Staging | None = None
+        self._note = ""
+        self._nodes: Nodes = ()
+        self._addresses: list[tuple[str, int]] = []
+        self._running: int | None = None
+        """The step that is being saved."""
+        self._outcomes: list[SaveOutcome] = []
         self._damaged: set[str] = set()
         if self._is_main:
             try:
@@ -92,12 +119,19 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(keep_memory=kind is not None)
 
-    def close(self) -> None:
-        """Let go of what the Checkpointer holds; nothing is being written between calls."""
-        self._plan = None
+    def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
+        """Plan saves of these tensors, start the writers, and make the memory that saves are copied
+        into; the first `save` does it otherwise. Returns what to tell people about that memory.
+
+        Raises:
+            StorageError: there is not enough memory.
+            ValueError: the tensors cannot be saved, on whatever rank; says which and why.
+        """
+        self._prepared(model, optimizer)
+        return self._note
 
     def save(
         self,
@@ -107,10 +141,9 @@ class Checkpointer:
         optimizer: Mapping[str, Tensor],
         state: Mapping[str, Any],
         files: Mapping[str, bytes],
-    ) -> Path:
-        """Write and commit a checkpoint; returns its directory. Returns when it is on the disk.
-
-        A step that is already committed is not written again. Old steps are deleted afterwards.
+        wait: bool = False,
+    ) -> bool:
+        """Begin to save; returns as soon as the copy has begun. `outcomes` tells how it ended.
 
         Args:
             step: names the checkpoint.
@@ -119,38 +152,87 @@ class Checkpointer:
             optimizer: likewise, such as `<fqn>.exp_avg`.
             state: JSON values; taken from rank 0.
             files: other files by name, such as config.json; taken from rank 0.
+            wait: if an earlier step is still being saved, wait for it to end, whatever
+                `options.when_busy` says.
+
+        Returns:
+            False, on all ranks, if the step is not saved, because an earlier one is still being
+            saved or because a writer is gone; `outcomes` has the reason.
+        """
+        plan, staging = self._prepared(model, optimizer)
+        staging.wait()
+        payload = _payload(plan, state, files, self._damaged) if self._is_main else None
+        wait = wait or self.options.when_busy == "wait"
+        try:
+            kind, _, *answer = self._ask(plan, ("begin", step, wait, payload))
+        except WriterGoneError as gone:
+            kind, answer = "skip", [str(gone)]
+        if kind == "skip":
+            error = f"step {step} is not saved: {answer[0]}"
+            self._outcomes.append(SaveOutcome(step, None, error))
+            return False
+        self._running = step
+        tensors = {**_prefixed("model", model), **_prefixed("optimizer", optimizer)}
+        staging.copy(answer[0], tensors, lambda error: self._copied(step, error))
+        return True
+
+    def wait_staged(self) -> None:
+        """Until the tensors of the last `save` may change. On each rank; asks no other."""
+        if self._staging:
+            self._staging.wait()
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """Saves that ended since the last call, good or bad. On any rank; does not wait."""
+        try:
+            while self._link and self._running is not None:
+                message = self._link.receive(timeout=0)
+                if message is None:
+                    break
+                self._heard(message)
+        except WriterGoneError:
+            self._lost_writer()
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    def wait(self) -> None:
+        """Until nothing is being saved. On each rank.
 
         Raises:
-            SaveFailed: on all ranks, if any rank fails; the half-written directory is removed, the
-                checkpoints before it are untouched.
+            SaveFailed: the last save failed, on all ranks alike; the checkpoints before it are
+                untouched.
         """
-        final = self.directory / step_name(step)
+        self.wait_staged()
         try:
-            plan = self._save_plan(model, optimizer)
-            tmp = self._on_main(lambda: self._begin(final, plan))
-            if tmp is None:
-                return final
-            model_pieces, optimizer_pieces = plan.pieces
+            while self._link and self._running is not None:
+                message = self._link.receive()
+                if message:
+                    self._heard(message)
+        except WriterGoneError:
+            self._lost_writer()
+        if self._outcomes and self._outcomes[-1].error:
+            last = self._outcomes[-1]
+            raise SaveFailed(str(last.error), last.node or 0, last.file, last.errno)
 
-            def write() -> None:
-                write_pieces(tmp, model_pieces, model)
-                write_pieces(tmp, optimizer_pieces, optimizer)
+    def close(self, *, keep_memory: bool = False) -> None:
+        """Wait for the save that is being written, and end the writer processes. On each rank.
 
-            self._together(write)
-            checksums = self._together(
-                lambda: checksum_files(tmp, plan.files, self._place, len(self._ranks))
-            )
-            self._on_main(lambda: self._commit(tmp, final, step, plan, checksums, state, files))
-        except _RankError as failed:
-            self._on_main(lambda: shutil.rmtree(tmp_path(final), ignore_errors=True))
-            raise SaveFailed(
-                f"saving step {step} failed on rank {failed.rank}: {failed.message}; earlier "
-                "checkpoints are untouched",
-                failed.rank,
-                failed.path,
-                failed.errno,
-            ) from failed.__cause__
-        return final
+        Args:
+            keep_memory: leave what was copied last in memory, for a restart to begin from.
+        """
+        self.wait_staged()
+        if self._link:
+            try:
+                self._link.send(("close", keep_memory))
+                while True:
+                    message = self._link.receive()
+                    if message and message[0] == "closed":
+                        break
+                    if message:
+                        self._heard(message)
+            except WriterGoneError:
+                self._lost_writer()
+            self._link.end()
+        self._link = self._staging = self._plan = None
 
     def load(
         self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
@@ -199,42 +281,149 @@ class Checkpointer:
     def _is_main(self) -> bool:
         return self._place == 0
 
-    # --- phases ------------------------------------------------------------------------------
+    # --- saving ------------------------------------------------------------------------------
 
-    def _begin(self, final: Path, plan: SavePlan) -> Path | None:
-        """Prepare to write `final`; None if it is committed already. On rank 0."""
-        if final.exists():
-            if final.name not in self._damaged and _is_good(final):
-                logger.warning("%s is committed already; not written again", final)
-                return None
-            delete(final)
-        tmp = tmp_path(final)
-        shutil.rmtree(tmp, ignore_errors=True)
-        create_files(tmp, plan.files)
-        return tmp
-
-    def _commit(
-        self,
-        tmp: Path,
-        final: Path,
-        step: int,
-        plan: SavePlan,
-        checksums: list[dict[str, dict[int, int]]],
-        state: Mapping[str, Any],
-        files: Mapping[str, bytes],
-    ) -> None:
-        """Commit, then apply retention. On rank 0."""
-        ours = {TRAINER_STATE: json_bytes(dict(state)), **plan.indexes}
-        reserved = {*ours, *(file.name for file in plan.files), COMMIT_RECORD, LATEST}
-        for name in files:
-            if name in reserved or Path(name).name != name:
-                raise ValueError(f"files: {name!r} is not a plain name, or is taken")
-        commit(tmp, final, step, plan.files, checksums, {**files, **ours})
-        self._damaged.discard(final.name)
+    def _prepared(
+        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
+    ) -> tuple[SavePlan, Staging]:
+        signature = _signature(model), _signature(optimizer)
+        if self._plan and self._staging and self._plan.signature == signature:
+            return self._plan, self._staging
         try:
-            prune(self.directory, self.options.keep, self._damaged)
-        except (OSError, CheckpointError) as error:  # the save itself has succeeded
-            logger.warning("could not delete old checkpoints: %s", error)
+            self._plan = plan = self._make_plan(signature, model, optimizer)
+            link = self._start()
+            slots = self._together(lambda: self._take_slots(link, plan))[self._place]
+        except _RankError as failed:
+            self._plan = None
+            kind = failed.kind if issubclass(failed.kind, CheckpointError) else ValueError
+            raise kind(failed.message) from failed.__cause__
+        devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
+        self._staging = staging = Staging(slots, plan.pieces, next(devices, torch.device("cpu")))
+        self._note = slots.note
+        return plan, staging
+
+    def _make_plan(
+        self,
+        signature: Signature,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+    ) -> SavePlan:
+        sections = (
+            ("model", MODEL, self._specs(model)),
+            ("optimizer", OPTIMIZER, self._specs(optimizer)),
+        )
+        if not self._nodes:
+            self._nodes = _group_by_node(self._together(_node_identity), self._ranks)
+
+        def make() -> SavePlan:
+            specs: Specs = {}
+            files: list[TensorFile] = []
+            indexes: dict[str, bytes] = {}
+            for prefix, section, wanted in sections:
+                metas = {name: spec.meta for name, spec in wanted.items()}
+                of_section = lay_out(section, metas, self.options.max_shard_bytes)
+                indexes[section.index] = index_json(of_section)
+                files += [_with_prefix(prefix, file) for file in of_section]
+                specs |= _prefixed(prefix, wanted)
+            shared = PlanInput(specs, files, indexes)
+            stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+            owners = own_files(files, len(self._nodes))
+            near = {file: self._nodes[node] for file, node in owners.items()}
+            pieces = plan_pieces(specs, stored, near, self._rank)
+            digest = hashlib.sha256(
+                f"{_digest(specs)} {self.options.max_shard_bytes} {self._nodes}".encode()
+            ).hexdigest()
+            return SavePlan(signature, shared, digest, pieces)
+
+        return self._together(make)[self._place]
+
+    def _start(self) -> Link:
+        """Start the writer of each node and connect to it, once."""
+        if self._link:
+            return self._link
+        secret = self._on_main(lambda: os.urandom(16))
+        node = next(node for node, ranks in enumerate(self._nodes) if self._rank in ranks)
+        name = f"\0perdure-{secret[:8].hex()}-{node}"
+        host = _host() if len(self._nodes) > 1 else ""
+        setup = Setup(
+            0, node, self._nodes, str(self.directory), self.options, name, host, 0, secret
+        )
+        link = Link(setup, self._rank, starts=self._rank == self._nodes[node][0])
+        addresses = self._together(link.start)
+        by_rank = dict(zip(self._ranks, addresses, strict=True))
+        self._addresses = [by_rank[ranks[0]] for ranks in self._nodes]
+        self._together(link.connect)
+        self._link = link
+        return link
+
+    def _take_slots(self, link: Link, plan: SavePlan) -> Slots:
+        """Give the node's writer the plan, and get the slots that it makes."""
+        first = any(ranks[0] == self._rank for ranks in self._nodes)
+        link.send(("addresses", self._addresses))
+        link.send(("plan", plan.digest, plan.shared if first else None))
+        while True:
+            message = link.receive()
+            if message is None:
+                continue
+            if message[0] == "refused":
+                raise StorageError(message[1])
+            if message[0] == "slots" and message[1] == plan.digest:
+                return cast(Slots, message[2])
+            self._heard(message)
+
+    def _ask(self, plan: SavePlan, request: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Send a request about a step to the node's writer, and wait for its answer. A writer that
+        is gone is started again once."""
+        link = self._link
+        if link is None:
+            raise WriterGoneError("closed")
+        try:
+            return self._answer(link, request)
+        except WriterGoneError:
+            self._lost_writer()
+        link.restart()
+        slots = self._take_slots(link, plan)
+        if self._staging:
+            self._staging.move(slots)
+        return self._answer(link, request)
+
+    def _answer(self, link: Link, request: tuple[Any, ...]) -> tuple[Any, ...]:
+        link.send(request)
+        while True:
+            message = link.receive()
+            if message and message[0] in ("go", "skip") and message[1] == request[1]:
+                return message
+            if message:
+                self._heard(message)
+
+    def _copied(self, step: int, error: Exception | None) -> None:
+        """A copy has ended. In the copying thread."""
+        with suppress(WriterGoneError):  # whoever asks next finds out
+            if self._link and error:
+                self._link.send(("failed", step, explain(error)))
+            elif self._link:
+                self._link.send(("staged", step))
+
+    def _heard(self, message: tuple[Any, ...]) -> None:
+        if message[0] != "outcome":
+            return
+        outcome = message[1]
+        if outcome.step == self._running:
+            self._running = None
+            self._outcomes.append(outcome)
+            if outcome.path:
+                self._damaged.discard(Path(outcome.path).name)
+
+    def _lost_writer(self) -> None:
+        if self._running is not None:
+            step, self._running = self._running, None
+            error = (
+                f"saving step {step} failed: the checkpoint writer process of this node died; "
+                "earlier checkpoints are untouched"
+            )
+            self._outcomes.append(SaveOutcome(step, None, error))
+
+    # --- loading -----------------------------------------------------------------------------
 
     def _load_step(
         self,
@@ -263,28 +452,6 @@ class Checkpointer:
         self._together(read)
         return state
 
-    def _save_plan(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> SavePlan:
-        specs = self._specs(model), self._specs(optimizer)
-        if self._plan is None or self._plan.specs != specs:
-            self._plan = self._together(lambda: self._make_plan(specs))[self._place]
-        return self._plan
-
-    def _make_plan(self, specs: tuple[Specs, Specs]) -> SavePlan:
-        def of_section(section: Section, wanted: Specs) -> tuple[list[TensorFile], list[Piece]]:
-            metas = {name: spec.meta for name, spec in wanted.items()}
-            files = lay_out(section, metas, self.options.max_shard_bytes)
-            stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
-            return files, plan_writes(wanted, stored, self._rank)
-
-        model_files, model_pieces = of_section(MODEL, specs[0])
-        optimizer_files, optimizer_pieces = of_section(OPTIMIZER, specs[1])
-        return SavePlan(
-            specs,
-            model_files + optimizer_files,
-            {MODEL.index: index_json(model_files), OPTIMIZER.index: index_json(optimizer_files)},
-            (model_pieces, optimizer_pieces),
-        )
-
     def _specs(self, tensors: Mapping[str, Tensor]) -> Specs:
         """What all ranks together hold. One digest a rank tells whether there is anything to
         exchange: where every rank sees all tensors, there is not."""
@@ -292,7 +459,7 @@ class Checkpointer:
 
         def digest() -> str:
             specs.update(specs_of(tensors, self._ranks))
-            return hashlib.sha256(repr(list(specs.items())).encode()).hexdigest()
+            return _digest(specs)
 
         if len(set(self._together(digest))) == 1:
             return specs
@@ -352,9 +519,75 @@ class _RankError(Exception):
         return _RankError(rank, kind, explain(error), None, None)
 
 
-def _is_good(path: Path) -> bool:
+def _payload(
+    plan: SavePlan, state: Mapping[str, Any], files: Mapping[str, bytes], damaged: Collection[str]
+) -> dict[str, Any]:
+    """What rank 0 alone contributes."""
+    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, *plan.shared.indexes}
+    reserved |= {file.name for file in plan.shared.files}
+    for name in files:
+        if name in reserved or Path(name).name != name:
+            raise ValueError(f"files: {name!r} is not a plain name, or is taken")
+    return {"state": json_bytes(dict(state)), "files": dict(files), "damaged": sorted(damaged)}
+
+
+# --- tensors by section ----------------------------------------------------------------------
+
+
+def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What a plan depends on, cheap to make and to compare."""
+    return tuple(
+        (
+            name,
+            tensor.dtype,
+            tensor.shape,
+            (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None,
+        )
+        for name, tensor in tensors.items()
+    )
+
+
+def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Names that tell a tensor of the model from one of the optimizer."""
+    return {f"{section}/{name}": value for name, value in values.items()}
+
+
+def _with_prefix(section: str, file: TensorFile) -> TensorFile:
+    return replace(file, tensors=_prefixed(section, file.tensors))
+
+
+def _digest(specs: Specs) -> str:
+    """Stands for specs. Layouts are digested once each: at 16,384 ranks they are large, but few."""
+    layouts: dict[Layout, int] = {}
+    lines = []
+    for name, spec in specs.items():
+        numbers = [layouts.setdefault(layout, len(layouts)) for layout in spec.layouts]
+        lines.append(f"{name} {spec.meta} {numbers}")
+    return hashlib.sha256("\n".join([*map(repr, layouts), *lines]).encode()).hexdigest()
+
+
+# --- ranks by node ---------------------------------------------------------------------------
+
+
+def _node_identity() -> str:
+    """Equal on ranks that share memory and an elastic agent (torchrun's GROUP_RANK)."""
+    return f"{machine()}-{os.environ.get('GROUP_RANK', '')}"
+
+
+def _group_by_node(identities: Sequence[str], ranks: Sequence[int]) -> Nodes:
+    nodes: dict[str, list[int]] = {}
+    for identity, rank in zip(identities, ranks, strict=True):
+        nodes.setdefault(identity, []).append(rank)
+    return tuple(tuple(of_node) for of_node in nodes.values())
+
+
+def _host() -> str:
+    """The address of this machine that others of the job reach: the one that faces the store."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
     try:
-        open_step(path)
-    except DamagedCheckpoint:
-        return False
-    return True
+        family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostbyname(socket.gethostname())

@@ -6,7 +6,9 @@
            a dimension is split right to left (`_StridedShard`), or none
   run      a stretch of a box whose bytes also lie side by side in the whole tensor, that is, in
            the file. A Shard(0) box is a single run; a Shard(1) box has a run per row
-  piece    bytes `start` to `stop` of a box, in the box's own row-major order, that one rank writes
+  piece    a box, or a slab of one, that one rank contributes to a save
+  node     the ranks that share a machine's memory, and one writer process
+  owner    the node that writes a file; it has the pieces of other nodes sent to it
 """
 
 import heapq
@@ -14,9 +16,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from checkpointing.layout import BLOCK_BYTES, DTYPE_BYTES, StoredTensor, TensorMeta
+from isal.isal_zlib import crc32
+
+from checkpointing.layout import DTYPE_BYTES, StoredTensor, TensorFile, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,36 @@ REPLICATE = Split(None)
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's place on a mesh."""
+    """A tensor's place on a mesh. One object serves all tensors that are placed alike: a plan looks
+    at it once per tensor, and there may be tens of thousands of ranks."""
 
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
     mesh_shape: tuple[int, ...]
     splits: tuple[Split, ...]
     """One per mesh dimension, applied from left to right."""
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank on the mesh; None if it is not on it."""
+        index = self._places.get(rank)
+        if index is None:
+            return None
+        coordinate = []
+        for size in reversed(self.mesh_shape):
+            index, place = divmod(index, size)
+            coordinate.append(place)
+        return tuple(reversed(coordinate))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ranks, self.mesh_shape, self.splits))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 def replicated(ranks: Sequence[int]) -> Layout:
@@ -71,14 +98,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes that one rank writes."""
+    """A part of a tensor that one rank contributes."""
 
     name: str
     stored: StoredTensor
     """Where the whole tensor lies."""
     box: Box
-    start: int
-    stop: int
 
 
 def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
@@ -111,42 +136,101 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
     return merged
 
 
-def plan_writes(
+def own_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
+    """The node that owns each file: the largest file first, to the node with the fewest bytes so
+    far (Graham's LPT rule, within 4/3 of the best). The same on all ranks."""
+    loads = [(0, node) for node in range(nodes)]
+    owners = {}
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
+        load, node = loads[0]
+        heapq.heapreplace(loads, (load + file.size, node))
+        owners[file.name] = node
+    return owners
+
+
+def plan_pieces(
     specs: Mapping[str, TensorSpec],
     stored: Mapping[str, StoredTensor],
+    owners: Mapping[str, tuple[int, ...]],
     rank: int,
-    block_bytes: int = BLOCK_BYTES,
 ) -> list[Piece]:
-    """What `rank` writes, in the order of files and offsets.
+    """What `rank` contributes. Over all ranks every byte of every tensor comes exactly once.
 
-    Over all ranks every byte of every tensor is written exactly once. Boxes are cut at the blocks
-    of the file, and each piece goes to the holder with the fewest bytes so far: the members of a
-    set of replicas differ by at most one piece. Each set is balanced by itself, so that a rank
-    needs to look only at the tensors that it holds.
+    Replicas share a box: those on the node that owns the file, so that nothing is sent, or all of
+    them if none is there. Each takes a slab of equal size; which of them get the rows that are left
+    over, and which gets a small tensor whole, goes round. So what a rank contributes follows from
+    each tensor by itself, and needs no account of the others.
 
     Args:
         specs: all tensors, the same on all ranks.
         stored: where each is to lie.
+        owners: by file, the ranks of the node that owns it.
         rank: global rank.
-        block_bytes: boxes are cut at multiples of this in the file; no piece is larger.
     """
-    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    pieces: list[Piece] = []
-    for name, spec in specs.items():
-        holders = replica_set(spec.layouts, rank)
-        if not holders:
-            continue
-        load = loads.setdefault(holders, [(0, place) for place in range(len(holders))])
-        for box in local_boxes(spec.meta.shape, spec.layouts, rank):
-            size = math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype]
-            begin = stored[name].begin + next(box_runs(spec.meta, box)).offset
-            cuts = [0, *range(block_bytes - begin % block_bytes, size, block_bytes), size]
-            for start, stop in itertools.pairwise(cuts):
-                done, place = load[0]
-                heapq.heapreplace(load, (done + stop - start, place))
-                if holders[place] == rank:
-                    pieces.append(Piece(name, stored[name], box, start, stop))
-    return sorted(pieces, key=lambda piece: (piece.stored.file, piece.stored.begin))
+    return [
+        Piece(name, stored[name], slab)
+        for name, spec in specs.items()
+        for box in local_boxes(spec.meta.shape, spec.layouts, rank)
+        for holder, slab in _shares(
+            name, spec, box, _contributors(spec.layouts, rank, owners[stored[name].file])
+        )
+        if holder == rank
+    ]
+
+
+def plan_file(
+    file: TensorFile, specs: Mapping[str, TensorSpec], owner: tuple[int, ...]
+) -> Iterator[tuple[int, Piece]]:
+    """All pieces of one file with the rank that contributes each: what `plan_pieces` gives of it on
+    all ranks, as the node that owns it needs it.
+
+    Args:
+        file: a file of the checkpoint.
+        specs: all tensors.
+        owner: ranks of the node that owns the file.
+    """
+    for name, stored in file.tensors.items():
+        spec = specs[name]
+        done: set[int] = set()
+        for rank in itertools.chain.from_iterable(layout.ranks for layout in spec.layouts):
+            if rank in done:
+                continue
+            done.update(replica_set(spec.layouts, rank))
+            contributors = _contributors(spec.layouts, rank, owner)
+            for box in local_boxes(spec.meta.shape, spec.layouts, rank):
+                for holder, slab in _shares(name, spec, box, contributors):
+                    yield holder, Piece(name, stored, slab)
+
+
+SMALL_BYTES = 1 << 16
+"""A box of fewer bytes is not divided among replicas."""
+
+
+def _shares(
+    name: str, spec: TensorSpec, box: Box, contributors: Sequence[int]
+) -> Iterator[tuple[int, Box]]:
+    """Who contributes which slab of a box of the tensor `name`."""
+    count = len(contributors)
+    turn = crc32(name.encode()) if count > 1 else 0
+    if count == 1 or math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
+        yield contributors[turn % count], box
+        return
+    dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
+    rows, more = divmod(box.shape[dim], count)
+    start = 0
+    for place in range(count):
+        length = rows + (place < more)
+        if length:
+            yield contributors[(place + turn) % count], _slab(box, dim, start, length)
+        start += length
+
+
+def _slab(box: Box, dim: int, start: int, length: int) -> Box:
+    def moved(offset: tuple[int, ...]) -> tuple[int, ...]:
+        return (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+
+    shape = (*box.shape[:dim], length, *box.shape[dim + 1 :])
+    return Box(moved(box.offset), shape, moved(box.local_offset))
 
 
 @lru_cache(maxsize=4096)
@@ -169,16 +253,30 @@ def replica_set(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ranks))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
+def _contributors(
+    layouts: tuple[Layout, ...], rank: int, owner: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Of the ranks that hold the same boxes as `rank` (which holds some), those of the node that
+    owns the file; all, if none is there."""
+
+    def shard(of: int) -> list[int] | None:
+        coordinate = _coordinate(layouts, of)
+        if coordinate is None:
+            return None
+        splits = layouts[0].splits
+        return [
+            place for place, split in zip(coordinate, splits, strict=True) if split.dim is not None
+        ]
+
+    mine = shard(rank)
+    return tuple(other for other in owner if shard(other) == mine) or replica_set(layouts, rank)
+
+
+@lru_cache(maxsize=65536)
 def _coordinate(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...] | None:
-    for layout in layouts:
-        if rank in layout.ranks:
-            index, coordinate = layout.ranks.index(rank), []
-            for size in reversed(layout.mesh_shape):
-                index, place = divmod(index, size)
-                coordinate.append(place)
-            return tuple(reversed(coordinate))
-    return None
+    coordinates = (layout.coordinate(rank) for layout in layouts)
+    return next((coordinate for coordinate in coordinates if coordinate is not None), None)
 
 
 def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) -> list[Box]:

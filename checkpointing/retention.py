@@ -4,25 +4,30 @@
   step-00001000                 committed, if its commit record is valid
   step-00001000.tmp-<owner>     being written by <owner>
   step-00001000.trash-<owner>   being deleted by <owner>
-An owner is a process, as <host>-<machine>-<pid>-<start>: start is the process's start time, machine
-stands for this boot of this machine and its process namespace. Together they tell, on the machine
-itself, whether the owner still lives, also after its process id was given to another. Nothing with
-any other name is ever touched.
+Owners are processes, see checkpointing/owners.py. Nothing with any other name is ever touched.
 """
 
-import hashlib
+import fcntl
+import json
 import logging
+import math
 import os
 import re
 import shutil
-import socket
 import time
-from collections.abc import Collection, Sequence
-from functools import cache
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from errno import EIO
 from pathlib import Path
+from typing import Any
 
-from checkpointing.errors import DamagedCheckpoint, StorageError
-from checkpointing.steps import list_steps, open_step
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, explain
+from checkpointing.layout import COMMIT_RECORD, TRAINER_STATE, parse_step
+from checkpointing.options import CheckpointOptions
+from checkpointing.owners import is_alive, owner
+from checkpointing.steps import list_steps, open_step, reading
+from checkpointing.storage import read_file, retrying
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +35,166 @@ FOREIGN_SECONDS = 3600
 """A half-written directory of another machine, whose processes cannot be seen from here, counts as
 left behind when nothing in it has changed for so long."""
 
-_ASIDE = re.compile(
-    r"step-\d{8,}\.(?:tmp|trash)-.*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)"
-)
+_ASIDE = re.compile(r"step-\d{8,}\.(?P<why>tmp|trash)-.+")
+
+
+# --- the decision --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What retention knows of a step."""
+
+    path: Path
+    step: int
+    value: float | None = None
+    """By which `keep_best` judges; None: it takes no part."""
+    size: int = 0
+    """Bytes of its files."""
+    damage: str | None = None
+    """What is wrong with it; None: it is good."""
+    unreadable: str | None = None
+    """Why nothing is known of it; it stays."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a step stays, and why."""
+
+    path: Path
+    stays: bool
+    reason: str
+    size: int = 0
+    """Bytes of its files."""
+
+
+def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]:
+    """Which steps stay. Pure.
+
+    Good steps stay that are among the newest `keep`, are multiples of `keep_every`, or are among
+    the `keep_best` with the lowest finite `best_by`; so the newest good one always does. Of steps
+    with the same value only the oldest takes part in `keep_best`: that is the one which was
+    judged, those after it carry its value on until the next validation. Damaged steps go once there
+    is a newer good one. With `keep` 0 everything stays.
+
+    Args:
+        found: newest first.
+        options: keep, keep_every, keep_best and best_by.
+    """
+    good = [item for item in found if item.damage is None and item.unreadable is None]
+    newest = {item.path for item in good[: options.keep]}
+    judged = {
+        item.value: item
+        for item in good  # of equal values the last, and so the oldest
+        if item.value is not None and math.isfinite(item.value)
+    }
+    best = {judged[value].path for value in sorted(judged)[: options.keep_best]}
+
+    def judge(item: Found) -> tuple[bool, str]:
+        if item.unreadable is not None:
+            return True, f"cannot be read: {item.unreadable}"
+        if options.keep == 0:
+            return True, "keep=0 keeps all"
+        if item.damage is not None:
+            replaced = any(other.step > item.step for other in good)
+            return not replaced, f"damaged: {item.damage}"
+        if item.path in newest:
+            return True, f"among the newest {options.keep}"
+        if options.keep_every and item.step % options.keep_every == 0:
+            return True, f"a multiple of {options.keep_every}"
+        if item.path in best:
+            return True, f"{options.best_by} {item.value:.6g} is among the {options.keep_best} best"
+        return False, f"older than the newest {options.keep}"
+
+    return [Decision(item.path, *judge(item), item.size) for item in found]
+
+
+def survey(directory: Path, best_by: str, damaged: Collection[str] = ()) -> list[Found]:
+    """What `decide` needs to know of the steps in a directory, newest first. Reads no tensors.
+
+    Args:
+        directory: of the checkpoints.
+        best_by: key of trainer_state.json.
+        damaged: names of steps that are known to be damaged, though their records are good.
+    """
+    return [_look(path, best_by, damaged) for path in list_steps(directory)]
+
+
+def _look(path: Path, best_by: str, damaged: Collection[str]) -> Found:
+    found = Found(path, parse_step(path.name) or 0)
+    try:
+        record = open_step(path).record
+        with reading(path / TRAINER_STATE):
+            value = _number(json.loads(read_file(path / TRAINER_STATE)), best_by)
+    except DamagedCheckpoint as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno == EIO:  # storage may recover from that
+            return replace(found, unreadable=str(error))
+        return replace(found, damage=str(error))
+    except (CheckpointError, ValueError) as error:  # no reason to delete it
+        return replace(found, unreadable=explain(error))
+    damage = "found so when it was loaded" if path.name in damaged else None
+    size = sum(file.size for file in record.files.values())
+    return replace(found, value=value, size=size, damage=damage)
+
+
+def _number(state: Any, key: str) -> float | None:
+    value = state.get(key) if isinstance(state, dict) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# --- carrying it out -----------------------------------------------------------------------------
+
+
+def prune(
+    directory: Path, options: CheckpointOptions, damaged: Collection[str] = ()
+) -> list[Decision]:
+    """Delete the steps that need not stay, and what dead processes left behind. In one process of
+    a run at a time; never holds up a save, as it touches nothing that is being written.
+
+    Args:
+        directory: of the checkpoints.
+        options: keep, keep_every, keep_best and best_by, see `decide`.
+        damaged: names of steps that are known to be damaged, though their records are good.
+
+    Returns:
+        What became of each step, newest first.
+    """
+    done = []
+    for decision in decide(survey(directory, options.best_by, damaged), options):
+        done.append(decision if decision.stays else _carry_out(decision))
+    collect(directory)
+    return done
+
+
+def _carry_out(decision: Decision) -> Decision:
+    try:
+        with _unless_read(decision.path) as free:
+            if not free:
+                return replace(decision, stays=True, reason="being read at this moment")
+            delete(decision.path)
+    except FileNotFoundError:  # another process was faster
+        return decision
+    except OSError as error:
+        logger.warning("could not delete an old checkpoint: %s", explain(error))
+        return replace(decision, stays=True, reason=f"could not be deleted: {explain(error)}")
+    return decision
+
+
+def delete(path: Path) -> None:
+    """Delete a step such that it is never seen half deleted: it is renamed first. What a crash or
+    an error leaves of it, `collect` deletes."""
+    aside = path.with_name(f"{path.name}.trash-{owner()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    _remove(aside)
+
+
+def _remove(aside: Path) -> None:
+    """One file after the other, which a metadata server hardly notices."""
+    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        logger.warning("could not delete all of %s; tried again after the next save", aside)
 
 
 def tmp_path(final: Path) -> Path:
@@ -40,67 +202,26 @@ def tmp_path(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp-{owner()}")
 
 
-def delete(path: Path) -> None:
-    """Delete a step such that it is never seen half deleted: renamed first. On rank 0."""
-    aside = path.with_name(f"{path.name}.trash-{owner()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def prune(directory: Path, keep: int, damaged: Collection[str] = ()) -> None:
-    """Delete the steps that need not stay, and what dead processes left behind. On rank 0.
-
-    Args:
-        directory: of the checkpoints.
-        keep: how many good steps stay, newest first; 0: all.
-        damaged: names of steps that are known to be damaged, though their records are good.
-    """
-    steps = []
-    for path in list_steps(directory):
-        try:
-            open_step(path)
-            steps.append((path, path.name not in damaged))
-        except DamagedCheckpoint:
-            steps.append((path, False))
-        except StorageError as error:  # no reason to delete it
-            logger.warning("%s", error)
-    for path in to_delete(steps, keep):
-        try:
-            delete(path)
-        except OSError as error:
-            logger.warning("could not delete an old checkpoint: %s", error)
-    collect(directory)
-
-
-def to_delete(steps: Sequence[tuple[Path, bool]], keep: int) -> list[Path]:
-    """Which steps go: good ones beyond the newest `keep`, and damaged ones once a good one stays.
-
-    Args:
-        steps: (path, whether it is good), newest first.
-        keep: 0 keeps everything.
-    """
-    good = [path for path, is_good in steps if is_good]
-    if not keep or not good:
-        return []
-    stay = set(good[:keep])
-    return [path for path, _ in steps if path not in stay]
-
-
 def collect(directory: Path) -> None:
-    """Remove half-written and half-deleted directories whose owners are dead. On rank 0."""
+    """Remove half-written directories whose owners are dead, and finish deletions that they, or
+    this process, did not."""
     if not directory.is_dir():
         return
     for path in directory.iterdir():
         match = _ASIDE.fullmatch(path.name)
-        if match and _is_abandoned(path, match["machine"], int(match["pid"]), int(match["start"])):
+        if match is None:
+            continue
+        if match["why"] == "trash" and path.name.endswith(f".trash-{owner()}"):
+            _remove(path)
+        elif _is_abandoned(path):
             logger.info("removing %s, which a dead run left behind", path)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
 
-def _is_abandoned(path: Path, machine: str, pid: int, start: int) -> bool:
-    if machine == _machine():
-        return _start_time(pid) != start
+def _is_abandoned(path: Path) -> bool:
+    alive = is_alive(path.name)
+    if alive is not None:
+        return not alive
     try:
         times = [entry.stat().st_mtime for entry in (path, *path.rglob("*"))]
     except OSError:  # it changes at this moment
@@ -108,34 +229,60 @@ def _is_abandoned(path: Path, machine: str, pid: int, start: int) -> bool:
     return time.time() - max(times) > FOREIGN_SECONDS
 
 
-def owner() -> str:
-    """This process, in the form that directory names carry."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
-    return f"{host}-{_machine()}-{os.getpid()}-{_start_time(os.getpid())}"
+# --- being read ----------------------------------------------------------------------------------
 
 
-@cache
-def _machine() -> str:
+@contextmanager
+def reading_lock(path: Path) -> Iterator[None]:
+    """While it is held, retention does not delete the step at `path`. In any process; the kernel
+    drops it when that process dies.
+
+    A shared flock on the commit record. It holds between processes of one machine; between
+    machines it is best effort, as network filesystems differ in whether they pass locks on.
+
+    Raises:
+        DamagedCheckpoint: there is no such step, or it is being deleted.
+    """
+    where = path / COMMIT_RECORD
+    with reading(where):
+        descriptor = retrying(os.open, where, os.O_RDONLY)
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        boot, namespace = "", ""
-    return hashlib.sha256(f"{socket.gethostname()} {boot} {namespace}".encode()).hexdigest()[:8]
+        _share(descriptor, where)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _start_time(pid: int) -> int | None:
-    """Start of a living process, in clock ticks since boot (0 where /proc does not tell); None if
-    there is no such process."""
+def _share(descriptor: int, where: Path) -> None:
+    gone = DamagedCheckpoint(f"{where.parent}: is being deleted by retention")
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:  # it lives, under another user
-        pass
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise gone from error
+    except OSError as error:
+        logger.debug("%s: no locks on this filesystem: %s", where, explain(error))
+    if not where.exists() or not os.path.samestat(where.stat(), os.fstat(descriptor)):
+        raise gone  # renamed between open and flock
+
+
+@contextmanager
+def _unless_read(path: Path) -> Iterator[bool]:
+    """Keep readers off the step at `path`; False if there are some. What has no commit record, or
+    lies where there are no locks, counts as not being read."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        # For writing, though nothing is written: NFS gives exclusive locks on no other files.
+        descriptor = os.open(path / COMMIT_RECORD, os.O_RDWR)
     except OSError:
-        return 0
-    fields = status.rpartition(")")[2].split()  # the name before it may hold spaces
-    return None if fields[0] == "Z" else int(fields[19])
+        yield True
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    except OSError:
+        free = True
+    try:
+        yield free
+    finally:
+        os.close(descriptor)

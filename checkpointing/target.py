@@ -11,15 +11,16 @@ import mmap
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from checkpointing.errors import StorageError
+from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile
-from checkpointing.retention import tmp_path
+from checkpointing.retention import delete, tmp_path
+from checkpointing.steps import open_step
 from checkpointing.storage import (
     opened,
     replace_file,
@@ -64,6 +65,10 @@ class Target(Protocol):
     def final(self) -> Path:
         """What the checkpoint is called once it is committed."""
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether several writers of a node may write to one file at the same time."""
+
     def begin(self, files: Sequence[TensorFile]) -> None:
         """Prepare for the tensor files. In the coordinator."""
 
@@ -91,6 +96,7 @@ class PosixTarget:
 
     final: Path
     tmp: Path
+    in_parts = True
 
     @staticmethod
     def of(final: Path) -> "PosixTarget":
@@ -199,6 +205,29 @@ class PosixWriter:
         sync(self._descriptor)
         if not self._direct:  # no reader wants them soon; training may want the memory
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def new_target(final: Path, damaged: Collection[str]) -> Target | None:
+    """Where to write the step that is going to be `final`; None if it is committed already.
+
+    Args:
+        final: its path.
+        damaged: names of steps that are known to be damaged, though their records are good; such a
+            one is deleted to be written again.
+    """
+    if final.exists():
+        if final.name not in damaged and _is_good(final):
+            return None
+        delete(final)
+    return PosixTarget.of(final)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        open_step(path)
+    except DamagedCheckpoint:
+        return False
+    return True
 
 
 # --- filesystems ---------------------------------------------------------------------------------

@@ -1,141 +1,638 @@
-"""Plan and tensors → a committed directory. The synchronous writer: each rank writes its pieces at
-their final places, straight into the finished files.
+"""The writer process of a node: takes what its ranks have put into a slot and writes it, block by
+block, where the coordinator says. Runs as `python -m checkpointing.writer`, a child of the node's
+first rank, and ends with it. Imports no torch.
 
-The functions are phases of one save; what has to be true on all ranks before each is in their
-docstrings. `Checkpointer.save` runs them in order.
+One thread holds all state; connections and slow work have threads of their own that only put work
+into its inbox. On rank 0's node the coordinator lives in the same thread.
 """
 
+import ctypes
+import heapq
 import itertools
 import logging
+import mmap
 import os
-from collections.abc import Mapping, Sequence
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+from isal.isal_zlib import crc32
 
-from checkpointing.layout import (
-    BLOCK_BYTES,
-    COMMIT_RECORD,
-    LATEST,
-    OPTIMIZER,
-    CommitRecord,
-    FileRecord,
-    TensorFile,
-    block_checksums,
+from checkpointing.coordinator import Coordinator, Failure, SaveOutcome, Unit, failure_of
+from checkpointing.errors import StorageError, explain
+from checkpointing.layout import BLOCK_BYTES, TensorFile
+from checkpointing.options import CheckpointOptions
+from checkpointing.plan import TensorSpec, box_runs, own_files, plan_file, plan_pieces
+from checkpointing.slots import (
+    Manifest,
+    Ranges,
+    SlotFiles,
+    Slots,
+    collect_memory,
+    forget,
+    make_slots,
+    merged,
+    ranges_of,
+    write_manifest,
 )
-from checkpointing.plan import Piece, box_runs
-from checkpointing.storage import (
-    block_buffer,
-    block_checksum,
-    opened,
-    replace_file,
-    sync,
-    sync_directory,
-    write_at,
-    write_file,
-)
-from checkpointing.tensors import as_bytes, box_view, local_tensor
+from checkpointing.target import Target
 
 logger = logging.getLogger(__name__)
 
+NICENESS = 5
+"""Training goes first where there are fewer cores than processes."""
+RECONNECT_SECONDS = 1.0
 
-def create_files(directory: Path, files: Sequence[TensorFile]) -> None:
-    """Make the directory and every tensor file, with header and final size. On rank 0."""
-    directory.mkdir(parents=True)
-    (directory / OPTIMIZER.folder).mkdir()
-    for file in files:
-        path = directory / file.name
-        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-            os.ftruncate(descriptor, file.size)
-            write_at(descriptor, memoryview(file.header), 0)
-            sync(descriptor)
+Nodes = tuple[tuple[int, ...], ...]
 
 
-@torch.no_grad()
-def write_pieces(directory: Path, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's pieces and see them to the disk. On each rank, after `create_files`.
+@dataclass(frozen=True)
+class Setup:
+    """What a writer process is started with, pickled on its standard input."""
 
-    At most one piece of a tensor on a GPU is copied to the host at a time.
-    """
-    for file, of_file in itertools.groupby(pieces, key=lambda piece: piece.stored.file):
-        with opened(directory / file, os.O_WRONLY) as descriptor:
-            boxes = itertools.groupby(
-                of_file, key=lambda piece: (piece.name, piece.stored, piece.box)
-            )
-            for (name, stored, box), of_box in boxes:
-                data = as_bytes(box_view(local_tensor(tensors[name]), box).contiguous())
-                for piece in of_box:
-                    host = data[piece.start : piece.stop].cpu().numpy().data
-                    for run in box_runs(stored.meta, box, piece.start, piece.stop):
-                        start = run.box_offset - piece.start
-                        part = host[start : start + run.length]
-                        write_at(descriptor, part, stored.begin + run.offset)
-            sync(descriptor)
-
-
-def checksum_files(
-    directory: Path, files: Sequence[TensorFile], share: int, shares: int
-) -> dict[str, dict[int, int]]:
-    """CRC-32 of this rank's share of all blocks, by file and block number. On each rank, after all
-    ranks have written their pieces.
-
-    Every `shares`-th block, from number `share` on. Bytes written here a moment ago come from the
-    page cache.
-    """
-    blocks = ((file, block) for file in files for block in range(-(-file.size // BLOCK_BYTES)))
-    mine = itertools.islice(blocks, share, None, shares)
-    buffer = block_buffer(max((file.size for file in files), default=0))
-    checksums: dict[str, dict[int, int]] = {}
-    for name, of_file in itertools.groupby(mine, key=lambda item: item[0].name):
-        with opened(directory / name, os.O_RDONLY) as descriptor:
-            checksums[name] = {
-                block: block_checksum(descriptor, block, buffer) for _, block in of_file
-            }
-    return checksums
+    parent: int
+    """Process id of the rank that starts it."""
+    node: int
+    nodes: Nodes
+    """Global ranks of each node; rank 0 is on node 0."""
+    directory: str
+    options: CheckpointOptions
+    address: str
+    """Where it listens for its ranks: an abstract Unix socket."""
+    host: str
+    """Where it listens for other nodes, with `port`; unused if there are none."""
+    port: int
+    """0: any free one."""
+    secret: bytes
+    """Who does not know it is not listened to."""
 
 
-def commit(
-    directory: Path,
-    final: Path,
-    step: int,
-    files: Sequence[TensorFile],
-    checksums: Sequence[Mapping[str, Mapping[int, int]]],
-    small: Mapping[str, bytes],
-) -> None:
-    """Turn a directory whose tensor files are complete into a checkpoint. On rank 0.
+@dataclass(frozen=True)
+class PlanInput:
+    """From what every rank and every writer makes the same plan."""
+
+    specs: Mapping[str, TensorSpec]
+    files: Sequence[TensorFile]
+    indexes: Mapping[str, bytes]
+
+
+@dataclass
+class NodePlan:
+    """A node's part in every save."""
+
+    digest: str
+    files: dict[str, TensorFile]
+    ranges: Ranges
+    """What its ranks put into a slot, in whole pages."""
+    exact: Ranges
+    """The same to the byte."""
+    sources: dict[str, list[tuple[int, int, int]]]
+    """Of each file that it owns, the bytes that are elsewhere: start, stop, node."""
+    owners: dict[str, int]
+
+
+def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan:
+    """What a node does in every save."""
+    owners = own_files(plan.files, len(nodes))
+    stored = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
+    near = {file: nodes[owner] for file, owner in owners.items()}
+    pieces = [
+        piece for rank in nodes[node] for piece in plan_pieces(plan.specs, stored, near, rank)
+    ]
+    pages = ranges_of(pieces, mmap.PAGESIZE)
+    sources: dict[str, list[tuple[int, int, int]]] = {}
+    home = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+    for file in plan.files:
+        if owners[file.name] != node:
+            continue
+        header = (0, -(-len(file.header) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        pages[file.name] = merged([header, *pages.get(file.name, [])])
+        elsewhere = sources.setdefault(file.name, [])
+        if len(nodes) == 1:
+            continue
+        for rank, piece in plan_file(file, plan.specs, nodes[node]):
+            if home[rank] != node:
+                elsewhere += (
+                    (start := piece.stored.begin + run.offset, start + run.length, home[rank])
+                    for run in box_runs(piece.stored.meta, piece.box)
+                )
+        elsewhere.sort()
+    files = {file.name: file for file in plan.files}
+    return NodePlan(digest, files, pages, ranges_of(pieces), sources, owners)
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+class StoppedError(Exception):
+    """The save that this writer works on was given up."""
+
+
+def write_unit(
+    unit: Unit,
+    plan: NodePlan,
+    slot: SlotFiles,
+    target: Target,
+    pull: Callable[[int, str, list[tuple[int, int]]], Iterator[bytes]],
+    rate: float | None,
+    stopped: Callable[[], bool],
+) -> tuple[dict[int, int], int]:
+    """Write some blocks of a file; returns the CRC-32 of each, and how many bytes they were.
 
     Args:
-        directory: where the files are.
-        final: its name from then on; must not exist.
-        step: the step that it holds.
-        files: the tensor files.
-        checksums: what `checksum_files` gave on each rank.
-        small: contents of all other files, by name.
-
-    Order matters: all bytes, then the commit record, then the directory's names reach the disk
-    before its own name does.
+        unit: which blocks.
+        plan: of this node.
+        slot: what this node holds.
+        target: where to.
+        pull: (node, file, ranges) → the bytes of each range, from that node's slot.
+        rate: most bytes per second.
+        stopped: whether to give up, asked before each block.
     """
-    records = {}
-    for file in files:
-        path = directory / file.name
-        if path.stat().st_size != file.size:
-            raise OSError(f"{path}: has {path.stat().st_size} bytes instead of {file.size}")
-        blocks = {
-            block: checksum
-            for share in checksums
-            for block, checksum in share.get(file.name, {}).items()
-        }
-        records[file.name] = FileRecord(file.size, tuple(blocks[block] for block in sorted(blocks)))
-    for name, data in small.items():
-        write_file(directory / name, data)
-        records[name] = FileRecord(len(data), block_checksums(data))
-    write_file(directory / COMMIT_RECORD, CommitRecord(step, records).encode())
-    sync_directory(directory / OPTIMIZER.folder)
-    sync_directory(directory)
-    os.rename(directory, final)
-    sync_directory(final.parent)
-    try:
-        replace_file(final.parent / LATEST, f"{final.name}\n".encode())
-    except OSError as error:  # a pointer for people: the checkpoint itself is committed
-        logger.warning("%s is committed, but %s could not be moved: %s", final, LATEST, error)
+    file = plan.files[unit.file]
+    image = memoryview(slot.maps[unit.file])
+    checksums, done, started = {}, 0, time.monotonic()
+    with target.writer(file.name, file.size) as out:
+        for block in range(unit.first, unit.stop):
+            if stopped():
+                raise StoppedError
+            start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.size)
+            data = image[start:stop]
+            elsewhere = _within(plan.sources[unit.file], start, stop)
+            if elsewhere:
+                data = _assembled(file.name, data, start, elsewhere, plan, pull)
+            checksums[block] = crc32(data)
+            out.write(data, start)
+            done += stop - start
+            if rate:
+                time.sleep(max(0.0, started + done / rate - time.monotonic()))
+        out.finish()
+    return checksums, done
+
+
+def _within(
+    sources: list[tuple[int, int, int]], start: int, stop: int
+) -> list[tuple[int, int, int]]:
+    """The parts of sources (in order, apart) that lie between `start` and `stop`."""
+    first = max(0, bisect_right(sources, (start, sys.maxsize, 0)) - 1)
+    found = itertools.takewhile(lambda source: source[0] < stop, sources[first:])
+    return [(max(a, start), min(b, stop), node) for a, b, node in found if b > start]
+
+
+def _assembled(
+    file: str,
+    image: memoryview,
+    start: int,
+    elsewhere: list[tuple[int, int, int]],
+    plan: NodePlan,
+    pull: Callable[[int, str, list[tuple[int, int]]], Iterator[bytes]],
+) -> memoryview:
+    """A block of which other nodes hold parts: a copy, at a page boundary."""
+    stop = start + len(image)
+    block = memoryview(mmap.mmap(-1, len(image)))
+    header = min(max(0, len(plan.files[file].header) - start), len(image))
+    block[:header] = image[:header]
+    for a, b, _ in _within([(a, b, 0) for a, b in plan.exact.get(file, [])], start, stop):
+        block[a - start : b - start] = image[a - start : b - start]
+    by_node: dict[int, list[tuple[int, int]]] = {}
+    for a, b, node in elsewhere:
+        by_node.setdefault(node, []).append((a, b))
+    for node, ranges in by_node.items():
+        for (a, b), data in zip(ranges, pull(node, file, ranges), strict=True):
+            block[a - start : b - start] = data
+    return block
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Current:
+    """The save that this node takes part in."""
+
+    step: int
+    slot: int
+    state: str
+    staged: set[int] = field(default_factory=set)
+    """Ranks that have copied their pieces."""
+    stopped: bool = False
+
+
+class Writer:
+    """The node's part of the protocol; see coordinator.py [Note: a save]."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.node, self.nodes = setup, setup.node, setup.nodes
+        self.directory = Path(setup.directory)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._aside = ThreadPoolExecutor(2, "aside")
+        self._threads = ThreadPoolExecutor(64, "writer")
+        self._ranks: dict[int, Connection] = {}
+        self._peers: dict[int, Connection] = {}
+        """Connections of the coordinator to the other nodes."""
+        self._addresses: Sequence[tuple[str, int]] = ()
+        """Where the writers of all nodes listen."""
+        self._plan: NodePlan | None = None
+        self._slots: Slots | None = None
+        self._folder: Path | None = None
+        self._files: list[SlotFiles] = []
+        self._current: _Current | None = None
+        self._asked: set[int] = set()
+        """Ranks that wait for the slots."""
+        self._begun: dict[int, tuple[bool, dict[str, Any] | None]] = {}
+        """Requests to save that the coordinator has not answered."""
+        self._closing: dict[int, bool] = {}
+        """Ranks that want to close, and whether to keep the slots."""
+        self._uplink: Connection | None = None
+        self._pulls = threading.local()
+        self.coordinator: Coordinator | None = None
+        if self.node == 0:
+            self.coordinator = Coordinator(self.directory, setup.options, len(self.nodes), self)
+
+    def run(self) -> None:
+        """Handle the inbox for ever."""
+        while True:
+            now = time.monotonic()
+            while self._timers and self._timers[0][0] <= now:
+                heapq.heappop(self._timers)[2]()
+            wait = self._timers[0][0] - now if self._timers else None
+            try:
+                self._inbox.get(timeout=wait)()
+            except queue.Empty:
+                continue
+
+    # --- what the coordinator needs (Host) -------------------------------------------------------
+
+    def send(self, node: int, message: tuple[Any, ...]) -> None:
+        """See coordinator.Host."""
+        if node == self.node:
+            self._inbox.put(lambda: self._on_coordinator(message))
+        elif node in self._peers:
+            _send(self._peers[node], message)
+
+    def later(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """See coordinator.Host."""
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                result = error
+            self._inbox.put(lambda: done(result))
+
+        self._aside.submit(run)
+
+    def call_at(self, moment: float, work: Callable[[], None]) -> None:
+        """See coordinator.Host."""
+        heapq.heappush(self._timers, (moment, next(self._numbers), work))
+
+    # --- connections -----------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """Take connections, each in a thread of its own."""
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection = listener.accept()
+                except Exception as error:  # a stranger, or one who left at once
+                    logger.debug("refused a connection: %s", explain(error))
+                    continue
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        """Pass on what one connection says."""
+        try:
+            kind, number = connection.recv()
+            if kind == "pull":
+                self._serve_pulls(connection)
+                return
+            register, handle, lost = {
+                "rank": (self._ranks, self._on_rank, self._lost_rank),
+                "node": (self._peers, self._on_node, self._lost_node),
+            }[kind]
+            self._inbox.put(lambda: register.__setitem__(number, connection))
+            while True:
+                message = connection.recv()
+                self._inbox.put(lambda message=message: handle(number, message))  # type: ignore[misc]
+        except (EOFError, OSError):
+            if kind != "pull":
+                self._inbox.put(lambda: lost(number, connection))
+
+    def _serve_pulls(self, connection: Connection) -> None:
+        """Give another node bytes of a slot."""
+        while True:
+            slot, file, ranges = connection.recv()
+            image = memoryview(self._files[slot].maps[file])
+            for start, stop in ranges:
+                connection.send_bytes(image[start:stop])
+
+    def _pull(
+        self, slot: int, node: int, file: str, ranges: list[tuple[int, int]]
+    ) -> Iterator[bytes]:
+        connections: dict[int, Connection] = self._pulls.__dict__.setdefault("by_node", {})
+        try:
+            if node not in connections:
+                connections[node] = Client(self._addresses[node], authkey=self.setup.secret)
+                connections[node].send(("pull", self.node))
+            connections[node].send((slot, file, ranges))
+            for _ in ranges:
+                yield connections[node].recv_bytes()
+        except (EOFError, OSError) as error:
+            connections.pop(node, None)
+            raise StorageError(f"node {node} does not send its part of {file}: {error}") from error
+
+    # --- the coordinator and this node -----------------------------------------------------------
+
+    def _to_coordinator(self, message: tuple[Any, ...]) -> None:
+        if self.coordinator:
+            coordinator = self.coordinator
+            self._inbox.put(lambda: coordinator.on_message(self.node, message))
+        elif self._uplink:
+            _send(self._uplink, message)
+
+    def _on_node(self, node: int, message: tuple[Any, ...]) -> None:
+        if self.coordinator:
+            self.coordinator.on_message(node, message)
+
+    def _lost_node(self, node: int, connection: Connection) -> None:
+        if self.coordinator and self._peers.get(node) is connection:
+            del self._peers[node]
+            self.coordinator.on_lost(node)
+
+    def _join(self) -> None:
+        """Connect to the coordinator, again and again; runs in a thread."""
+        while True:
+            try:
+                uplink = Client(self._addresses[0], authkey=self.setup.secret)
+                uplink.send(("node", self.node))
+                self._inbox.put(lambda uplink=uplink: self._joined(uplink))  # type: ignore[misc]
+                while True:
+                    message = uplink.recv()
+                    self._inbox.put(lambda message=message: self._on_coordinator(message))  # type: ignore[misc]
+            except (EOFError, OSError):
+                self._inbox.put(self._lost_coordinator)
+                time.sleep(RECONNECT_SECONDS)
+
+    def _joined(self, uplink: Connection) -> None:
+        self._uplink = uplink
+        self._hello()
+        for step, (wait, payload) in self._begun.items():
+            self._to_coordinator(("begin", step, wait, payload))
+
+    def _hello(self) -> None:
+        if self._plan and self._slots:
+            self._to_coordinator(("hello", self._plan.digest, len(self._slots.paths)))
+
+    def _lost_coordinator(self) -> None:
+        self._uplink = None
+        reason = "the writer process of rank 0's node is gone"
+        for step in list(self._begun):
+            self._on_coordinator(("skip", step, reason, False))
+        if self._current:
+            step = self._current.step
+            self._on_coordinator(
+                ("outcome", SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0))
+            )
+
+    def _on_coordinator(self, message: tuple[Any, ...]) -> None:
+        kind, *arguments = message
+        if kind == "write":
+            self._write(*arguments)
+        elif kind == "stop":
+            self._stop(*arguments)
+        elif kind == "closed":
+            self._closed()
+        elif kind == "outcome":
+            self._current = None
+            self._tell(message)
+        else:
+            step = arguments[0]
+            self._begun.pop(step, None)
+            if kind == "go":
+                _, slot, state = arguments
+                self._current = _Current(step, slot, state.decode())
+                if self._folder:
+                    write_manifest(self._folder, slot, None)
+                message = ("go", step, slot)
+            self._tell(message)
+
+    def _tell(self, message: tuple[Any, ...]) -> None:
+        for connection in self._ranks.values():
+            _send(connection, message)
+
+    def _stop(self, step: int) -> None:
+        if self._current and self._current.step == step:
+            self._current.stopped = True
+
+    def _write(self, step: int, slot: int, unit: Unit, target: Target, rate: float | None) -> None:
+        plan, current = self._plan, self._current
+        if plan is None or current is None or current.step != step:
+            return
+        files = self._files[slot]
+
+        def work() -> None:
+            span = {
+                "node": self.node, "thread": threading.current_thread().name, "kind": "write",
+                "step": step, "file": unit.file, "first": unit.first, "start": time.time(),
+            }  # fmt: skip
+            try:
+                checksums, nbytes = write_unit(
+                    unit, plan, files, target,
+                    lambda node, file, ranges: self._pull(slot, node, file, ranges),
+                    rate, lambda: current.stopped,
+                )  # fmt: skip
+            except StoppedError:
+                return
+            except Exception as error:
+                failure = failure_of(error)
+                self._inbox.put(lambda: self._to_coordinator(("failed", step, failure)))
+                return
+            span |= {"stop": time.time(), "bytes": nbytes}
+            self._inbox.put(lambda: self._to_coordinator(("written", step, unit, checksums, span)))
+
+        self._threads.submit(work)
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    def _on_rank(self, rank: int, message: tuple[Any, ...]) -> None:
+        kind, *arguments = message
+        getattr(self, f"_on_rank_{kind}")(rank, *arguments)
+
+    def _on_rank_addresses(self, rank: int, addresses: Sequence[tuple[str, int]]) -> None:
+        """Where the writers of all nodes listen."""
+        known, self._addresses = self._addresses, addresses
+        if self.node and not known:
+            threading.Thread(target=self._join, daemon=True).start()
+
+    def _on_rank_plan(self, rank: int, digest: str, plan: PlanInput | None) -> None:
+        """A rank wants the slots of a plan; the node's first rank brings it."""
+        self._asked.add(rank)
+        if self._plan and self._plan.digest == digest and self._slots:
+            self._give_slots()
+        elif plan is not None:
+            self.later(
+                lambda: self._make(plan, digest), lambda result: self._made(plan, digest, result)
+            )
+
+    def _make(self, plan: PlanInput, digest: str) -> tuple[NodePlan, Path | None, Slots]:
+        if self._folder:
+            forget(self._folder)
+        part = plan_node(plan, digest, self.nodes, self.node)
+        wanted = self.setup.options.slots
+        folder, slots = make_slots(
+            str(self.directory), part.files, part.ranges, wanted, f"{digest}-{self.node}"
+        )
+        return part, folder, slots
+
+    def _made(self, plan: PlanInput, digest: str, result: Any) -> None:
+        if isinstance(result, Exception):
+            self._plan = self._slots = None
+            for rank in self._asked:
+                _send(self._ranks[rank], ("refused", explain(result)))
+            self._asked.clear()
+            return
+        self._plan, self._folder, self._slots = result
+        self._files = [SlotFiles(paths) for paths in self._slots.paths]
+        for files in self._files:
+            for name in self._plan.sources:
+                header = self._plan.files[name].header
+                files.maps[name][: len(header)] = header
+        if self.coordinator:
+            self.coordinator.set_plan(digest, plan.files, plan.indexes, self._plan.owners)
+        self._hello()
+        self._give_slots()
+        threading.Thread(target=self._touch, args=(self._files, self._plan.ranges)).start()
+
+    def _touch(self, files: list[SlotFiles], ranges: Ranges) -> None:
+        for slot in files:
+            slot.touch(ranges)
+        collect_memory(str(self.directory))
+
+    def _give_slots(self) -> None:
+        digest = self._plan.digest if self._plan else ""
+        for rank in self._asked:
+            _send(self._ranks[rank], ("slots", digest, self._slots))
+        self._asked.clear()
+
+    def _on_rank_begin(
+        self, rank: int, step: int, wait: bool, payload: dict[str, Any] | None
+    ) -> None:
+        """The request of the node's first rank stands for all of them."""
+        if rank == self.nodes[self.node][0]:
+            self._begun[step] = wait, payload
+            self._to_coordinator(("begin", step, wait, payload))
+
+    def _on_rank_staged(self, rank: int, step: int) -> None:
+        current, plan = self._current, self._plan
+        if current is None or plan is None or current.step != step:
+            return
+        current.staged.add(rank)
+        if current.staged < set(self.nodes[self.node]):
+            return
+        if self._folder:
+            world = [list(ranks) for ranks in self.nodes]
+            manifest = Manifest(step, plan.digest, world, self.node, plan.exact, current.state)
+            write_manifest(self._folder, current.slot, manifest)
+        self._to_coordinator(("staged", step))
+
+    def _on_rank_failed(self, rank: int, step: int, message: str) -> None:
+        failure = Failure(f"rank {rank} could not copy its tensors: {message}")
+        self._to_coordinator(("failed", step, failure))
+
+    def _on_rank_close(self, rank: int, keep: bool) -> None:
+        self._closing[rank] = keep
+        self._maybe_close()
+
+    def _maybe_close(self) -> None:
+        if set(self._closing) >= set(self._ranks):
+            if self.coordinator or self._uplink:
+                self._to_coordinator(("close",))
+            else:
+                self._closed()
+
+    def _closed(self) -> None:
+        if self._folder and not any(self._closing.values()):
+            forget(self._folder)
+        for rank, connection in self._ranks.items():
+            if rank in self._closing:
+                _send(connection, ("closed",))
+        self._closing.clear()
+
+    def _lost_rank(self, rank: int, connection: Connection) -> None:
+        if self._ranks.get(rank) is not connection:
+            return
+        del self._ranks[rank]
+        if self._current and rank not in self._current.staged:
+            failure = Failure(f"rank {rank} died before its tensors were copied")
+            self._to_coordinator(("failed", self._current.step, failure))
+        if not self._ranks:
+            os._exit(0)
+        if self._closing:
+            self._maybe_close()
+
+
+def _send(connection: Connection, message: tuple[Any, ...]) -> None:
+    with suppress(OSError):  # who reads from it learns that it is gone
+        connection.send(message)
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process when its parent dies, however that happens."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(setup: Setup, ready: Callable[[tuple[str, int]], None]) -> None:
+    """Be the writer process of a node; does not return.
+
+    Args:
+        setup: what to be.
+        ready: is told where other nodes reach this one, once everybody can connect.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    writer = Writer(setup)
+    writer.listen(Listener(setup.address, "AF_UNIX", backlog=64, authkey=setup.secret))
+    here = ("", 0)
+    if len(setup.nodes) > 1:
+        listener = Listener((setup.host, setup.port), backlog=1024, authkey=setup.secret)
+        writer.listen(listener)
+        here = setup.host, listener.address[1]
+    ready(here)
+    writer.run()
+
+
+def main() -> None:
+    """`python -m checkpointing.writer`: Setup on standard input, port on standard output."""
+    setup: Setup = pickle.load(sys.stdin.buffer)
+    die_with(setup.parent)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    threading.current_thread().name = socket.gethostname()
+
+    def ready(here: tuple[str, int]) -> None:
+        sys.stdout.write(f"{here[1]}\n")
+        sys.stdout.flush()
+
+    serve(setup, ready)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> NoReturn:
         from trainer.train import train
 
         startup.mark("imports")
-        task = check_inputs(recipe, world_size, local_world_size)
+        task = check_inputs(recipe, rank, world_size, local_world_size)
         startup.mark("checks")
         if rank == 0:
             prepare_run_directory(recipe)

@@ -145,7 +145,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     ranks = arguments.nproc_per_node or _default_ranks(recipe.run.device)
     nodes = int(arguments.nnodes.split(":")[0])
-    check_inputs(recipe, nodes * ranks, ranks)
+    check_inputs(recipe, 0, nodes * ranks, ranks)
     if arguments.dry_run:
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0

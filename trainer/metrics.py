@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from checkpointing import SaveOutcome
 from trainer.recipe import Recipe, resolved
 
 logger = logging.getLogger(__name__)
@@ -192,12 +193,21 @@ class Metrics:
         """Move the progress bar."""
         self._bar.update(step - self._bar.n)
 
-    def record(self, step: int, values: Mapping[str, float], line: str | None = None) -> None:
-        """Send `values` of `step` everywhere, and `line` to the console."""
+    def record(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        line: str | None = None,
+        event: str | None = None,
+    ) -> None:
+        """Send `values` of `step` everywhere, and `line` to the console; metrics.jsonl also gets
+        `event`, something that went wrong."""
         # JSON has no NaN: what is not finite is null there.
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         try:
-            self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            record: dict[str, Any] = {"step": step, "time": time.time(), **finite}
+            record |= {"event": event} if event else {}
+            self._file.write(json.dumps(record) + "\n")
             self._file.flush()
             if self._board:
                 for key, value in values.items():
@@ -230,6 +240,17 @@ def step_line(step: int, steps: int, values: Mapping[str, float]) -> str:
     if "eta_seconds" in values:
         parts.append(f"ETA {_clock(values['eta_seconds'])}")
     return " | ".join(parts)
+
+
+def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:
+    """What a checkpoint that ended leaves: values, a console line, an event if it failed."""
+    values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
+    if outcome.error:
+        values["checkpoint_failed"] = 1
+        return values, f"warning: {outcome.error}", outcome.error
+    values |= {"checkpoint_bytes": outcome.nbytes, "checkpoint_writers": outcome.writers}
+    line = f"saved {outcome.path}: {outcome.nbytes / 1e6:,.1f} MB in {outcome.seconds:.2f} s"
+    return values, line, None
 
 
 def validation_line(values: Mapping[str, float]) -> str:

@@ -11,11 +11,13 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.tasks import Task, build_task
 
 
-def check_inputs(recipe: Recipe, world_size: int, local_world_size: int) -> Task:
+def check_inputs(recipe: Recipe, rank: int, world_size: int, local_world_size: int) -> Task:
     """Open what the recipe names, and refuse what cannot work. Writes nothing.
 
     Args:
         recipe: to be checked.
+        rank: of this process; rank 0 alone looks at the checkpoints, as thousands of ranks would
+            be a burden to the filesystem.
         world_size: ranks that are going to run, at least.
         local_world_size: ranks on each node.
 
@@ -30,7 +32,7 @@ def check_inputs(recipe: Recipe, world_size: int, local_world_size: int) -> Task
         raise RecipeError(f"batch.global_batch: {error}") from error
     _check_writable(Path(recipe.run.dir))
     task = build_task(recipe)
-    newest = newest_checkpoint(Path(recipe.run.dir) / "checkpoints")
+    newest = newest_checkpoint(Path(recipe.checkpoint_directory)) if rank == 0 else None
     if newest:
         check_resume(read_state(newest), recipe, task, newest)
     return task

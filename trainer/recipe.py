@@ -252,6 +252,11 @@ class Recipe:
     }
 
     @property
+    def checkpoint_directory(self) -> str:
+        """Where the checkpoints of the run lie: a path or a URL."""
+        return self.checkpoint.directory or str(Path(self.run.dir) / "checkpoints")
+
+    @property
     def sharding(self) -> Sharding:
         """What FSDP shards; DDP counts as NO_SHARD."""
         if self.strategy.name == "ddp":

@@ -2,16 +2,15 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, SaveFailed, load_model
+from checkpointing import Checkpointer, load_model
 from elastic import BatchPlan, Verdict, World, judge_step, plan_batch
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
@@ -21,6 +20,7 @@ from trainer.metrics import (
     Window,
     peak_flops,
     peak_memory,
+    save_record,
     step_line,
     validation_line,
 )
@@ -97,14 +97,17 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
     model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
     optimizer = build_optimizer(model.optimized, recipe.optimizer)
     startup.mark("model")
-    checkpoints = Path(recipe.run.dir) / "checkpoints"
-    with Checkpointer(checkpoints, recipe.checkpoint, dist.group.WORLD) as checkpointer:
+    group = dist.group.WORLD
+    with Checkpointer(recipe.checkpoint_directory, recipe.checkpoint, group) as checkpointer:
         progress = restore(checkpointer, model, optimizer, recipe)
         state = TrainState(model, optimizer, progress)
+        memory = checkpointer.prepare(
+            model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
+        )
         startup.mark("checkpoint")
         with Metrics(recipe, progress.step) if world.is_main else nullcontext() as metrics:
             startup.mark("trackers")
-            say(metrics, describe(recipe, task, world, plan, progress))
+            say(metrics, f"{describe(recipe, task, world, plan, progress)}\n{memory}")
             batches = load(
                 task.stream,
                 requests(plan, world.rank, progress.sequences),
@@ -115,7 +118,9 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
             first_step, last_step = progress.step + 1, recipe.run.steps
             window = Window()
             while progress.step < last_step:
-                result = train_step(state, batches, plan, recipe, world)
+                result = train_step(
+                    state, batches, plan, recipe, world, before_update=checkpointer.wait_staged
+                )
                 if result.verdict.action == "stop":
                     say(metrics, f"stopped: {result.verdict.reason}")
                     return EXIT_DO_NOT_REQUEUE
@@ -142,15 +147,25 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
                 if due(progress.step, recipe.checkpoint.every, last_step):
-                    say(metrics, save(checkpointer, state, recipe, task, world))
+                    save(checkpointer, state, recipe, task, world)
+                report_saves(checkpointer, progress, metrics)
             batches.close()
+            finish_saves(checkpointer, progress, metrics)
     return EXIT_DONE
 
 
 def train_step(
-    state: TrainState, batches: Batches, plan: BatchPlan, recipe: Recipe, world: World
+    state: TrainState,
+    batches: Batches,
+    plan: BatchPlan,
+    recipe: Recipe,
+    world: World,
+    before_update: Callable[[], None],
 ) -> StepResult:
-    """One optimizer step over one global batch. Called on all ranks; moves `state` on."""
+    """One optimizer step over one global batch. Called on all ranks; moves `state` on.
+
+    `before_update` is called before weights and optimizer state change.
+    """
     model, optimizer, progress = state.model, state.optimizer, state.progress
     started, data_wait = time.perf_counter(), 0.0
     step, options = progress.step + 1, recipe.optimizer
@@ -190,6 +205,7 @@ def train_step(
             scale_gradients(model.optimized.values(), factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        before_update()
         optimizer.step()
         model.publish_weights()
     model.zero_gradients()
@@ -317,28 +333,38 @@ def restore(
 
 def save(
     checkpointer: Checkpointer, state: TrainState, recipe: Recipe, task: Task, world: World
-) -> str:
-    """Write a checkpoint of everything a step depends on; returns what to tell. On all ranks.
-
-    A save that fails costs the run nothing but this checkpoint, unless it is the last one.
-    """
+) -> None:
+    """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
+    all ranks. The last one is always made, whatever is still being written."""
     optimized = state.model.optimized
-    trainer_state = {
-        **asdict(state.progress),
-        "parameter_groups": parameter_groups(state.optimizer, optimized),
-        **run_state(recipe, task, world),
-    }
-    started = time.perf_counter()
+    checkpointer.save(
+        state.progress.step,
+        model=state.model.tensors,
+        optimizer=optimizer_tensors(state.optimizer, optimized),
+        state={
+            **asdict(state.progress),
+            "parameter_groups": parameter_groups(state.optimizer, optimized),
+            **run_state(recipe, task, world),
+        },
+        files=task.files,
+        wait=state.progress.step >= recipe.run.steps,
+    )
+
+
+def report_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:
+    """Tell how checkpoints ended: one that failed costs the run nothing but that checkpoint."""
+    for outcome in checkpointer.outcomes():
+        if metrics:
+            metrics.record(progress.step, *save_record(outcome))
+
+
+def finish_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:
+    """Wait for the last checkpoint.
+
+    Raises:
+        SaveFailed: there is no checkpoint of the last step.
+    """
     try:
-        path = checkpointer.save(
-            state.progress.step,
-            model=state.model.tensors,
-            optimizer=optimizer_tensors(state.optimizer, optimized),
-            state=trainer_state,
-            files=task.files,
-        )
-    except SaveFailed as error:
-        if state.progress.step >= recipe.run.steps:
-            raise
-        return f"warning: {error}; training goes on"
-    return f"saved {path} in {time.perf_counter() - started:.2f} s"
+        checkpointer.wait()
+    finally:
+        report_saves(checkpointer, progress, metrics)

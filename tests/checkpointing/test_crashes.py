@@ -16,7 +16,7 @@ from checkpointing import Checkpointer, CheckpointOptions, SaveFailed
 from checkpointing.layout import MODEL
 from checkpointing.retention import owner
 from checkpointing.storage import TRANSIENT
-from tests.checkpointing.worlds import local, run_ranks, same_bits, spread, whole_state
+from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
 OPTIONS = CheckpointOptions(keep=1)
 CALLS = ("open", "pwrite", "fsync", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir")
@@ -26,8 +26,8 @@ CALLS = ("open", "pwrite", "fsync", "ftruncate", "mkdir", "rename", "replace", "
 def save(checkpointer: Checkpointer, step: int, strategy: str = "replicated") -> Path:
     model, optimizer = (spread(part, strategy) for part in whole_state(seed=step))
     files = {"config.json": b"{}\n"}
-    return checkpointer.save(
-        step, model=model, optimizer=optimizer, state={"step": step}, files=files
+    return save_now(
+        checkpointer, step, model=model, optimizer=optimizer, state={"step": step}, files=files
     )
 
 

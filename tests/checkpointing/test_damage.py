@@ -16,7 +16,7 @@ from checkpointing import (
     read_state,
 )
 from checkpointing.inspect import verify
-from tests.checkpointing.worlds import same_bits, whole_state
+from tests.checkpointing.worlds import same_bits, save_now, whole_state
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
 MODEL_2 = "model-00002-of-00002.safetensors"
@@ -26,8 +26,13 @@ def save(directory, step):
     model, optimizer = whole_state(seed=step)
     files = {"config.json": b'{"a": 1}\n'}
     with Checkpointer(directory, OPTIONS, None) as checkpointer:
-        return checkpointer.save(
-            step, model=model, optimizer=optimizer, state={"step": step, "name": "x"}, files=files
+        return save_now(
+            checkpointer,
+            step,
+            model=model,
+            optimizer=optimizer,
+            state={"step": step, "name": "x"},
+            files=files,
         )
 
 
@@ -119,7 +124,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(damage, run, caplog
         # The run trains on, and comes to the damaged step again.
         model, optimizer = whole_state(seed=2)
         state = {"step": 2}
-        checkpointer.save(2, model=model, optimizer=optimizer, state=state, files={})
+        save_now(checkpointer, 2, model=model, optimizer=optimizer, state=state, files={})
         assert load(checkpointer) == 2
     assert not verify(run).problems
 

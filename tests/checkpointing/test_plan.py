@@ -18,11 +18,11 @@ from checkpointing.plan import (
     box_runs,
     local_boxes,
     merge_specs,
-    plan_writes,
+    own_files,
+    plan_file,
+    plan_pieces,
     replicated,
 )
-
-BLOCK = 64
 
 
 @st.composite
@@ -52,41 +52,54 @@ def worlds(draw) -> tuple[int, dict[str, TensorSpec]]:
     return world_size, specs
 
 
-@given(worlds(), st.integers(1, 2000))
-def test_every_byte_is_written_exactly_once(world, max_bytes):
+@given(worlds(), st.integers(1, 2000), st.integers(1, 4))
+def test_every_byte_is_contributed_exactly_once(world, max_bytes, ranks_per_node):
     world_size, specs = world
     files = lay_out(MODEL, {name: spec.meta for name, spec in specs.items()}, max_bytes)
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    nodes = [
+        tuple(range(first, min(first + ranks_per_node, world_size)))
+        for first in range(0, world_size, ranks_per_node)
+    ]
+    owners = {file: nodes[node] for file, node in own_files(files, len(nodes)).items()}
     written = {file.name: bytearray(file.size) for file in files}
     for file in files:
         written[file.name][: len(file.header)] = b"\1" * len(file.header)
+    contributed = set()
     for rank in range(world_size):
-        for piece in plan_writes(specs, stored, rank, BLOCK):
-            assert 0 < piece.stop - piece.start <= BLOCK
-            position = piece.start
-            for run in box_runs(piece.stored.meta, piece.box, piece.start, piece.stop):
-                assert run.box_offset == position
-                position += run.length
+        for piece in plan_pieces(specs, stored, owners, rank):
+            contributed.add((rank, piece))
+            for run in box_runs(piece.stored.meta, piece.box):
                 start = piece.stored.begin + run.offset
                 for byte in range(start, start + run.length):
                     written[piece.stored.file][byte] += 1
-            assert position == piece.stop
     assert all(set(data) <= {1} for data in written.values())
+    # The owner of a file sees the same pieces.
+    seen = [pair for file in files for pair in plan_file(file, specs, owners[file.name])]
+    assert set(seen) == contributed
+    assert len(seen) == len(contributed)
 
 
-@given(worlds())
-def test_replicas_write_evenly(world):
-    world_size, specs = world
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_replicas_share_the_work_evenly_on_the_node_that_writes(nodes):
+    world_size = 8
     specs = {
-        name: TensorSpec(spec.meta, (replicated(range(world_size)),))
-        for name, spec in specs.items()
+        f"layers.{number}.weight": TensorSpec(
+            TensorMeta("F32", (1001, 64)), (replicated(range(world_size)),)
+        )
+        for number in range(64)
     }
-    (file, *_) = lay_out(MODEL, {name: spec.meta for name, spec in specs.items()}, 10**9)
-    loads = [
-        sum(piece.stop - piece.start for piece in plan_writes(specs, file.tensors, rank, BLOCK))
-        for rank in range(world_size)
-    ]
-    assert max(loads) - min(loads) <= BLOCK
+    files = lay_out(MODEL, {name: spec.meta for name, spec in specs.items()}, 4 * 1001 * 64 * 4)
+    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    per_node = world_size // nodes
+    ranks = [tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
+    owners = {file: ranks[node] for file, node in own_files(files, nodes).items()}
+    loads = []
+    for rank in range(world_size):
+        pieces = plan_pieces(specs, stored, owners, rank)
+        assert all(rank in owners[piece.stored.file] for piece in pieces), "nothing is sent"
+        loads.append(sum(math.prod(piece.box.shape) for piece in pieces))
+    assert max(loads) <= 1.02 * sum(loads) / world_size
 
 
 @given(

@@ -19,7 +19,7 @@ from checkpointing import (
     WrongModel,
     load_model,
 )
-from tests.checkpointing.worlds import local, run_ranks, same_bits, spread
+from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread
 
 CONFIG = Qwen3Config(
     vocab_size=67,
@@ -50,7 +50,8 @@ def checkpoint(weights, tmp_path_factory) -> Path:
     def work(rank):
         options = CheckpointOptions(max_shard_size=10_000)
         with Checkpointer(folder / "run", options, dist.group.WORLD) as checkpointer:
-            return checkpointer.save(
+            return save_now(
+                checkpointer,
                 1,
                 model=spread(weights, "rows-2"),
                 optimizer={"model.norm.weight.step": torch.tensor(1.0)},

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from checkpointing import Checkpointer
+
 # Forked ranks share two cores, and a thread pool of the parent does not survive the fork.
 torch.set_num_threads(1)
 
@@ -71,6 +73,13 @@ def _fork(rank: int, world_size: int, work: Callable[[int], Any], store: Path, r
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def save_now(checkpointer: Checkpointer, step: int, **parts: Any) -> Path:
+    """Save and wait for the commit; its directory."""
+    checkpointer.save(step, **parts)
+    checkpointer.wait()
+    return checkpointer.directory / f"step-{step:08}"
 
 
 def whole_state(seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -1,0 +1,497 @@
+"""Rank 0's part of a save: admit writers, collect receipts, commit. A state machine without threads
+or sockets of its own; it lives in the writer process of rank 0's node.
+
+[Note: a save]
+  begin     every rank asks; the coordinator answers once for all: go (into which slot) or skip
+  staged    a node's ranks have copied their pieces; when all nodes have, writing starts
+  write     a writer is granted one unit of work at a time, and at most `limit` units are out
+  written   its receipt: a checksum for each block
+  commit    the commit record, after all receipts
+  outcome   told to all ranks, whether good or bad
+Nothing waits for an answer: every message is handled to its end. If a node is lost, the save is
+given up and its units return; the next save may begin when the node is back.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PosixPath
+from typing import Any, Protocol
+
+from checkpointing.errors import explain
+from checkpointing.layout import (
+    BLOCK_BYTES,
+    TRAINER_STATE,
+    CommitRecord,
+    FileRecord,
+    TensorFile,
+    block_checksums,
+    step_name,
+)
+from checkpointing.options import CheckpointOptions
+from checkpointing.retention import collect, prune
+from checkpointing.target import Target, filesystem, is_shared, new_target
+
+logger = logging.getLogger(__name__)
+
+STAGGER_SECONDS = 0.02
+"""Between two grants on a shared filesystem, so that writers do not open their files at once."""
+UNIT_BLOCKS = 16
+"""Blocks that a writer takes at a time where a file may be written in parts."""
+
+
+ANSWER_SECONDS = 30
+"""A request to save is answered after so long even if a node does not answer."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Work for one writer: some blocks of one file, from `first` to before `stop`."""
+
+    file: str
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended."""
+
+    step: int
+    path: str | None
+    """The committed checkpoint; None if it failed or was skipped."""
+    error: str | None = None
+    """Why there is none, and where; one line."""
+    node: int | None = None
+    """Where it failed."""
+    file: str | None = None
+    """What it failed on."""
+    errno: int | None = None
+    """The system's error number, if any."""
+    seconds: float = 0.0
+    """From the request to the commit."""
+    staging_seconds: float = 0.0
+    """From the request until all ranks had copied their tensors."""
+    nbytes: int = 0
+    """Bytes of tensor files."""
+    writers: int = 0
+    """How many wrote at once."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a node; travels to the coordinator."""
+
+    message: str
+    file: str | None = None
+    errno: int | None = None
+
+
+@dataclass
+class _Request:
+    wait: bool
+    payload: dict[str, Any] | None = None
+
+
+@dataclass
+class _Save:
+    step: int
+    payload: dict[str, Any]
+    """Of rank 0: state, files, damaged."""
+    slot: int
+    started: float
+    target: Target | None = None
+    staged: set[int] = field(default_factory=set)
+    staged_at: float = 0.0
+    waiting: dict[int, deque[Unit]] = field(default_factory=dict)
+    """Units by the node that owns their file."""
+    out: dict[Unit, int] = field(default_factory=dict)
+    """Granted units, and to which node."""
+    checksums: dict[str, dict[int, int]] = field(default_factory=dict)
+    committing: bool = False
+    turn: int = 0
+
+
+class Host(Protocol):
+    """What the coordinator needs of the process that it lives in."""
+
+    def send(self, node: int, message: tuple[Any, ...]) -> None:
+        """Send to a node's writer; nothing happens if it is gone."""
+
+    def later(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run work() aside, then done(its result or its exception) in the coordinator's thread."""
+
+    def call_at(self, moment: float, work: Callable[[], None]) -> None:
+        """Run work() in the coordinator's thread at a moment of time.monotonic()."""
+
+
+class Coordinator:
+    """See [Note: a save]. All methods run in one thread, except for what `Host.later` is given."""
+
+    def __init__(self, directory: Path, options: CheckpointOptions, nodes: int, host: Host) -> None:
+        self._directory, self._options, self._nodes, self._host = directory, options, nodes, host
+        kind = filesystem(directory)
+        self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
+        self._limit = WriterLimit(options.max_writers, default_writers(kind))
+        self._plan = ""
+        self._files: list[TensorFile] = []
+        self._indexes: dict[str, bytes] = {}
+        self._owners: dict[str, int] = {}
+        self._slots: dict[int, int] = {}
+        """How many slots each node has for the plan in use."""
+        self._save: _Save | None = None
+        self._requests: dict[int, _Request] = {}
+        """By step; not answered yet."""
+        self._answers: dict[int, tuple[Any, ...]] = {}
+        """The last few by step, for nodes that ask later than others."""
+        self._slot = -1
+        self._next_grant = 0.0
+        self._aside = 0
+        """Work aside that must end before this process may."""
+        self._closing: set[int] = set()
+        self._later(lambda: collect(directory), lambda _: None)
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def on_message(self, node: int, message: tuple[Any, ...]) -> None:
+        """Handle what a node says."""
+        kind, *arguments = message
+        getattr(self, f"_on_{kind}")(node, *arguments)
+
+    def on_lost(self, node: int) -> None:
+        """A node's writer process is gone."""
+        self._slots.pop(node, None)
+        self._closing.discard(node)
+        self._fail(node, Failure("its writer process is gone"))
+        self._maybe_closed()
+
+    def set_plan(
+        self,
+        plan: str,
+        files: Sequence[TensorFile],
+        indexes: Mapping[str, bytes],
+        owners: Mapping[str, int],
+    ) -> None:
+        """What is saved from now on, and the node that writes each file."""
+        if plan != self._plan:
+            self._slots.clear()
+        self._plan, self._files, self._indexes = plan, list(files), dict(indexes)
+        self._owners = dict(owners)
+
+    def _on_hello(self, node: int, plan: str, slots: int) -> None:
+        """A node has made its slots for a plan."""
+        if plan == self._plan:
+            self._slots[node] = slots
+        for step in list(self._requests):
+            self._consider(step)
+
+    def _on_begin(self, node: int, step: int, wait: bool, payload: dict[str, Any] | None) -> None:
+        """A node's ranks want to save; `payload` comes from rank 0 alone."""
+        if step in self._answers:
+            self._host.send(node, self._answers[step])
+            return
+        if step not in self._requests:
+            self._requests[step] = _Request(wait)
+            self._host.call_at(
+                time.monotonic() + ANSWER_SECONDS, lambda: self._give_up_waiting(step)
+            )
+        if payload is not None:
+            self._requests[step].payload = payload
+            self._consider(step)
+
+    def _consider(self, step: int) -> None:
+        """Answer a request as soon as that is possible."""
+        request = self._requests[step]
+        if request.payload is None or len(self._slots) < self._nodes:
+            return
+        if self._save is not None:
+            if not request.wait:
+                reason = f"step {self._save.step} is still being saved"
+                self._answer(step, ("skip", step, reason, False))
+            return  # one that waits is considered again when that save ends
+        self._slot = (self._slot + 1) % min(self._slots.values())
+        self._save = save = _Save(step, request.payload, self._slot, time.monotonic())
+        self._answer(step, ("go", step, save.slot, save.payload["state"]))
+        self._later(lambda: self._prepare(save), lambda target: self._prepared(save, target))
+
+    def _give_up_waiting(self, step: int) -> None:
+        request = self._requests.get(step)
+        if request is None or len(self._slots) == self._nodes:
+            return
+        missing = sorted(set(range(self._nodes)) - set(self._slots))
+        self._answer(step, ("skip", step, f"there is no writer on node(s) {missing}", False))
+
+    def _answer(self, step: int, answer: tuple[Any, ...]) -> None:
+        self._requests.pop(step)
+        self._answers[step] = answer
+        while len(self._answers) > 4:
+            self._answers.pop(next(iter(self._answers)))
+        self._tell(answer)
+
+    def _tell(self, message: tuple[Any, ...]) -> None:
+        for node in range(self._nodes):
+            self._host.send(node, message)
+
+    def _prepare(self, save: _Save) -> Target | None:
+        """Make the place to write to; None if the step is committed already. Runs aside."""
+        started = time.time()
+        final = self._directory / step_name(save.step)
+        target = new_target(final, save.payload["damaged"])
+        if target:
+            try:
+                target.begin(self._files)
+            except Exception:
+                target.abort()
+                raise
+        self._trace_metadata(save, "begin", started)
+        return target
+
+    def _prepared(self, save: _Save, target: Any) -> None:
+        if save is not self._save:  # given up meanwhile
+            if target and not isinstance(target, Exception):
+                self._later(target.abort, lambda _: None)
+        elif isinstance(target, Exception):
+            self._fail(0, failure_of(target))
+        elif target is None:
+            logger.warning("step %d is committed already; not written again", save.step)
+            final = self._directory / step_name(save.step)
+            self._end(SaveOutcome(save.step, str(final)))
+        else:
+            save.target = target
+            self._queue(save, target)
+            self._grant()
+
+    def _queue(self, save: _Save, target: Target) -> None:
+        for file in self._files:
+            blocks = math.ceil(file.size / BLOCK_BYTES)
+            some = UNIT_BLOCKS if target.in_parts else blocks
+            units = [
+                Unit(file.name, first, min(first + some, blocks))
+                for first in range(0, blocks, some)
+            ]
+            save.waiting.setdefault(self._owners[file.name], deque()).extend(units)
+
+    def _on_staged(self, node: int, step: int) -> None:
+        save = self._save
+        if save is None or save.step != step:
+            return
+        save.staged.add(node)
+        if len(save.staged) == self._nodes:
+            save.staged_at = time.monotonic()
+        self._grant()
+
+    def _on_written(
+        self, node: int, step: int, unit: Unit, checksums: dict[int, int], span: dict[str, Any]
+    ) -> None:
+        self._trace(span)
+        save = self._save
+        if save is None or save.step != step or save.out.pop(unit, None) is None:
+            return
+        save.checksums.setdefault(unit.file, {}).update(checksums)
+        self._limit.wrote(span["bytes"], time.monotonic())
+        self._grant()
+
+    def _on_failed(self, node: int, step: int, failure: Failure) -> None:
+        if self._save is not None and self._save.step == step:
+            self._fail(node, failure)
+
+    def _on_close(self, node: int) -> None:
+        """A node's ranks have nothing more to save."""
+        self._closing.add(node)
+        self._maybe_closed()
+
+    # --- work ------------------------------------------------------------------------------------
+
+    def _grant(self) -> None:
+        """Hand out units while writers are free; commit when none is left."""
+        save = self._save
+        if save is None or save.target is None or save.committing:
+            return
+        if len(save.staged) < self._nodes:
+            return
+        while len(save.out) < self._limit.value:
+            nodes = [node for node, units in save.waiting.items() if units]
+            if not nodes:
+                break
+            now = time.monotonic()
+            if now < self._next_grant:
+                self._host.call_at(self._next_grant, self._grant)
+                return
+            self._next_grant = now + self._stagger
+            # The node with the fewest units out; among those in turn.
+            busy = Counter(save.out.values())
+            save.turn += 1
+            node = min(nodes, key=lambda node: (busy[node], (node - save.turn) % self._nodes))
+            unit = save.waiting[node].popleft()
+            save.out[unit] = node
+            rate = self._options.bytes_per_second
+            share = rate / self._limit.value if rate else None
+            self._host.send(node, ("write", save.step, save.slot, unit, save.target, share))
+        if not save.out and not any(save.waiting.values()):
+            save.committing = True
+            target = save.target
+            self._later(
+                lambda: self._commit(save, target),
+                lambda result: self._committed(save, target, result),
+            )
+
+    def _commit(self, save: _Save, target: Target) -> None:
+        """Make a save that is written a checkpoint. Runs aside."""
+        started = time.time()
+        records = {
+            file.name: FileRecord(
+                file.size,
+                tuple(checksum for _, checksum in sorted(save.checksums[file.name].items())),
+            )
+            for file in self._files
+        }
+        small = {**save.payload["files"], TRAINER_STATE: save.payload["state"], **self._indexes}
+        for name, data in small.items():
+            records[name] = FileRecord(len(data), block_checksums(data))
+        record = CommitRecord(save.step, records).encode()
+        target.commit(self._files, small, record)
+        self._trace_metadata(save, "commit", started)
+
+    def _committed(self, save: _Save, target: Target, result: Any) -> None:
+        if save is not self._save:
+            return
+        if isinstance(result, Exception):
+            self._fail(0, failure_of(result))
+            return
+        now = time.monotonic()
+        outcome = SaveOutcome(
+            save.step,
+            str(target.final),
+            seconds=now - save.started,
+            staging_seconds=save.staged_at - save.started,
+            nbytes=sum(file.size for file in self._files),
+            writers=self._limit.value,
+        )
+        self._later(lambda: self._tidy(save), self._tidied)
+        self._end(outcome)
+
+    def _tidy(self, save: _Save) -> None:
+        prune(self._directory, self._options, save.payload["damaged"])
+
+    def _tidied(self, result: Any) -> None:
+        if isinstance(result, Exception):  # the save itself has succeeded
+            logger.warning("could not delete old checkpoints: %s", failure_of(result).message)
+
+    def _fail(self, node: int, failure: Failure) -> None:
+        save = self._save
+        if save is None:
+            return
+        where = f"on node {node}" if self._nodes > 1 else ""
+        outcome = SaveOutcome(
+            save.step,
+            None,
+            f"saving step {save.step} failed{where and ' ' + where}: {failure.message}; earlier "
+            "checkpoints are untouched",
+            node,
+            failure.file,
+            failure.errno,
+            time.monotonic() - save.started,
+        )
+        # Writers stop at their next block; what they still write is in files that are gone.
+        self._tell(("stop", save.step))
+        if save.target:
+            self._later(save.target.abort, lambda _: None)
+        self._end(outcome)
+
+    def _end(self, outcome: SaveOutcome) -> None:
+        self._save = None
+        self._tell(("outcome", outcome))
+        for step in list(self._requests):
+            self._consider(step)
+
+    def _trace_metadata(self, save: _Save, kind: str, started: float) -> None:
+        self._trace(
+            {"node": 0, "kind": kind, "step": save.step, "start": started, "stop": time.time()}
+        )
+
+    def _trace(self, span: Mapping[str, Any]) -> None:
+        if self._options.trace and isinstance(self._directory, PosixPath):
+            with open(self._directory / "trace.jsonl", "a") as file:
+                file.write(json.dumps(span) + "\n")
+
+    def _later(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """As Host.later; this process does not end before."""
+        self._aside += 1
+
+        def ended(result: Any) -> None:
+            self._aside -= 1
+            done(result)
+            self._maybe_closed()
+
+        self._host.later(work, ended)
+
+    def _maybe_closed(self) -> None:
+        """Once every node has asked to close and nothing is left to do, let them."""
+        if self._closing and self._closing >= set(self._slots) and not self._aside:
+            for node in self._closing:
+                self._host.send(node, ("closed",))
+            self._closing = set()
+
+
+def failure_of(error: Exception) -> Failure:
+    """What other nodes are told of an error."""
+    if isinstance(error, OSError):
+        path = error.filename and str(error.filename)
+        return Failure(explain(error), path, error.errno)
+    return Failure(explain(error))
+
+
+# --- how many write at once ------------------------------------------------------------------
+
+
+class WriterLimit:
+    """How many units may be out at once.
+
+    With `auto` it climbs: measured over windows of a few receipts, one more writer stays if the
+    bandwidth grew by 5 %; if it fell by 10 % one goes. Additive, so that a shared filesystem sees
+    small changes.
+    """
+
+    def __init__(self, setting: int | str | None, default: int) -> None:
+        self.value = setting if isinstance(setting, int) else default
+        self._auto = setting == "auto"
+        self._bytes = self._count = 0
+        self._since: float | None = None
+        self._before = 0.0
+        self._direction = 1
+
+    def wrote(self, nbytes: int, now: float) -> None:
+        """A receipt came in."""
+        if not self._auto:
+            return
+        if self._since is None or now - self._since > 60:  # the pause between two saves
+            self._since, self._bytes, self._count = now, 0, 0
+            return
+        self._bytes += nbytes
+        self._count += 1
+        if self._count < max(4, 2 * self.value) or now == self._since:
+            return
+        bandwidth = self._bytes / (now - self._since)
+        self._since, self._bytes, self._count = now, 0, 0
+        if bandwidth < 0.9 * self._before or (
+            self._direction > 0 and bandwidth < 1.05 * self._before
+        ):
+            self._direction = -self._direction
+        self._before = bandwidth
+        self.value = max(1, self.value + self._direction)
+
+
+def default_writers(kind: str) -> int:
+    """How many writers a kind of storage takes gladly: 16 on Lustre and on object stores (""),
+    which are made for many clients; 4 on other shared filesystems; on a local disk as many as there
+    are cores to serve it, up to 4."""
+    if kind in ("lustre", ""):
+        return 16
+    if is_shared(kind):
+        return 4
+    return min(4, os.cpu_count() or 1)

@@ -1,0 +1,133 @@
+"""A rank's side of the writer process: start it, talk to it, bring it back when it died."""
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from checkpointing.errors import StorageError
+from checkpointing.writer import Setup
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 20
+
+
+class WriterGoneError(Exception):
+    """The writer process does not answer any more."""
+
+
+class Link:
+    """A connection to the writer process of this node. All ranks of a node have one; the first
+    starts the process and ends it.
+
+    Args:
+        setup: of the writer process.
+        rank: this rank (global).
+        starts: whether this rank is the node's first.
+    """
+
+    def __init__(self, setup: Setup, rank: int, *, starts: bool) -> None:
+        self._setup, self._rank, self._starts = setup, rank, starts
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def start(self) -> tuple[str, int]:
+        """Start the process, if this rank is to; returns where other nodes reach it."""
+        if not self._starts:
+            return "", 0
+        setup = replace(self._setup, parent=os.getpid())
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "checkpointing.writer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # signals to the job are for us to pass on
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        if process.stdin is None or process.stdout is None:
+            raise StorageError("the checkpoint writer process has no pipes")
+        process.stdin.write(pickle.dumps(setup))
+        process.stdin.close()
+        line = process.stdout.readline()
+        if not line:
+            raise StorageError("the checkpoint writer process did not start; see its error above")
+        # Should it have to be started again, others find it where it was.
+        self._setup = replace(self._setup, port=int(line))
+        return self._setup.host, int(line)
+
+    def connect(self) -> None:
+        """Connect to the process; it may still be starting, or being started again."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                self._connection = Client(
+                    self._setup.address, "AF_UNIX", authkey=self._setup.secret
+                )
+                self._connection.send(("rank", self._rank))
+                return
+            except (OSError, EOFError) as error:
+                if time.monotonic() > deadline:
+                    raise WriterGoneError(
+                        "the checkpoint writer process cannot be reached"
+                    ) from error
+                time.sleep(0.01)
+
+    def restart(self) -> None:
+        """Bring the process back, and connect again."""
+        if self._process and self._process.poll() is not None:
+            logger.warning(
+                "the checkpoint writer process ended with code %d; starting it again",
+                self._process.returncode,
+            )
+            self.start()
+        self.connect()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Send a message.
+
+        Raises:
+            WriterGoneError: nobody is there.
+        """
+        if self._connection is None:
+            raise WriterGoneError("not connected")
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise WriterGoneError(str(error)) from error
+
+    def receive(self, timeout: float | None = None) -> tuple[Any, ...] | None:
+        """The next message; None if none came within `timeout` seconds (None: no limit).
+
+        Raises:
+            WriterGoneError: nobody is there.
+        """
+        if self._connection is None:
+            raise WriterGoneError("not connected")
+        try:
+            if timeout is not None and not self._connection.poll(timeout):
+                return None
+            message: tuple[Any, ...] = self._connection.recv()
+            return message
+        except (OSError, EOFError) as error:
+            self._connection = None
+            raise WriterGoneError(str(error)) from error
+
+    def end(self) -> None:
+        """Let go of the process; it ends when no rank is connected any more."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            if self._process.stdout:
+                self._process.stdout.close()
+            self._process = None

@@ -1,0 +1,335 @@
+"""The memory of a node that saves are copied into, and that outlives the processes that fill it.
+
+[Note: slot] A slot holds what the ranks of a node contribute to one save: sparse files in shared
+memory with the names, sizes and offsets of the checkpoint's tensor files. A rank copies its pieces
+to where they lie in the finished file; a writer takes whole blocks from there, aligned as direct
+I/O wants them; and what a checkpoint's reader can read, it can read from a slot. Pages that hold no
+piece of this node take no memory.
+
+    /dev/shm/perdure-<run>-<owner>/
+      slot-0.json               what slot 0 holds; replaced at once, never half written
+      slot-0/model-00001-of-00004.safetensors …
+
+Memory is made once, touched in the background, and used again by every save. Where shared memory is
+small (64 MB in a container by default), the same files are anonymous and end with their writer.
+"""
+
+import ctypes
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpointing.errors import StorageError
+from checkpointing.layout import TensorFile
+from checkpointing.owners import is_alive, owner
+from checkpointing.plan import Piece, box_runs
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+RESERVE = 256 << 20
+"""Bytes of memory that are left to others when slots are made."""
+FORGET_SECONDS = 3600
+"""A dead run's memory is kept so long for its restart; on the same run directory, a new start takes
+it over at once."""
+
+Ranges = dict[str, list[tuple[int, int]]]
+"""Bytes (start, stop) by file, in order, not touching each other."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where a node's slots are; the same for its writer and its ranks."""
+
+    paths: list[dict[str, str]]
+    """By slot: path by file name."""
+    nbytes: int
+    """Memory of one slot."""
+    note: str
+    """What to tell people about it."""
+
+
+@dataclass
+class Manifest:
+    """What a slot holds."""
+
+    step: int
+    plan: str
+    """Digest of the plan, by which the bytes lie."""
+    world: list[list[int]]
+    """Ranks of each node."""
+    node: int
+    ranges: Ranges
+    """The bytes that are there."""
+    state: str
+    """trainer_state.json."""
+
+
+def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
+    """Where pieces lie in their files, rounded outwards to multiples of `page` bytes."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        of_file = spans.setdefault(piece.stored.file, [])
+        for run in box_runs(piece.stored.meta, piece.box):
+            start = piece.stored.begin + run.offset
+            of_file.append((start // page * page, -(-(start + run.length) // page) * page))
+    return {file: merged(of_file) for file, of_file in spans.items()}
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, with those that touch or overlap made one."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(stop, result[-1][1])
+        else:
+            result.append((start, stop))
+    return result
+
+
+def run_id(directory: str) -> str:
+    """What the memory of a run is found by: stands for its checkpoint directory."""
+    return hashlib.sha256(directory.encode()).hexdigest()[:12]
+
+
+# --- making memory ---------------------------------------------------------------------------
+
+
+def make_slots(
+    directory: str, files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, plan: str
+) -> tuple[Path | None, Slots]:
+    """Make the slots of this node, or take over those that a dead run of the same plan left.
+
+    Args:
+        directory: the checkpoint directory of the run.
+        files: all tensor files by name.
+        ranges: what this node's ranks contribute, in whole pages.
+        wanted: how many slots.
+        plan: digest of the plan.
+
+    Returns:
+        The folder in shared memory (None: anonymous memory), and the slots.
+
+    Raises:
+        StorageError: not even one fits into memory.
+    """
+    nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
+    folder = SHARED_MEMORY / f"perdure-{run_id(directory)}-{owner()}"
+    kept = _take_over(folder, directory, ranges, plan)
+    count = max(kept, min(wanted, kept + _fitting(nbytes, SHARED_MEMORY)))
+    if count:
+        paths = [_shared_slot(folder, slot, files, ranges) for slot in range(count)]
+        where = f"in {SHARED_MEMORY}"
+    elif _fitting(nbytes, None):
+        paths, count = [_anonymous_slot(files, ranges)], 1
+        where = f"in anonymous memory, as {SHARED_MEMORY} has less than one slot free"
+    else:
+        free = available_bytes()
+        raise StorageError(
+            f"checkpoints are copied to memory before they are written, which takes "
+            f"{nbytes / 1e9:.2f} GB on this node; only {free / 1e9:.2f} GB are free (and "
+            f"{RESERVE / 1e9:.2f} GB of that stay free). Use more nodes or a node with more memory"
+        )
+    few = f"; {wanted} were asked for, but there is no memory for more" if count < wanted else ""
+    note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB {where}{few}"
+    return (None if "anonymous" in where else folder), Slots(paths, nbytes, note)
+
+
+def _fitting(nbytes: int, shared: Path | None) -> int:
+    """How many slots of `nbytes` fit into memory, and into the filesystem `shared`."""
+    free = available_bytes() - RESERVE
+    if shared:
+        try:
+            status = os.statvfs(shared)
+        except OSError:
+            return 0
+        free = min(free, status.f_bavail * status.f_frsize)
+    return max(0, free // max(1, nbytes))
+
+
+def _shared_slot(
+    folder: Path, slot: int, files: Mapping[str, TensorFile], ranges: Ranges
+) -> dict[str, str]:
+    paths = {}
+    for name, of_file in ranges.items():
+        path = folder / f"slot-{slot}" / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _reserve(descriptor, files[name].size, of_file)
+        finally:
+            os.close(descriptor)
+        paths[name] = str(path)
+    return paths
+
+
+def _anonymous_slot(files: Mapping[str, TensorFile], ranges: Ranges) -> dict[str, str]:
+    """Files without a name, reached through this process; they end with it."""
+    paths = {}
+    for name, of_file in ranges.items():
+        descriptor = os.memfd_create(Path(name).name)
+        _reserve(descriptor, files[name].size, of_file)
+        paths[name] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return paths
+
+
+def _reserve(descriptor: int, size: int, ranges: Sequence[tuple[int, int]]) -> None:
+    os.ftruncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    for start, stop in ranges:
+        os.posix_fallocate(descriptor, start, stop - start)
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: what the machine has, and what its control groups
+    allow (page cache counts as free)."""
+    free = [_meminfo("MemAvailable")]
+    try:
+        _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
+        path = Path("/sys/fs/cgroup") / group.lstrip("/")
+        for level in (path, *path.parents):
+            if (level / "memory.max").exists():
+                limit = (level / "memory.max").read_text().strip()
+                if limit != "max":
+                    statistics = (level / "memory.stat").read_text().split()
+                    cache = int(statistics[statistics.index("inactive_file") + 1])
+                    used = int((level / "memory.current").read_text()) - cache
+                    free.append(int(limit) - used)
+    except (OSError, ValueError):  # no control groups, or of the first version
+        pass
+    return min(free)
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise StorageError(f"/proc/meminfo has no {key}")
+
+
+# --- using memory ----------------------------------------------------------------------------
+
+
+class SlotFiles:
+    """The files of one slot, mapped into this process.
+
+    Args:
+        paths: path by file name.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        self.maps: dict[str, mmap.mmap] = {}
+        for name, path in paths.items():
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                self.maps[name] = mmap.mmap(descriptor, 0)
+            finally:
+                os.close(descriptor)
+
+    def touch(self, ranges: Ranges) -> None:
+        """Have every page of `ranges` at hand, so that the first save finds it as later ones do.
+        Takes a second per GB or so, and leaves the interpreter to others."""
+        for name, of_file in ranges.items():
+            for start, stop in of_file:
+                _populate(self.maps[name], start, stop)
+
+
+_POPULATE_WRITE = 23
+_PORTION = 64 << 20
+
+
+def _populate(region: mmap.mmap, start: int, stop: int) -> None:
+    """madvise(MADV_POPULATE_WRITE), of Linux 5.14; on older ones the pages come when used."""
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    libc = ctypes.CDLL(None, use_errno=True)
+    start, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, len(region))
+    for portion in range(start, stop, _PORTION):
+        length = min(_PORTION, stop - portion)
+        if libc.madvise(ctypes.c_void_p(begin + portion), ctypes.c_size_t(length), _POPULATE_WRITE):
+            return
+
+
+# --- what outlives a process -----------------------------------------------------------------
+
+
+def write_manifest(folder: Path, slot: int, manifest: Manifest | None) -> None:
+    """Say what a slot holds; None: nothing that may be used."""
+    path = folder / f"slot-{slot}.json"
+    if manifest is None:
+        path.unlink(missing_ok=True)
+        return
+    body = asdict(manifest)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps({**body, "sha256": _digest(body)}))
+    os.replace(aside, path)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """A slot's manifest; None if there is none, or it is damaged."""
+    try:
+        body = json.loads(path.read_text())
+        if body.pop("sha256") != _digest(body):
+            return None
+        body["ranges"] = {
+            file: [(start, stop) for start, stop in of_file]
+            for file, of_file in body["ranges"].items()
+        }
+        return Manifest(**body)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def dead_folders(directory: str) -> list[Path]:
+    """Memory on this machine that dead processes of the same run left."""
+    return [
+        folder
+        for folder in SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*")
+        if is_alive(folder.name) is False
+    ]
+
+
+def _take_over(folder: Path, directory: str, ranges: Ranges, plan: str) -> int:
+    """Rename memory that a dead process of this run left, if it has the same shape, and delete
+    that of other shapes; returns how many slots there are now."""
+    whole = {file: [list(span) for span in of_file] for file, of_file in ranges.items()}
+    for old in dead_folders(directory):
+        try:
+            if folder.exists() or json.loads((old / "shape.json").read_text()) != [plan, whole]:
+                continue
+            os.rename(old, folder)  # of several that want it, one gets it
+        except (OSError, ValueError):
+            continue
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / "shape.json").write_text(json.dumps([plan, whole]))
+    return len(list(folder.glob("slot-?/")))
+
+
+def forget(folder: Path) -> None:
+    """Give a node's memory back."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def collect_memory(directory: str) -> None:
+    """Delete memory of dead processes: of this run, all that nobody took over; of other runs, what
+    was not used for FORGET_SECONDS."""
+    for folder in SHARED_MEMORY.glob("perdure-*"):
+        try:
+            if is_alive(folder.name) is not False:
+                continue
+            idle = time.time() - max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
+            if idle > FORGET_SECONDS or folder.name.startswith(f"perdure-{run_id(directory)}-"):
+                logger.info("removing %s, which a dead run left behind", folder)
+                forget(folder)
+        except OSError:  # somebody else was faster
+            continue
