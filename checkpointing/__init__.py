@@ -13,6 +13,7 @@ _HOME = {
     "load_model": "reader",
     "newest_checkpoint": "steps",
     "read_state": "steps",
+    "optimizer_tensors": "tensors",
     "CheckpointError": "errors",
     "WrongModel": "errors",
     "DamagedCheckpoint": "errors",

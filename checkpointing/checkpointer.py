@@ -2,10 +2,11 @@
 ranks, and makes every failure of one rank an error of all."""
 
 import hashlib
+import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.coordinator import SaveOutcome
+from checkpointing.coordinator import Key, SaveOutcome
 from checkpointing.errors import (
     CheckpointError,
     DamagedCheckpoint,
     SaveFailed,
     StorageError,
+    WrongModel,
     explain,
 )
+from checkpointing.fill import read_tensors
 from checkpointing.layout import (
     COMMIT_RECORD,
     LATEST,
@@ -36,8 +39,11 @@ from checkpointing.layout import (
     index_json,
     json_bytes,
     lay_out,
+    parse_step,
+    step_name,
 )
 from checkpointing.link import Link, WriterGoneError
+from checkpointing.memory import Left, check, newest_whole, open_parts, survey
 from checkpointing.options import CheckpointOptions
 from checkpointing.owners import machine
 from checkpointing.plan import (
@@ -48,11 +54,13 @@ from checkpointing.plan import (
     own_files,
     plan_pieces,
 )
-from checkpointing.reader import read_tensors, refuse_differences
+from checkpointing.pulls import Puller
+from checkpointing.reader import refuse_differences
 from checkpointing.retention import collect
 from checkpointing.slots import Slots
 from checkpointing.staging import Staging
 from checkpointing.steps import list_steps, open_step, read_state, stored_tensors
+from checkpointing.storage import location, open_file
 from checkpointing.tensors import specs_of
 from checkpointing.writer import Nodes, PlanInput, Setup
 
@@ -94,7 +102,7 @@ class Checkpointer:
     def __init__(
         self, directory: str | Path, options: CheckpointOptions, group: dist.ProcessGroup | None
     ) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory = location(directory).absolute()
         self.options = options
         self._group = group
         self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
@@ -108,12 +116,18 @@ class Checkpointer:
         self._addresses: list[tuple[str, int]] = []
         self._running: int | None = None
         """The step that is being saved."""
+        self._asked = 0
+        """How many saves were asked for."""
         self._outcomes: list[SaveOutcome] = []
         self._damaged: set[str] = set()
+        self._newest: int | None = None
+        """Newest committed step, as far as is known here."""
+        self.newer_than_storage = False
+        """Whether `load` found a step in memory that is not committed: save it soon."""
         if self._is_main:
             try:
                 collect(self.directory)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 logger.warning("could not look for what dead runs left behind: %s", error)
 
     def __enter__(self) -> Self:
@@ -161,10 +175,15 @@ class Checkpointer:
         """
         plan, staging = self._prepared(model, optimizer)
         staging.wait()
-        payload = _payload(plan, state, files, self._damaged) if self._is_main else None
+        self._asked += 1
+        key = step, self._asked
+        payload = None
+        if self._is_main:
+            payload = _payload(plan, state, files)
+            payload |= {"damaged": sorted(self._damaged), "previous": self._newest}
         wait = wait or self.options.when_busy == "wait"
         try:
-            kind, _, *answer = self._ask(plan, ("begin", step, wait, payload))
+            kind, _, *answer = self._ask(plan, ("begin", key, wait, payload))
         except WriterGoneError as gone:
             kind, answer = "skip", [str(gone)]
         if kind == "skip":
@@ -172,8 +191,8 @@ class Checkpointer:
             self._outcomes.append(SaveOutcome(step, None, error))
             return False
         self._running = step
-        tensors = {**_prefixed("model", model), **_prefixed("optimizer", optimizer)}
-        staging.copy(answer[0], tensors, lambda error: self._copied(step, error))
+        tensors = _by_section(model, optimizer)
+        staging.copy(answer[0], tensors, lambda error: self._copied(key, error))
         return True
 
     def wait_staged(self) -> None:
@@ -237,7 +256,8 @@ class Checkpointer:
     def load(
         self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
     ) -> dict[str, Any] | None:
-        """Load the newest good checkpoint into the given tensors, in place.
+        """Load the newest good checkpoint into the given tensors, in place; or what the last run
+        left in memory, if that is as new or newer (`newer_than_storage` tells).
 
         A damaged one is logged and passed over for the one before. Every byte of every target is
         read exactly once from a checkpoint whose tensors are exactly those of the targets, from
@@ -254,9 +274,15 @@ class Checkpointer:
         damage: list[DamagedCheckpoint] = []
         try:
             specs = self._specs(model), self._specs(optimizer)
-            for path in self._on_main(lambda: list_steps(self.directory)):
+            paths = self._on_main(lambda: list_steps(self.directory))
+            state = self._load_memory(paths, specs, (model, optimizer))
+            if state is not None:
+                return state
+            for path in paths:
                 try:
-                    return self._load_step(path, specs, (model, optimizer))
+                    state = self._load_step(path, specs, (model, optimizer))
+                    self._newest = parse_step(path.name)
+                    return state
                 except _RankError as failed:
                     if failed.kind is not DamagedCheckpoint:
                         raise
@@ -308,30 +334,18 @@ class Checkpointer:
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
     ) -> SavePlan:
-        sections = (
-            ("model", MODEL, self._specs(model)),
-            ("optimizer", OPTIMIZER, self._specs(optimizer)),
-        )
+        specs = self._specs(model), self._specs(optimizer)
         if not self._nodes:
             self._nodes = _group_by_node(self._together(_node_identity), self._ranks)
 
         def make() -> SavePlan:
-            specs: Specs = {}
-            files: list[TensorFile] = []
-            indexes: dict[str, bytes] = {}
-            for prefix, section, wanted in sections:
-                metas = {name: spec.meta for name, spec in wanted.items()}
-                of_section = lay_out(section, metas, self.options.max_shard_bytes)
-                indexes[section.index] = index_json(of_section)
-                files += [_with_prefix(prefix, file) for file in of_section]
-                specs |= _prefixed(prefix, wanted)
-            shared = PlanInput(specs, files, indexes)
-            stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
-            owners = own_files(files, len(self._nodes))
+            shared = _lay_out(specs, self.options.max_shard_bytes)
+            stored = _stored(shared.files)
+            owners = own_files(shared.files, len(self._nodes))
             near = {file: self._nodes[node] for file, node in owners.items()}
-            pieces = plan_pieces(specs, stored, near, self._rank)
+            pieces = plan_pieces(shared.specs, stored, near, self._rank)
             digest = hashlib.sha256(
-                f"{_digest(specs)} {self.options.max_shard_bytes} {self._nodes}".encode()
+                f"{_digest(shared.specs)} {shared.tensors} {self._nodes}".encode()
             ).hexdigest()
             return SavePlan(signature, shared, digest, pieces)
 
@@ -396,13 +410,13 @@ class Checkpointer:
             if message:
                 self._heard(message)
 
-    def _copied(self, step: int, error: Exception | None) -> None:
+    def _copied(self, key: Key, error: Exception | None) -> None:
         """A copy has ended. In the copying thread."""
         with suppress(WriterGoneError):  # whoever asks next finds out
             if self._link and error:
-                self._link.send(("failed", step, explain(error)))
+                self._link.send(("failed", key, explain(error)))
             elif self._link:
-                self._link.send(("staged", step))
+                self._link.send(("staged", key))
 
     def _heard(self, message: tuple[Any, ...]) -> None:
         if message[0] != "outcome":
@@ -412,7 +426,8 @@ class Checkpointer:
             self._running = None
             self._outcomes.append(outcome)
             if outcome.path:
-                self._damaged.discard(Path(outcome.path).name)
+                self._newest = outcome.step
+                self._damaged.discard(step_name(outcome.step))
 
     def _lost_writer(self) -> None:
         if self._running is not None:
@@ -425,6 +440,67 @@ class Checkpointer:
 
     # --- loading -----------------------------------------------------------------------------
 
+    def _load_memory(
+        self,
+        paths: Sequence[Path],
+        specs: tuple[Specs, Specs],
+        targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    ) -> dict[str, Any] | None:
+        """Load what the last run left in memory, if it is whole and not older than storage."""
+        if self._link:  # this run has saved already: storage has what it knows to be good
+            return None
+        if not self._nodes:
+            self._nodes = _group_by_node(self._together(_node_identity), self._ranks)
+        home = next(node for node, ranks in enumerate(self._nodes) if self._rank in ranks)
+        first = self._nodes[home][0] == self._rank
+
+        def look() -> list[Left]:
+            return survey(str(self.directory), home) if first else []
+
+        left = [part for of_rank in self._together(look) for part in of_rank]
+        if not left:
+            return None
+        newest = self._on_main(lambda: _newest_good(paths))
+        layout = _lay_out(specs, self.options.max_shard_bytes)
+        found = newest_whole(left, layout.tensors, newest)
+        if found is None:
+            return None
+        step, parts = found
+        if any(part.home != home for part in parts):
+            self._start()
+        stored = _stored(layout.files)
+        pull = Puller(self._addresses, self._link.secret if self._link else b"")
+
+        def read() -> None:
+            if first:
+                for part in parts:
+                    if part.home == home:
+                        check(part)
+
+        try:
+            self._together(read)
+            self._together(
+                lambda: read_tensors(
+                    self.directory,
+                    lambda name: open_parts(name, parts, home, pull),
+                    stored,
+                    _by_section(*specs),
+                    _by_section(*targets),
+                    {},
+                    self._group,
+                    self._nodes,
+                )
+            )
+        except _RankError as failed:
+            if self._is_main:
+                logger.warning("memory of step %d is not used: %s", step, failed.message)
+            return None
+        self._newest, self.newer_than_storage = newest, step != newest
+        if self._is_main:
+            there = "which storage has too" if step == newest else f"storage has {newest}"
+            logger.warning("restored step %d from memory (%s)", step, there)
+        return dict(json.loads(parts[0].manifest.state))
+
     def _load_step(
         self,
         path: Path,
@@ -436,19 +512,34 @@ class Checkpointer:
         def look() -> tuple[CommitRecord, tuple[dict[str, StoredTensor], ...], dict[str, Any]]:
             step = open_step(path)
             stored = tuple(
-                stored_tensors(step, section, verify=verify) for section in (MODEL, OPTIMIZER)
+                stored_tensors(step, section, verify=False) for section in (MODEL, OPTIMIZER)
             )
             return step.record, stored, read_state(path)
 
         record, stored, state = self._on_main(look)
 
-        def read() -> None:
-            records = record.files if verify else {}
-            for what, there, wanted in zip(("model", "optimizer"), stored, specs, strict=True):
-                refuse_differences(path, there, wanted, what)
-            for there, wanted, tensors in zip(stored, specs, targets, strict=True):
-                read_tensors(path, there, wanted, tensors, records, self._rank)
+        def refuse() -> None:
+            for section, there, wanted in zip((MODEL, OPTIMIZER), stored, specs, strict=True):
+                try:
+                    refuse_differences(path, there, wanted, section.stem)
+                except WrongModel:
+                    if verify:  # it is not known yet that the headers are good
+                        stored_tensors(open_step(path), section, verify=True)
+                    raise
 
+        def read() -> None:
+            read_tensors(
+                path,
+                lambda name: open_file(path / name),
+                _by_section(*stored),
+                _by_section(*specs),
+                _by_section(*targets),
+                record.files if verify else {},
+                self._group,
+                self._nodes or None,
+            )
+
+        self._on_main(refuse)
         self._together(read)
         return state
 
@@ -520,7 +611,7 @@ class _RankError(Exception):
 
 
 def _payload(
-    plan: SavePlan, state: Mapping[str, Any], files: Mapping[str, bytes], damaged: Collection[str]
+    plan: SavePlan, state: Mapping[str, Any], files: Mapping[str, bytes]
 ) -> dict[str, Any]:
     """What rank 0 alone contributes."""
     reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, *plan.shared.indexes}
@@ -528,7 +619,26 @@ def _payload(
     for name in files:
         if name in reserved or Path(name).name != name:
             raise ValueError(f"files: {name!r} is not a plain name, or is taken")
-    return {"state": json_bytes(dict(state)), "files": dict(files), "damaged": sorted(damaged)}
+    return {"state": json_bytes(dict(state)), "files": dict(files)}
+
+
+def _lay_out(specs: tuple[Specs, Specs], max_shard_bytes: int) -> PlanInput:
+    """Where everything is stored, which follows from names, dtypes and shapes alone."""
+    files: list[TensorFile] = []
+    indexes: dict[str, bytes] = {}
+    for section, wanted in zip((MODEL, OPTIMIZER), specs, strict=True):
+        metas = {name: spec.meta for name, spec in wanted.items()}
+        of_section = lay_out(section, metas, max_shard_bytes)
+        indexes[section.index] = index_json(of_section)
+        files += [
+            replace(file, tensors=_prefixed(section.stem, file.tensors)) for file in of_section
+        ]
+    digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
+    return PlanInput(_by_section(*specs), files, indexes, digest)
+
+
+def _stored(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
+    return {name: tensor for file in files for name, tensor in file.tensors.items()}
 
 
 # --- tensors by section ----------------------------------------------------------------------
@@ -552,11 +662,11 @@ def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
     return {f"{section}/{name}": value for name, value in values.items()}
 
 
-def _with_prefix(section: str, file: TensorFile) -> TensorFile:
-    return replace(file, tensors=_prefixed(section, file.tensors))
+def _by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
+    return {**_prefixed("model", model), **_prefixed("optimizer", optimizer)}
 
 
-def _digest(specs: Specs) -> str:
+def _digest(specs: Mapping[str, TensorSpec]) -> str:
     """Stands for specs. Layouts are digested once each: at 16,384 ranks they are large, but few."""
     layouts: dict[Layout, int] = {}
     lines = []
@@ -564,6 +674,16 @@ def _digest(specs: Specs) -> str:
         numbers = [layouts.setdefault(layout, len(layouts)) for layout in spec.layouts]
         lines.append(f"{name} {spec.meta} {numbers}")
     return hashlib.sha256("\n".join([*map(repr, layouts), *lines]).encode()).hexdigest()
+
+
+def _newest_good(paths: Sequence[Path]) -> int | None:
+    """The newest step in storage whose record is good. Reads no tensors."""
+    for path in paths:
+        try:
+            return open_step(path).record.step
+        except DamagedCheckpoint:
+            continue
+    return None
 
 
 # --- ranks by node ---------------------------------------------------------------------------

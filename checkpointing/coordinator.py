@@ -98,9 +98,13 @@ class _Request:
     payload: dict[str, Any] | None = None
 
 
+Key = tuple[int, int]
+"""Names a save: its step, and how many saves were asked for before it."""
+
+
 @dataclass
 class _Save:
-    step: int
+    key: Key
     payload: dict[str, Any]
     """Of rank 0: state, files, damaged."""
     slot: int
@@ -115,6 +119,10 @@ class _Save:
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     committing: bool = False
     turn: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.key[0]
 
 
 class Host(Protocol):
@@ -145,10 +153,10 @@ class Coordinator:
         self._slots: dict[int, int] = {}
         """How many slots each node has for the plan in use."""
         self._save: _Save | None = None
-        self._requests: dict[int, _Request] = {}
-        """By step; not answered yet."""
-        self._answers: dict[int, tuple[Any, ...]] = {}
-        """The last few by step, for nodes that ask later than others."""
+        self._requests: dict[Key, _Request] = {}
+        """Not answered yet."""
+        self._answers: dict[Key, tuple[Any, ...]] = {}
+        """The last few, for nodes that ask later than others."""
         self._slot = -1
         self._next_grant = 0.0
         self._aside = 0
@@ -187,48 +195,48 @@ class Coordinator:
         """A node has made its slots for a plan."""
         if plan == self._plan:
             self._slots[node] = slots
-        for step in list(self._requests):
-            self._consider(step)
+        for key in list(self._requests):
+            self._consider(key)
 
-    def _on_begin(self, node: int, step: int, wait: bool, payload: dict[str, Any] | None) -> None:
+    def _on_begin(self, node: int, key: Key, wait: bool, payload: dict[str, Any] | None) -> None:
         """A node's ranks want to save; `payload` comes from rank 0 alone."""
-        if step in self._answers:
-            self._host.send(node, self._answers[step])
+        if key in self._answers:
+            self._host.send(node, self._answers[key])
             return
-        if step not in self._requests:
-            self._requests[step] = _Request(wait)
+        if key not in self._requests:
+            self._requests[key] = _Request(wait)
             self._host.call_at(
-                time.monotonic() + ANSWER_SECONDS, lambda: self._give_up_waiting(step)
+                time.monotonic() + ANSWER_SECONDS, lambda: self._give_up_waiting(key)
             )
         if payload is not None:
-            self._requests[step].payload = payload
-            self._consider(step)
+            self._requests[key].payload = payload
+            self._consider(key)
 
-    def _consider(self, step: int) -> None:
+    def _consider(self, key: Key) -> None:
         """Answer a request as soon as that is possible."""
-        request = self._requests[step]
+        request = self._requests[key]
         if request.payload is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
             if not request.wait:
                 reason = f"step {self._save.step} is still being saved"
-                self._answer(step, ("skip", step, reason, False))
+                self._answer(key, ("skip", key, reason))
             return  # one that waits is considered again when that save ends
         self._slot = (self._slot + 1) % min(self._slots.values())
-        self._save = save = _Save(step, request.payload, self._slot, time.monotonic())
-        self._answer(step, ("go", step, save.slot, save.payload["state"]))
+        self._save = save = _Save(key, request.payload, self._slot, time.monotonic())
+        self._answer(key, ("go", key, save.slot, save.payload["state"], save.payload["previous"]))
         self._later(lambda: self._prepare(save), lambda target: self._prepared(save, target))
 
-    def _give_up_waiting(self, step: int) -> None:
-        request = self._requests.get(step)
+    def _give_up_waiting(self, key: Key) -> None:
+        request = self._requests.get(key)
         if request is None or len(self._slots) == self._nodes:
             return
         missing = sorted(set(range(self._nodes)) - set(self._slots))
-        self._answer(step, ("skip", step, f"there is no writer on node(s) {missing}", False))
+        self._answer(key, ("skip", key, f"there is no writer on node(s) {missing}"))
 
-    def _answer(self, step: int, answer: tuple[Any, ...]) -> None:
-        self._requests.pop(step)
-        self._answers[step] = answer
+    def _answer(self, key: Key, answer: tuple[Any, ...]) -> None:
+        self._requests.pop(key)
+        self._answers[key] = answer
         while len(self._answers) > 4:
             self._answers.pop(next(iter(self._answers)))
         self._tell(answer)
@@ -276,9 +284,9 @@ class Coordinator:
             ]
             save.waiting.setdefault(self._owners[file.name], deque()).extend(units)
 
-    def _on_staged(self, node: int, step: int) -> None:
+    def _on_staged(self, node: int, key: Key) -> None:
         save = self._save
-        if save is None or save.step != step:
+        if save is None or save.key != key:
             return
         save.staged.add(node)
         if len(save.staged) == self._nodes:
@@ -286,18 +294,18 @@ class Coordinator:
         self._grant()
 
     def _on_written(
-        self, node: int, step: int, unit: Unit, checksums: dict[int, int], span: dict[str, Any]
+        self, node: int, key: Key, unit: Unit, checksums: dict[int, int], span: dict[str, Any]
     ) -> None:
         self._trace(span)
         save = self._save
-        if save is None or save.step != step or save.out.pop(unit, None) is None:
+        if save is None or save.key != key or save.out.pop(unit, None) is None:
             return
         save.checksums.setdefault(unit.file, {}).update(checksums)
         self._limit.wrote(span["bytes"], time.monotonic())
         self._grant()
 
-    def _on_failed(self, node: int, step: int, failure: Failure) -> None:
-        if self._save is not None and self._save.step == step:
+    def _on_failed(self, node: int, key: Key, failure: Failure) -> None:
+        if self._save is not None and self._save.key == key:
             self._fail(node, failure)
 
     def _on_close(self, node: int) -> None:
@@ -331,7 +339,7 @@ class Coordinator:
             save.out[unit] = node
             rate = self._options.bytes_per_second
             share = rate / self._limit.value if rate else None
-            self._host.send(node, ("write", save.step, save.slot, unit, save.target, share))
+            self._host.send(node, ("write", save.key, save.slot, unit, save.target, share))
         if not save.out and not any(save.waiting.values()):
             save.committing = True
             target = save.target
@@ -398,7 +406,7 @@ class Coordinator:
             time.monotonic() - save.started,
         )
         # Writers stop at their next block; what they still write is in files that are gone.
-        self._tell(("stop", save.step))
+        self._tell(("stop", save.key))
         if save.target:
             self._later(save.target.abort, lambda _: None)
         self._end(outcome)
@@ -406,8 +414,9 @@ class Coordinator:
     def _end(self, outcome: SaveOutcome) -> None:
         self._save = None
         self._tell(("outcome", outcome))
-        for step in list(self._requests):
-            self._consider(step)
+        for key in list(self._requests):
+            self._consider(key)
+        self._maybe_closed()
 
     def _trace_metadata(self, save: _Save, kind: str, started: float) -> None:
         self._trace(
@@ -432,7 +441,9 @@ class Coordinator:
 
     def _maybe_closed(self) -> None:
         """Once every node has asked to close and nothing is left to do, let them."""
-        if self._closing and self._closing >= set(self._slots) and not self._aside:
+        if self._save is not None or self._aside:
+            return
+        if self._closing and self._closing >= set(self._slots):
             for node in self._closing:
                 self._host.send(node, ("closed",))
             self._closing = set()

@@ -30,16 +30,16 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written. Equal on all ranks.
 
     Attributes:
-        rank: where it failed first.
+        node: where it failed first.
         path: the file or directory concerned, if any.
         errno: the system's error number, if any.
     """
 
     def __init__(
-        self, message: str, rank: int, path: str | None = None, errno: int | None = None
+        self, message: str, node: int, path: str | None = None, errno: int | None = None
     ) -> None:
-        super().__init__(message, rank, path, errno)  # all of them, so that it pickles
-        self.rank, self.path, self.errno = rank, path, errno
+        super().__init__(message, node, path, errno)  # all of them, so that it pickles
+        self.node, self.path, self.errno = node, path, errno
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -1,11 +1,10 @@
 """What `perdure ckpt ls | show | verify` tell. Reads without torch; every result prints as text.
 
 Each function takes a run directory (that holds `checkpoints/`), a directory of checkpoints, or one
-checkpoint.
+checkpoint; or the URL of any of these in an object store.
 """
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,22 +19,17 @@ from checkpointing.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
     MODEL,
-    OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
     FileRecord,
     StoredTensor,
     parse_step,
 )
-from checkpointing.steps import (
-    check_block,
-    list_steps,
-    open_step,
-    read_state,
-    reading,
-    stored_tensors,
-)
-from checkpointing.storage import block_buffer, opened, read_file
+from checkpointing.options import CheckpointOptions
+from checkpointing.retention import Decision, decide, prune, reading_lock, survey
+from checkpointing.source import CheckedBlocks, open_source
+from checkpointing.steps import list_steps, open_step, read_state, reading
+from checkpointing.storage import location, open_file, read_file
 
 
 def find_steps(path: str | Path) -> list[Path]:
@@ -44,7 +38,7 @@ def find_steps(path: str | Path) -> list[Path]:
     Raises:
         StorageError: there are none.
     """
-    path = Path(path)
+    path = location(path)
     if (path / COMMIT_RECORD).exists() or parse_step(path.name) is not None:
         return [path]
     steps = list_steps(path / "checkpoints") or list_steps(path)
@@ -69,6 +63,17 @@ def find_checkpoint(path: str | Path) -> Path:
         except DamagedCheckpoint as error:
             damage.append(error)
     raise damage[0]
+
+
+def find_source(path: str | Path) -> Path:
+    """What `open_source` is to open: a plain Hugging Face directory, or as `find_checkpoint`.
+
+    Raises:
+        StorageError, DamagedCheckpoint: as `find_checkpoint`.
+    """
+    path = location(path)
+    plain = (path / MODEL.index).exists() or (path / "model.safetensors").exists()
+    return path if plain and parse_step(path.name) is None else find_checkpoint(path)
 
 
 # --- ls --------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ class Listing:
 
     def __str__(self) -> str:
         header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
-        return _table([header, *(_cells(row) for row in self.rows)])
+        return table([header, *(_cells(row) for row in self.rows)])
 
 
 def ls(path: str | Path) -> Listing:
@@ -164,9 +169,9 @@ class Contents:
             [f"  {name}", tensor.meta.dtype, str(list(tensor.meta.shape)), tensor.file]
             for name, tensor in self.model.items()
         ]
-        lines += ["", _table([["  tensor", "dtype", "shape", "file"], *rows])]
+        lines += ["", table([["  tensor", "dtype", "shape", "file"], *rows])]
         lines += ["", f"{TRAINER_STATE}:"]
-        lines += [f"  {key}: {_short(value)}" for key, value in self.state.items()]
+        lines += [f"  {key}: {short(value)}" for key, value in self.state.items()]
         return "\n".join(lines)
 
 
@@ -177,13 +182,13 @@ def show(path: str | Path) -> Contents:
         DamagedCheckpoint, StorageError: what is wrong with it.
     """
     step = open_step(find_checkpoint(path))
-    model, optimizer = (
-        stored_tensors(step, section, verify=True) for section in (MODEL, OPTIMIZER)
-    )
-    return Contents(step.path, step.record, model, optimizer, read_state(step.path))
+    with open_source(step.path) as source:
+        state = source.state or {}
+        return Contents(step.path, step.record, source.model, source.optimizer, state)
 
 
-def _short(value: Any, limit: int = 100) -> str:
+def short(value: Any, limit: int = 100) -> str:
+    """A JSON value in one line, cut at `limit` characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
@@ -240,38 +245,78 @@ def _verify_step(step: Path) -> tuple[int, list[str]]:
     """(bytes that its record names, what is wrong)"""
     where = step / COMMIT_RECORD
     try:
-        with reading(where):
-            record = CommitRecord.decode(read_file(where), str(where))
+        with reading_lock(step):
+            with reading(where):
+                record = CommitRecord.decode(read_file(where), str(where))
+            problems = []
+            if parse_step(step.name) not in (None, record.step):
+                problems.append(f"{where}: is the record of step {record.step}, not of this one")
+            # Reading and the CRC leave the interpreter, so a few threads use as many cores.
+            with ThreadPoolExecutor(max_workers=4) as pool:
+                for found in pool.map(
+                    lambda name: _verify_file(step / name, record.files[name]), record.files
+                ):
+                    problems += found
+            return sum(file.size for file in record.files.values()), problems
     except CheckpointError as error:
         return 0, [str(error)]
-    problems = []
-    if parse_step(step.name) not in (None, record.step):
-        problems.append(f"{where}: is the record of step {record.step}, not of this one")
-    # Reading and zlib.crc32 leave the interpreter, so a few threads use as many cores.
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        for found in pool.map(
-            lambda name: _verify_file(step / name, record.files[name]), record.files
-        ):
-            problems += found
-    return sum(file.size for file in record.files.values()), problems
 
 
-def _verify_file(file: Path, record: FileRecord) -> list[str]:
+def _verify_file(path: Path, record: FileRecord) -> list[str]:
     problems: list[str] = []
     try:
-        with reading(file), opened(file, os.O_RDONLY) as descriptor:
-            size = os.fstat(descriptor).st_size
-            if size != record.size:
-                problems.append(f"{file}: has {size} bytes, {record.size} were written")
-            buffer = block_buffer(record.size)
-            for block in range(min(len(record.checksums), -(-size // BLOCK_BYTES))):
+        with reading(path), open_file(path) as file:
+            if file.size != record.size:
+                problems.append(f"{path}: has {file.size} bytes, {record.size} were written")
+            blocks = CheckedBlocks(file, path, record)
+            for block in range(min(len(record.checksums), -(-file.size // BLOCK_BYTES))):
                 try:
-                    check_block(descriptor, file, record, block, buffer)
+                    blocks.check(block)
                 except DamagedCheckpoint as error:
                     problems.append(str(error))
     except CheckpointError as error:
         problems.append(str(error))
     return problems
+
+
+# --- prune -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What retention decided on each checkpoint, newest first."""
+
+    decisions: list[Decision]
+    dry_run: bool
+
+    def __str__(self) -> str:
+        verbs = ("goes" if self.dry_run else "deleted", "stays")
+        rows = [[item.path.name, verbs[item.stays], item.reason] for item in self.decisions]
+        going = [item for item in self.decisions if not item.stays]
+        size = human_bytes(sum(item.size for item in going))
+        would = "would be deleted (dry run)" if self.dry_run else "deleted"
+        return "\n".join([table(rows), f"{len(going)} of {len(rows)} {would}: {size}"])
+
+
+def pruned(path: str | Path, options: CheckpointOptions, *, dry_run: bool) -> Pruning:
+    """Apply retention to a run, also while it is being trained.
+
+    Args:
+        path: run directory, or the directory of its checkpoints.
+        options: keep, keep_every, keep_best and best_by.
+        dry_run: decide only.
+
+    Raises:
+        StorageError: there are no checkpoints, or `path` is one.
+    """
+    path = location(path)
+    steps = find_steps(path)
+    if steps == [path]:
+        raise StorageError(f"{path}: is one checkpoint; give the run that it belongs to")
+    directory = steps[0].parent
+    if dry_run:
+        return Pruning(decide(survey(directory, options.best_by), options), dry_run)
+    return Pruning(prune(directory, options), dry_run)
 
 
 # --- text ------------------------------------------------------------------------------------
@@ -286,7 +331,8 @@ def human_bytes(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0  # the last column may be long
     return "\n".join(

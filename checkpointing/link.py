@@ -37,6 +37,11 @@ class Link:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
+    @property
+    def secret(self) -> bytes:
+        """Who does not know it is not listened to."""
+        return self._setup.secret
+
     def start(self) -> tuple[str, int]:
         """Start the process, if this rank is to; returns where other nodes reach it."""
         if not self._starts:

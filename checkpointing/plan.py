@@ -11,12 +11,14 @@
   owner    the node that writes a file; it has the pieces of other nodes sent to it
 """
 
+import hashlib
 import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from isal.isal_zlib import crc32
 
@@ -37,10 +39,10 @@ class Split:
 REPLICATE = Split(None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """A tensor's place on a mesh. One object serves all tensors that are placed alike: a plan looks
-    at it once per tensor, and there may be tens of thousands of ranks."""
+    """A tensor's place on a mesh. A plan looks at it several times per tensor, and there may be
+    tens of thousands of ranks: so equality is that of a digest, made once."""
 
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
@@ -64,11 +66,19 @@ class Layout:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.ranks, self.mesh_shape, self.splits))
+    def _digest(self) -> bytes:
+        content = repr((self.ranks, self.mesh_shape, self.splits))
+        return hashlib.sha256(content.encode()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._digest == other._digest)
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._digest)
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[Any, ...]]:
+        """Without what is derived."""
+        return Layout, (self.ranks, self.mesh_shape, self.splits)
 
 
 def replicated(ranks: Sequence[int]) -> Layout:
@@ -167,15 +177,20 @@ def plan_pieces(
         owners: by file, the ranks of the node that owns it.
         rank: global rank.
     """
-    return [
-        Piece(name, stored[name], slab)
-        for name, spec in specs.items()
-        for box in local_boxes(spec.meta.shape, spec.layouts, rank)
-        for holder, slab in _shares(
-            name, spec, box, _contributors(spec.layouts, rank, owners[stored[name].file])
-        )
-        if holder == rank
-    ]
+    pieces = []
+    for name, spec in specs.items():
+        boxes = local_boxes(spec.meta.shape, spec.layouts, rank)
+        if not boxes:
+            continue
+        contributors = _contributors(spec.layouts, rank, owners[stored[name].file])
+        if rank not in contributors:
+            continue
+        turn = contributors.index(rank) - _first(name, contributors)
+        for box in boxes:
+            slab = _share(spec, box, turn % len(contributors), len(contributors))
+            if slab:
+                pieces.append(Piece(name, stored[name], slab))
+    return pieces
 
 
 def plan_file(
@@ -197,35 +212,35 @@ def plan_file(
                 continue
             done.update(replica_set(spec.layouts, rank))
             contributors = _contributors(spec.layouts, rank, owner)
+            count, first = len(contributors), _first(name, contributors)
             for box in local_boxes(spec.meta.shape, spec.layouts, rank):
-                for holder, slab in _shares(name, spec, box, contributors):
-                    yield holder, Piece(name, stored, slab)
+                for turn in range(count):
+                    slab = _share(spec, box, turn, count)
+                    if slab:
+                        yield contributors[(first + turn) % count], Piece(name, stored, slab)
 
 
 SMALL_BYTES = 1 << 16
 """A box of fewer bytes is not divided among replicas."""
 
 
-def _shares(
-    name: str, spec: TensorSpec, box: Box, contributors: Sequence[int]
-) -> Iterator[tuple[int, Box]]:
-    """Who contributes which slab of a box of the tensor `name`."""
-    count = len(contributors)
-    turn = crc32(name.encode()) if count > 1 else 0
-    if count == 1 or math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
-        yield contributors[turn % count], box
-        return
+def _first(name: str, contributors: Sequence[int]) -> int:
+    """Whose turn is the first: another contributor's for every tensor."""
+    return crc32(name.encode()) % len(contributors)
+
+
+def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
+    """The slab of a box that falls to number `turn` of `count` contributors; None if none does."""
+    if count == 1:
+        return box
+    if math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
+        return None if turn else box
     dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
     rows, more = divmod(box.shape[dim], count)
-    start = 0
-    for place in range(count):
-        length = rows + (place < more)
-        if length:
-            yield contributors[(place + turn) % count], _slab(box, dim, start, length)
-        start += length
+    start, length = turn * rows + min(turn, more), rows + (turn < more)
+    if length == 0:
+        return None
 
-
-def _slab(box: Box, dim: int, start: int, length: int) -> Box:
     def moved(offset: tuple[int, ...]) -> tuple[int, ...]:
         return (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
 
@@ -279,7 +294,8 @@ def _coordinate(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...] | Non
     return next((coordinate for coordinate in coordinates if coordinate is not None), None)
 
 
-def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) -> list[Box]:
+@lru_cache(maxsize=4096)
+def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) -> tuple[Box, ...]:
     """The boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
 
     Each dimension splits as torch.chunk does: parts of ceil(size / count), the last ones shorter
@@ -287,7 +303,7 @@ def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) 
     """
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
-        return []
+        return ()
     # Per tensor dimension: stretches (start, stop) of the whole, in local order.
     stretches = [[(0, size)] for size in shape]
     for size, split, place in zip(
@@ -300,14 +316,14 @@ def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) 
                 for stretch in _chunk(_chunk(stretches[split.dim], split.factor, part), size, place)
             ]
     dims = [_with_local_start(_joined(stretch)) for stretch in stretches]
-    return [
+    return tuple(
         Box(
             offset=tuple(start for start, _, _ in choice),
             shape=tuple(stop - start for start, stop, _ in choice),
             local_offset=tuple(local for _, _, local in choice),
         )
         for choice in itertools.product(*dims)
-    ]
+    )
 
 
 def _chunk(stretches: list[tuple[int, int]], count: int, which: int) -> list[tuple[int, int]]:

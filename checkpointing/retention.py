@@ -4,7 +4,8 @@
   step-00001000                 committed, if its commit record is valid
   step-00001000.tmp-<owner>     being written by <owner>
   step-00001000.trash-<owner>   being deleted by <owner>
-Owners are processes, see checkpointing/owners.py. Nothing with any other name is ever touched.
+Owners are processes, see checkpointing/owners.py. Nothing with any other name is ever touched. In
+object stores there are other rules, see checkpointing/object_target.py.
 """
 
 import fcntl
@@ -24,6 +25,8 @@ from typing import Any
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, explain
 from checkpointing.layout import COMMIT_RECORD, TRAINER_STATE, parse_step
+from checkpointing.object_target import collect_steps, delete_step
+from checkpointing.objects import ObjectPath
 from checkpointing.options import CheckpointOptions
 from checkpointing.owners import is_alive, owner
 from checkpointing.steps import list_steps, open_step, reading
@@ -175,7 +178,7 @@ def _carry_out(decision: Decision) -> Decision:
             delete(decision.path)
     except FileNotFoundError:  # another process was faster
         return decision
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         logger.warning("could not delete an old checkpoint: %s", explain(error))
         return replace(decision, stays=True, reason=f"could not be deleted: {explain(error)}")
     return decision
@@ -184,6 +187,9 @@ def _carry_out(decision: Decision) -> Decision:
 def delete(path: Path) -> None:
     """Delete a step such that it is never seen half deleted: it is renamed first. What a crash or
     an error leaves of it, `collect` deletes."""
+    if isinstance(path, ObjectPath):
+        delete_step(path)
+        return
     aside = path.with_name(f"{path.name}.trash-{owner()}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
@@ -205,6 +211,9 @@ def tmp_path(final: Path) -> Path:
 def collect(directory: Path) -> None:
     """Remove half-written directories whose owners are dead, and finish deletions that they, or
     this process, did not."""
+    if isinstance(directory, ObjectPath):
+        collect_steps(directory)
+        return
     if not directory.is_dir():
         return
     for path in directory.iterdir():
@@ -238,11 +247,15 @@ def reading_lock(path: Path) -> Iterator[None]:
     drops it when that process dies.
 
     A shared flock on the commit record. It holds between processes of one machine; between
-    machines it is best effort, as network filesystems differ in whether they pass locks on.
+    machines it is best effort, as network filesystems differ in whether they pass locks on; object
+    stores have none.
 
     Raises:
         DamagedCheckpoint: there is no such step, or it is being deleted.
     """
+    if isinstance(path, ObjectPath):
+        yield
+        return
     where = path / COMMIT_RECORD
     with reading(where):
         descriptor = retrying(os.open, where, os.O_RDONLY)
@@ -269,6 +282,9 @@ def _share(descriptor: int, where: Path) -> None:
 def _unless_read(path: Path) -> Iterator[bool]:
     """Keep readers off the step at `path`; False if there are some. What has no commit record, or
     lies where there are no locks, counts as not being read."""
+    if isinstance(path, ObjectPath):
+        yield True
+        return
     try:
         # For writing, though nothing is written: NFS gives exclusive locks on no other files.
         descriptor = os.open(path / COMMIT_RECORD, os.O_RDWR)

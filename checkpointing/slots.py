@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32
+
 from checkpointing.errors import StorageError
 from checkpointing.layout import TensorFile
 from checkpointing.owners import is_alive, owner
@@ -59,16 +61,21 @@ class Slots:
 
 @dataclass
 class Manifest:
-    """What a slot holds."""
+    """What a slot holds: one node's part of a step."""
 
     step: int
-    plan: str
-    """Digest of the plan, by which the bytes lie."""
-    world: list[list[int]]
-    """Ranks of each node."""
+    previous: int | None
+    """Newest committed step when this one was copied: by it a restart knows that nobody has
+    deleted or added checkpoints since."""
+    tensors: str
+    """Digest of names, dtypes, shapes and file sizes, from which follows where every byte lies."""
     node: int
+    nodes: int
+    """Over how many nodes the step is spread."""
     ranges: Ranges
     """The bytes that are there."""
+    checksums: dict[str, list[int]]
+    """CRC-32 of each range."""
     state: str
     """trainer_state.json."""
 
@@ -104,7 +111,12 @@ def run_id(directory: str) -> str:
 
 
 def make_slots(
-    directory: str, files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, plan: str
+    directory: str,
+    files: Mapping[str, TensorFile],
+    ranges: Ranges,
+    wanted: int,
+    plan: str,
+    node: int,
 ) -> tuple[Path | None, Slots]:
     """Make the slots of this node, or take over those that a dead run of the same plan left.
 
@@ -114,6 +126,7 @@ def make_slots(
         ranges: what this node's ranks contribute, in whole pages.
         wanted: how many slots.
         plan: digest of the plan.
+        node: number of this node.
 
     Returns:
         The folder in shared memory (None: anonymous memory), and the slots.
@@ -123,7 +136,7 @@ def make_slots(
     """
     nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
     folder = SHARED_MEMORY / f"perdure-{run_id(directory)}-{owner()}"
-    kept = _take_over(folder, directory, ranges, plan)
+    kept = _take_over(folder, directory, ranges, plan, node)
     count = max(kept, min(wanted, kept + _fitting(nbytes, SHARED_MEMORY)))
     if count:
         paths = [_shared_slot(folder, slot, files, ranges) for slot in range(count)]
@@ -224,14 +237,22 @@ class SlotFiles:
         paths: path by file name.
     """
 
-    def __init__(self, paths: Mapping[str, str]) -> None:
+    def __init__(self, paths: Mapping[str, str], *, writable: bool = True) -> None:
         self.maps: dict[str, mmap.mmap] = {}
         for name, path in paths.items():
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             try:
-                self.maps[name] = mmap.mmap(descriptor, 0)
+                self.maps[name] = mmap.mmap(descriptor, 0, access=access)
             finally:
                 os.close(descriptor)
+
+    def checksums(self, ranges: Ranges) -> dict[str, list[int]]:
+        """CRC-32 of each range."""
+        return {
+            name: [crc32(memoryview(self.maps[name])[start:stop]) for start, stop in spans]
+            for name, spans in ranges.items()
+        }
 
     def touch(self, ranges: Ranges) -> None:
         """Have every page of `ranges` at hand, so that the first save finds it as later ones do.
@@ -291,27 +312,50 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def dead_folders(directory: str) -> list[Path]:
-    """Memory on this machine that dead processes of the same run left."""
-    return [
-        folder
-        for folder in SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*")
-        if is_alive(folder.name) is False
-    ]
+    """Memory on this machine that dead processes of a run left."""
+    return [folder for folder in _folders(directory) if is_alive(folder.name) is False]
 
 
-def _take_over(folder: Path, directory: str, ranges: Ranges, plan: str) -> int:
+def living_folders(directory: str) -> list[Path]:
+    """Memory on this machine that living processes of a run hold."""
+    return [folder for folder in _folders(directory) if is_alive(folder.name)]
+
+
+def _folders(directory: str) -> list[Path]:
+    return sorted(SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*"))
+
+
+def open_left(slot: str, file: str) -> SlotFiles:
+    """A file of a slot that a dead run left, to read from.
+
+    Args:
+        slot: folder of the slot.
+        file: name in it.
+
+    Raises:
+        StorageError: it is not in memory of ours.
+    """
+    path = (Path(slot) / file).resolve()
+    if not str(path).startswith(f"{SHARED_MEMORY}/perdure-"):
+        raise StorageError(f"{path} is not memory of a run")
+    return SlotFiles({file: str(path)}, writable=False)
+
+
+def _take_over(folder: Path, directory: str, ranges: Ranges, plan: str, node: int) -> int:
     """Rename memory that a dead process of this run left, if it has the same shape, and delete
-    that of other shapes; returns how many slots there are now."""
-    whole = {file: [list(span) for span in of_file] for file, of_file in ranges.items()}
+    that of other plans; returns how many slots there are now."""
+    shape = [plan, node, {file: [list(span) for span in spans] for file, spans in ranges.items()}]
     for old in dead_folders(directory):
         try:
-            if folder.exists() or json.loads((old / "shape.json").read_text()) != [plan, whole]:
-                continue
-            os.rename(old, folder)  # of several that want it, one gets it
+            there = json.loads((old / "shape.json").read_text())
+            if there[0] != plan:
+                forget(old)
+            elif there == shape and not folder.exists():
+                os.rename(old, folder)  # of several that want it, one gets it
         except (OSError, ValueError):
-            continue
+            forget(old)
     folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / "shape.json").write_text(json.dumps([plan, whole]))
+    (folder / "shape.json").write_text(json.dumps(shape))
     return len(list(folder.glob("slot-?/")))
 
 

@@ -2,13 +2,14 @@
 is in them."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EIO, EISDIR, ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 from checkpointing.errors import DamagedCheckpoint, StorageError, explain
 from checkpointing.layout import (
@@ -26,7 +27,9 @@ from checkpointing.layout import (
     parse_index,
     parse_step,
 )
-from checkpointing.storage import block_buffer, block_checksum, opened, read_at, read_file
+from checkpointing.object_target import committed
+from checkpointing.objects import ObjectPath
+from checkpointing.storage import StoredFile, block_buffer, file_sizes, open_file, read_file
 
 _DAMAGE = {ENOENT, ENOTDIR, EISDIR, EIO}
 
@@ -41,11 +44,18 @@ class Step:
 
 
 def list_steps(directory: Path) -> list[Path]:
-    """Directories named as committed steps, newest first; whether they are good is not known."""
-    if not directory.is_dir():
-        return []
+    """Directories named as committed steps, newest first; whether they are good is not known.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
     with reading(directory):
-        found = {path: parse_step(path.name) for path in directory.iterdir()}
+        if not directory.is_dir():
+            return []
+        paths = list(directory.iterdir())
+        if isinstance(directory, ObjectPath):  # there a step has its name from its first object on
+            paths = committed([path for path in paths if parse_step(path.name) is not None])
+    found = {path: parse_step(path.name) for path in paths}
     steps = [(step, path) for path, step in found.items() if step is not None]
     return [path for _, path in sorted(steps, reverse=True)]
 
@@ -62,10 +72,9 @@ def open_step(path: Path) -> Step:
         record = CommitRecord.decode(read_file(path / COMMIT_RECORD), where)
     if parse_step(path.name) not in (None, record.step):
         raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
-    for name, expected in record.files.items():
-        file = path / name
-        with reading(file):
-            size = file.stat().st_size
+    with reading(path):
+        for name, size in file_sizes(path, record.files):
+            file, expected = path / name, record.files[name]
             if size != expected.size:
                 raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
             if not name.endswith(".safetensors"):
@@ -161,28 +170,23 @@ def read_header(path: Path, file: str, record: FileRecord | None) -> dict[str, S
     Raises:
         DamagedCheckpoint: names the file, and the block where a checksum is wrong.
     """
-    with reading(path / file), opened(path / file, os.O_RDONLY) as descriptor:
-        size = os.fstat(descriptor).st_size
+    with reading(path / file), open_file(path / file) as stored:
         prefix = bytearray(8)
-        read_at(descriptor, memoryview(prefix), 0)
-        header = bytearray(header_bytes(bytes(prefix), str(path / file), size))
+        stored.read_into([memoryview(prefix)], 0)
+        header = bytearray(header_bytes(bytes(prefix), str(path / file), stored.size))
         if record:
             buffer = block_buffer(record.size)
             for block in range(-(-len(header) // BLOCK_BYTES)):
-                check_block(descriptor, path / file, record, block, buffer)
-        read_at(descriptor, memoryview(header), 0)
-        return parse_header(bytes(header), file, size, str(path / file))
+                _check_block(stored, path / file, record, block, buffer)
+        stored.read_into([memoryview(header)], 0)
+        return parse_header(bytes(header), file, stored.size, str(path / file))
 
 
-def check_block(
-    descriptor: int, file: Path, record: FileRecord, block: int, buffer: memoryview
+def _check_block(
+    stored: StoredFile, file: Path, record: FileRecord, block: int, buffer: memoryview
 ) -> None:
-    """Compare a block of an open file with its record; leaves it in `buffer` (a `block_buffer`).
-
-    Raises:
-        DamagedCheckpoint: names file and block.
-    """
-    found = block_checksum(descriptor, block, buffer)
+    size = stored.read_into([buffer], block * BLOCK_BYTES)
+    found = crc32(buffer[:size])
     if block >= len(record.checksums) or found != record.checksums[block]:
         start = block * BLOCK_BYTES
         raise DamagedCheckpoint(

@@ -1,17 +1,18 @@
-"""POSIX files: exact reads and writes, what must reach the disk when, which errors are retried."""
+"""Files of checkpoints: where they lie, and exact reads. Of POSIX files also exact writes, what
+must reach the disk when, and which errors are retried."""
 
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import tenacity
-from isal.isal_zlib import crc32
 
 from checkpointing.layout import BLOCK_BYTES
+from checkpointing.objects import ObjectFile, ObjectPath, store_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,19 @@ permission, …) do not go away by trying again."""
 _ATTEMPTS = 6
 _MOST_BUFFERS = 1024
 """IOV_MAX on Linux."""
+
+
+def location(text: str | Path) -> Path:
+    """Where checkpoints lie: a path, or the URL of an object store ("s3://bucket/folder").
+
+    What comes of a URL is an `ObjectPath`, which has those parts of Path that this package uses.
+
+    Raises:
+        StorageError: a URL without a bucket.
+    """
+    if isinstance(text, ObjectPath):
+        return text.as_path()
+    return ObjectPath.of(str(text)).as_path() if "://" in str(text) else Path(text)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -107,6 +121,9 @@ class StoredFile(Protocol):
 @contextmanager
 def open_file(path: Path) -> Iterator[StoredFile]:
     """A file of a checkpoint to read from; errors inside name the file."""
+    if isinstance(path, ObjectPath):
+        yield ObjectFile(path)
+        return
     with opened(path, os.O_RDONLY) as descriptor:
         yield _PosixFile(descriptor)
 
@@ -130,8 +147,25 @@ class _PosixFile:
         return done
 
 
+def file_sizes(directory: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of files of a checkpoint, in the order given.
+
+    Raises:
+        FileNotFoundError: one is missing.
+    """
+    if isinstance(directory, ObjectPath):  # one request for a thousand files
+        found = store_of(directory).walk(directory)
+        for name in names:
+            yield name, (found[name] if name in found else (directory / name).stat()).st_size
+        return
+    for name in names:
+        yield name, (directory / name).stat().st_size
+
+
 def read_file(path: Path) -> bytes:
     """All bytes of a small file."""
+    if isinstance(path, ObjectPath):
+        return store_of(path).read(path)
     with opened(path, os.O_RDONLY) as descriptor:
         buffer = bytearray(os.fstat(descriptor).st_size)
         return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
@@ -171,8 +205,3 @@ def sync_directory(path: Path) -> None:
 def block_buffer(size: int) -> memoryview:
     """A buffer for any block of a file of `size` bytes."""
     return memoryview(bytearray(min(size, BLOCK_BYTES)))
-
-
-def block_checksum(descriptor: int, block: int, buffer: memoryview) -> int:
-    """CRC-32 of a block of an open file, read through a `block_buffer`."""
-    return crc32(buffer[: read_at(descriptor, buffer, block * BLOCK_BYTES)])

@@ -19,6 +19,8 @@ from typing import Protocol, Self
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile
+from checkpointing.object_target import ObjectTarget
+from checkpointing.objects import ObjectPath
 from checkpointing.retention import delete, tmp_path
 from checkpointing.steps import open_step
 from checkpointing.storage import (
@@ -219,7 +221,7 @@ def new_target(final: Path, damaged: Collection[str]) -> Target | None:
         if final.name not in damaged and _is_good(final):
             return None
         delete(final)
-    return PosixTarget.of(final)
+    return ObjectTarget.of(final) if isinstance(final, ObjectPath) else PosixTarget.of(final)
 
 
 def _is_good(path: Path) -> bool:

@@ -92,3 +92,54 @@ def box_view(local: Tensor, box: Box) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor as a flat uint8 view (any dtype, 0-dim ones too)."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, Tensor]:
+    """The optimizer's state as `<fqn>.exp_avg`, `<fqn>.exp_avg_sq`, `<fqn>.step` (of AdamW; others
+    likewise): the live tensors, not copies.
+
+    State that does not exist yet, because no step was made, is made here, as zeros: so a checkpoint
+    can be loaded into it.
+
+    Args:
+        optimizer: whose state is tensors, as that of all optimizers of torch.
+        parameters: by FQN, such as `dict(model.named_parameters())`.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if any(p not in optimizer.state for p in trained.values()):
+        _make_state(optimizer)
+    return {
+        f"{name}.{key}": tensor
+        for name, parameter in trained.items()
+        for key, tensor in optimizer.state[parameter].items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+@torch.no_grad()
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its state by a step that changes nothing, and set it to zero."""
+    if any(optimizer.state.values()):
+        raise ValueError(
+            "some parameters have optimizer state and some have none; take a step that gives every "
+            "trained parameter a gradient, or freeze the others (requires_grad)"
+        )
+    rates = [(group, group["lr"]) for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None for p in parameters):
+        raise ValueError("ask for the optimizer's tensors before the first backward pass")
+    for group, _ in rates:
+        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], Tensor) else 0.0
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in rates:
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor):
+                tensor.zero_()

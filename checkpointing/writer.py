@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,11 +30,12 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from checkpointing.coordinator import Coordinator, Failure, SaveOutcome, Unit, failure_of
-from checkpointing.errors import StorageError, explain
+from checkpointing.coordinator import Coordinator, Failure, Key, SaveOutcome, Unit, failure_of
+from checkpointing.errors import explain
 from checkpointing.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import TensorSpec, box_runs, own_files, plan_file, plan_pieces
+from checkpointing.pulls import Pull, Puller, serve_pulls
 from checkpointing.slots import (
     Manifest,
     Ranges,
@@ -47,6 +48,7 @@ from checkpointing.slots import (
     ranges_of,
     write_manifest,
 )
+from checkpointing.storage import location
 from checkpointing.target import Target
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ class PlanInput:
     specs: Mapping[str, TensorSpec]
     files: Sequence[TensorFile]
     indexes: Mapping[str, bytes]
+    tensors: str
+    """Digest of names, dtypes, shapes and files."""
 
 
 @dataclass
@@ -93,6 +97,8 @@ class NodePlan:
     """A node's part in every save."""
 
     digest: str
+    tensors: str
+    """Digest of what is stored where, whatever the world."""
     files: dict[str, TensorFile]
     ranges: Ranges
     """What its ranks put into a slot, in whole pages."""
@@ -128,9 +134,25 @@ def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan
                     (start := piece.stored.begin + run.offset, start + run.length, home[rank])
                     for run in box_runs(piece.stored.meta, piece.box)
                 )
-        elsewhere.sort()
+        elsewhere[:] = _joined(elsewhere)
     files = {file.name: file for file in plan.files}
-    return NodePlan(digest, files, pages, ranges_of(pieces), sources, owners)
+    return NodePlan(digest, plan.tensors, files, pages, ranges_of(pieces), sources, owners)
+
+
+def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Sources (start, stop, node) in order; those of a node that touch are one: the ranks of a node
+    often hold neighbouring rows."""
+    joined: list[tuple[int, int, int]] = []
+    for start, stop, node in sorted(sources):
+        if joined and joined[-1][1:] == (start, node):
+            joined[-1] = joined[-1][0], stop, node
+        else:
+            joined.append((start, stop, node))
+    return joined
+
+
+_scratch = threading.local()
+"""What a thread keeps from block to block."""
 
 
 # --- blocks --------------------------------------------------------------------------------------
@@ -145,7 +167,8 @@ def write_unit(
     plan: NodePlan,
     slot: SlotFiles,
     target: Target,
-    pull: Callable[[int, str, list[tuple[int, int]]], Iterator[bytes]],
+    pull: Pull,
+    number: int,
     rate: float | None,
     stopped: Callable[[], bool],
 ) -> tuple[dict[int, int], int]:
@@ -156,7 +179,8 @@ def write_unit(
         plan: of this node.
         slot: what this node holds.
         target: where to.
-        pull: (node, file, ranges) → the bytes of each range, from that node's slot.
+        pull: fetches bytes from other nodes.
+        number: of the slot.
         rate: most bytes per second.
         stopped: whether to give up, asked before each block.
     """
@@ -171,7 +195,7 @@ def write_unit(
             data = image[start:stop]
             elsewhere = _within(plan.sources[unit.file], start, stop)
             if elsewhere:
-                data = _assembled(file.name, data, start, elsewhere, plan, pull)
+                data = _assembled(file.name, data, start, elsewhere, plan, pull, number)
             checksums[block] = crc32(data)
             out.write(data, start)
             done += stop - start
@@ -196,11 +220,15 @@ def _assembled(
     start: int,
     elsewhere: list[tuple[int, int, int]],
     plan: NodePlan,
-    pull: Callable[[int, str, list[tuple[int, int]]], Iterator[bytes]],
+    pull: Pull,
+    slot: int,
 ) -> memoryview:
-    """A block of which other nodes hold parts: a copy, at a page boundary."""
+    """A block of which other nodes hold parts: a copy, at a page boundary, good until this thread
+    makes the next."""
     stop = start + len(image)
-    block = memoryview(mmap.mmap(-1, len(image)))
+    if not hasattr(_scratch, "block"):
+        _scratch.block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+    block = _scratch.block[: len(image)]
     header = min(max(0, len(plan.files[file].header) - start), len(image))
     block[:header] = image[:header]
     for a, b, _ in _within([(a, b, 0) for a, b in plan.exact.get(file, [])], start, stop):
@@ -209,7 +237,7 @@ def _assembled(
     for a, b, node in elsewhere:
         by_node.setdefault(node, []).append((a, b))
     for node, ranges in by_node.items():
-        for (a, b), data in zip(ranges, pull(node, file, ranges), strict=True):
+        for (a, b), data in zip(ranges, pull(node, slot, file, ranges), strict=True):
             block[a - start : b - start] = data
     return block
 
@@ -221,9 +249,10 @@ def _assembled(
 class _Current:
     """The save that this node takes part in."""
 
-    step: int
+    key: Key
     slot: int
     state: str
+    previous: int | None
     staged: set[int] = field(default_factory=set)
     """Ranks that have copied their pieces."""
     stopped: bool = False
@@ -234,11 +263,11 @@ class Writer:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.node, self.nodes = setup, setup.node, setup.nodes
-        self.directory = Path(setup.directory)
+        self.directory = location(setup.directory)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._aside = ThreadPoolExecutor(2, "aside")
+        self._aside = ThreadPoolExecutor(4, "aside")
         self._threads = ThreadPoolExecutor(64, "writer")
         self._ranks: dict[int, Connection] = {}
         self._peers: dict[int, Connection] = {}
@@ -252,12 +281,13 @@ class Writer:
         self._current: _Current | None = None
         self._asked: set[int] = set()
         """Ranks that wait for the slots."""
-        self._begun: dict[int, tuple[bool, dict[str, Any] | None]] = {}
+        self._begun: dict[Key, tuple[bool, dict[str, Any] | None]] = {}
         """Requests to save that the coordinator has not answered."""
+        self._answered: list[Key] = []
+        """The last few that it has answered."""
         self._closing: dict[int, bool] = {}
         """Ranks that want to close, and whether to keep the slots."""
         self._uplink: Connection | None = None
-        self._pulls = threading.local()
         self.coordinator: Coordinator | None = None
         if self.node == 0:
             self.coordinator = Coordinator(self.directory, setup.options, len(self.nodes), self)
@@ -320,7 +350,7 @@ class Writer:
         try:
             kind, number = connection.recv()
             if kind == "pull":
-                self._serve_pulls(connection)
+                serve_pulls(connection, lambda slot: self._files[slot])
                 return
             register, handle, lost = {
                 "rank": (self._ranks, self._on_rank, self._lost_rank),
@@ -334,28 +364,12 @@ class Writer:
             if kind != "pull":
                 self._inbox.put(lambda: lost(number, connection))
 
-    def _serve_pulls(self, connection: Connection) -> None:
-        """Give another node bytes of a slot."""
-        while True:
-            slot, file, ranges = connection.recv()
-            image = memoryview(self._files[slot].maps[file])
-            for start, stop in ranges:
-                connection.send_bytes(image[start:stop])
-
-    def _pull(
-        self, slot: int, node: int, file: str, ranges: list[tuple[int, int]]
-    ) -> Iterator[bytes]:
-        connections: dict[int, Connection] = self._pulls.__dict__.setdefault("by_node", {})
-        try:
-            if node not in connections:
-                connections[node] = Client(self._addresses[node], authkey=self.setup.secret)
-                connections[node].send(("pull", self.node))
-            connections[node].send((slot, file, ranges))
-            for _ in ranges:
-                yield connections[node].recv_bytes()
-        except (EOFError, OSError) as error:
-            connections.pop(node, None)
-            raise StorageError(f"node {node} does not send its part of {file}: {error}") from error
+    def _puller(self) -> Puller:
+        """Of this thread."""
+        if not hasattr(_scratch, "puller"):
+            _scratch.puller = Puller(self._addresses, self.setup.secret)
+        puller: Puller = _scratch.puller
+        return puller
 
     # --- the coordinator and this node -----------------------------------------------------------
 
@@ -392,8 +406,8 @@ class Writer:
     def _joined(self, uplink: Connection) -> None:
         self._uplink = uplink
         self._hello()
-        for step, (wait, payload) in self._begun.items():
-            self._to_coordinator(("begin", step, wait, payload))
+        for key, (wait, payload) in self._begun.items():
+            self._to_coordinator(("begin", key, wait, payload))
 
     def _hello(self) -> None:
         if self._plan and self._slots:
@@ -402,10 +416,10 @@ class Writer:
     def _lost_coordinator(self) -> None:
         self._uplink = None
         reason = "the writer process of rank 0's node is gone"
-        for step in list(self._begun):
-            self._on_coordinator(("skip", step, reason, False))
+        for key in list(self._begun):
+            self._on_coordinator(("skip", key, reason))
         if self._current:
-            step = self._current.step
+            step = self._current.key[0]
             self._on_coordinator(
                 ("outcome", SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0))
             )
@@ -422,49 +436,52 @@ class Writer:
             self._current = None
             self._tell(message)
         else:
-            step = arguments[0]
-            self._begun.pop(step, None)
+            key = arguments[0]
+            if key in self._answered:  # both asked and told
+                return
+            self._answered = [*self._answered, key][-4:]
+            self._begun.pop(key, None)
             if kind == "go":
-                _, slot, state = arguments
-                self._current = _Current(step, slot, state.decode())
+                _, slot, state, previous = arguments
+                self._current = _Current(key, slot, state.decode(), previous)
                 if self._folder:
                     write_manifest(self._folder, slot, None)
-                message = ("go", step, slot)
+                message = ("go", key, slot)
             self._tell(message)
 
     def _tell(self, message: tuple[Any, ...]) -> None:
         for connection in self._ranks.values():
             _send(connection, message)
 
-    def _stop(self, step: int) -> None:
-        if self._current and self._current.step == step:
+    def _stop(self, key: Key) -> None:
+        if self._current and self._current.key == key:
             self._current.stopped = True
 
-    def _write(self, step: int, slot: int, unit: Unit, target: Target, rate: float | None) -> None:
+    def _write(self, key: Key, slot: int, unit: Unit, target: Target, rate: float | None) -> None:
         plan, current = self._plan, self._current
-        if plan is None or current is None or current.step != step:
+        if plan is None or current is None or current.key != key:
             return
         files = self._files[slot]
 
         def work() -> None:
             span = {
                 "node": self.node, "thread": threading.current_thread().name, "kind": "write",
-                "step": step, "file": unit.file, "first": unit.first, "start": time.time(),
+                "step": key[0], "file": unit.file, "first": unit.first, "start": time.time(),
             }  # fmt: skip
             try:
                 checksums, nbytes = write_unit(
                     unit, plan, files, target,
-                    lambda node, file, ranges: self._pull(slot, node, file, ranges),
+                    self._puller(), slot,
                     rate, lambda: current.stopped,
                 )  # fmt: skip
             except StoppedError:
                 return
             except Exception as error:
                 failure = failure_of(error)
-                self._inbox.put(lambda: self._to_coordinator(("failed", step, failure)))
+                self._inbox.put(lambda: self._to_coordinator(("failed", key, failure)))
                 return
             span |= {"stop": time.time(), "bytes": nbytes}
-            self._inbox.put(lambda: self._to_coordinator(("written", step, unit, checksums, span)))
+            self._inbox.put(lambda: self._to_coordinator(("written", key, unit, checksums, span)))
 
         self._threads.submit(work)
 
@@ -496,7 +513,7 @@ class Writer:
         part = plan_node(plan, digest, self.nodes, self.node)
         wanted = self.setup.options.slots
         folder, slots = make_slots(
-            str(self.directory), part.files, part.ranges, wanted, f"{digest}-{self.node}"
+            str(self.directory), part.files, part.ranges, wanted, digest, self.node
         )
         return part, folder, slots
 
@@ -531,29 +548,46 @@ class Writer:
         self._asked.clear()
 
     def _on_rank_begin(
-        self, rank: int, step: int, wait: bool, payload: dict[str, Any] | None
+        self, rank: int, key: Key, wait: bool, payload: dict[str, Any] | None
     ) -> None:
         """The request of the node's first rank stands for all of them."""
-        if rank == self.nodes[self.node][0]:
-            self._begun[step] = wait, payload
-            self._to_coordinator(("begin", step, wait, payload))
+        if rank == self.nodes[self.node][0] and key not in self._answered:
+            self._begun[key] = wait, payload
+            self._to_coordinator(("begin", key, wait, payload))
 
-    def _on_rank_staged(self, rank: int, step: int) -> None:
+    def _on_rank_staged(self, rank: int, key: Key) -> None:
         current, plan = self._current, self._plan
-        if current is None or plan is None or current.step != step:
+        if current is None or plan is None or current.key != key:
             return
         current.staged.add(rank)
         if current.staged < set(self.nodes[self.node]):
             return
         if self._folder:
-            world = [list(ranks) for ranks in self.nodes]
-            manifest = Manifest(step, plan.digest, world, self.node, plan.exact, current.state)
-            write_manifest(self._folder, current.slot, manifest)
-        self._to_coordinator(("staged", step))
+            self._remember(self._folder, plan, current)
+        self._to_coordinator(("staged", key))
 
-    def _on_rank_failed(self, rank: int, step: int, message: str) -> None:
+    def _remember(self, folder: Path, plan: NodePlan, current: _Current) -> None:
+        """Make the slot one that a restart may begin from, as soon as its checksums are known."""
+        files = self._files[current.slot]
+
+        def remember(checksums: Any) -> None:
+            # With one slot, the next save may have begun to overwrite it.
+            if self._current not in (current, None) and len(self._files) == 1:
+                return
+            if isinstance(checksums, Exception):
+                logger.warning("a restart cannot use memory: %s", explain(checksums))
+                return
+            manifest = Manifest(
+                current.key[0], current.previous, plan.tensors, self.node, len(self.nodes),
+                plan.exact, checksums, current.state,
+            )  # fmt: skip
+            write_manifest(folder, current.slot, manifest)
+
+        self.later(lambda: files.checksums(plan.exact), remember)
+
+    def _on_rank_failed(self, rank: int, key: Key, message: str) -> None:
         failure = Failure(f"rank {rank} could not copy its tensors: {message}")
-        self._to_coordinator(("failed", step, failure))
+        self._to_coordinator(("failed", key, failure))
 
     def _on_rank_close(self, rank: int, keep: bool) -> None:
         self._closing[rank] = keep
@@ -580,7 +614,7 @@ class Writer:
         del self._ranks[rank]
         if self._current and rank not in self._current.staged:
             failure = Failure(f"rank {rank} died before its tensors were copied")
-            self._to_coordinator(("failed", self._current.step, failure))
+            self._to_coordinator(("failed", self._current.key, failure))
         if not self._ranks:
             os._exit(0)
         if self._closing:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trainer.__main__ import EXIT_WRONG_INPUT, known_errors
+from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
 
@@ -31,18 +32,11 @@ examples:
   perdure data prepare books/ --out data/books --tokenizer bytes --workers 8
   perdure data inspect data/corpus --verify
 """
-CKPT_EXAMPLES = """\
-examples:
-  perdure ckpt ls runs/quickstart
-  perdure ckpt show runs/quickstart
-  perdure ckpt verify runs/quickstart/checkpoints/step-00000300
-"""
 GENERATE_EXAMPLES = """\
 examples:
   perdure generate runs/quickstart --prompt "The river"
   perdure generate runs/quickstart/checkpoints/step-00000300 --prompt "The" --temperature 0
 """
-
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -90,16 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     data = _command(commands, "data", "prepare and inspect data sets", DATA_EXAMPLES)
     _add_data_commands(data.add_subparsers(required=True, metavar="COMMAND"))
 
-    ckpt = _command(commands, "ckpt", "list, show and verify checkpoints", CKPT_EXAMPLES)
-    verbs = ckpt.add_subparsers(required=True, metavar="COMMAND")
-    for verb, what in (
-        ("ls", "list the committed checkpoints of a run"),
-        ("show", "tensors and trainer state of a checkpoint (of a run: the newest)"),
-        ("verify", "check every byte of a checkpoint, or of all of a run"),
-    ):
-        command = _command(verbs, verb, what, CKPT_EXAMPLES)
-        command.add_argument("path", type=Path, help="run directory or checkpoint directory")
-        command.set_defaults(run=globals()[f"_ckpt_{verb}"])
+    ckpt = _command(
+        commands, "ckpt", "look at, compare, convert, delete checkpoints", CKPT_EXAMPLES
+    )
+    add_ckpt_commands(ckpt.add_subparsers(required=True, metavar="COMMAND"), _command)
 
     generate = _command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument("checkpoint", type=Path, help="run, checkpoint or Hugging Face directory")
@@ -261,31 +249,6 @@ def _report_problems(problems: Sequence[str], path: Path) -> int:
     if not problems:
         print(f"{path}: every byte is as it was written")
     return EXIT_WRONG_INPUT if problems else 0
-
-
-# --- checkpoints -----------------------------------------------------------------------------
-
-
-def _ckpt_ls(arguments: argparse.Namespace) -> int:
-    from checkpointing.inspect import ls
-
-    print(ls(arguments.path))
-    return 0
-
-
-def _ckpt_show(arguments: argparse.Namespace) -> int:
-    from checkpointing.inspect import show
-
-    print(show(arguments.path))
-    return 0
-
-
-def _ckpt_verify(arguments: argparse.Namespace) -> int:
-    from checkpointing.inspect import verify
-
-    result = verify(arguments.path)
-    print(result)
-    return EXIT_WRONG_INPUT if result.problems else 0
 
 
 # --- generate --------------------------------------------------------------------------------

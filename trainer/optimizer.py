@@ -42,19 +42,6 @@ def build_optimizer(
     return optimizer
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `<fqn>.exp_avg`, `<fqn>.exp_avg_sq`, `<fqn>.step`: the live
-    tensors, not copies."""
-    return {
-        f"{name}.{key}": tensor
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-        for key, tensor in optimizer.state[parameter].items()
-    }
-
-
 def parameter_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, float]]:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from checkpointing import newest_checkpoint, read_state
+from checkpointing.storage import location
 from elastic import plan_batch
 from trainer.parallel.mesh import mesh_shape
 from trainer.provenance import check_resume
@@ -32,7 +33,7 @@ def check_inputs(recipe: Recipe, rank: int, world_size: int, local_world_size: i
         raise RecipeError(f"batch.global_batch: {error}") from error
     _check_writable(Path(recipe.run.dir))
     task = build_task(recipe)
-    newest = newest_checkpoint(Path(recipe.checkpoint_directory)) if rank == 0 else None
+    newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
     if newest:
         check_resume(read_state(newest), recipe, task, newest)
     return task

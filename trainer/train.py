@@ -10,7 +10,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, load_model
+from checkpointing import Checkpointer, load_model, optimizer_tensors
 from elastic import BatchPlan, Verdict, World, judge_step, plan_batch
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
@@ -29,7 +29,6 @@ from trainer.optimizer import (
     LossScale,
     build_optimizer,
     learning_rate,
-    optimizer_tensors,
     parameter_groups,
     scale_gradients,
     square_sum,
@@ -115,6 +114,8 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
                 pin_memory=world.device.type == "cuda",
             )
             startup.mark("data")
+            if checkpointer.newer_than_storage:
+                save(checkpointer, state, recipe, task, world)
             first_step, last_step = progress.step + 1, recipe.run.steps
             window = Window()
             while progress.step < last_step:

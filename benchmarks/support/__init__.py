@@ -18,12 +18,13 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 
-def arguments(description: str, **numbers: int) -> argparse.Namespace:
-    """Command line of a benchmark: `--json FILE`, and `--NAME N` for each of `numbers`."""
+def arguments(description: str, **defaults: int | str) -> argparse.Namespace:
+    """Command line of a benchmark: `--json FILE`, and `--NAME VALUE` for each of `defaults`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    for name, default in defaults.items():
+        kind = type(default)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
     return parser.parse_args()
 
 
@@ -73,14 +74,18 @@ def report(
     title: str, rows: Sequence[Mapping[str, Any]], figures: Any, json_file: Path | None
 ) -> None:
     """Print a table (columns are the keys of the first row), and write `figures` as JSON."""
-    import torch
+    heading(title)
+    print_table(rows)
+    write_json(title, figures, json_file)
 
-    machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
-    machine += f", torch {torch.__version__}"
-    if torch.cuda.is_available():
-        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    stamp = time.strftime("%Y-%m-%d")
-    print(f"\n{title}\n{stamp}, {machine}\n")
+
+def heading(title: str) -> None:
+    """Print the title, and when and where this ran."""
+    print(f"\n{title}\n{_today()}, {_machine()}\n")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table; columns are the keys of the first row."""
     columns = list(rows[0])
     table = [columns, *[[str(row[column]) for column in columns] for row in rows]]
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
@@ -89,6 +94,24 @@ def report(
         print("| " + " | ".join(cells) + " |")
         if number == 0:
             print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+
+
+def write_json(title: str, figures: Any, json_file: Path | None) -> None:
+    """Write the figures, and when and where they were taken, if there is a file to write to."""
     if json_file:
-        content = {"title": title, "date": stamp, "machine": machine, "figures": figures}
+        content = {"title": title, "date": _today(), "machine": _machine(), "figures": figures}
         json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d")
+
+
+def _machine() -> str:
+    import torch
+
+    machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
+    machine += f", torch {torch.__version__}"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return machine

@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing import Checkpointer, CheckpointOptions, DamagedCheckpoint, StorageError
+from checkpointing import DamagedCheckpoint, StorageError
 from checkpointing.inspect import find_checkpoint, human_bytes, ls, show, verify
+from tests.checkpointing.stored import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def run(tmp_path):
-    with Checkpointer(tmp_path / "checkpoints", CheckpointOptions(), None) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(
-                step,
-                model={"b": torch.ones(2, 3), "a": torch.ones(4).bfloat16()},
-                optimizer={"b.step": torch.tensor(1.0)},
-                state={
-                    "step": step,
-                    "tokens": 1000 * step,
-                    "validation_loss": 1.25,
-                    "world": {"world_size": 4, "sharding": "FULL_SHARD"},
-                    "recipe": {"long": "x" * 500},
-                },
-                files={"config.json": b"{}"},
-            )
+    for step in (1, 2):
+        write_checkpoint(
+            tmp_path / "checkpoints" / f"step-{step:08}",
+            step,
+            model={"b": torch.ones(2, 3), "a": torch.ones(4).bfloat16()},
+            optimizer={"b.step": torch.tensor(1.0)},
+            state={
+                "tokens": 1000 * step,
+                "validation_loss": 1.25,
+                "world": {"world_size": 4, "sharding": "FULL_SHARD"},
+                "recipe": {"long": "x" * 500},
+            },
+            files={"config.json": b"{}"},
+        )
     return tmp_path
 
 

@@ -1,5 +1,7 @@
 """Other people's readers open our checkpoints; we open theirs."""
 
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from checkpointing import (
@@ -19,6 +23,7 @@ from checkpointing import (
     WrongModel,
     load_model,
 )
+from checkpointing.foreign import open_dcp
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread
 
 CONFIG = Qwen3Config(
@@ -146,3 +151,123 @@ def test_a_plain_directory_that_is_incomplete_is_refused(tmp_path):
     save_file({"b": torch.ones(4)}, tmp_path / "model-2.safetensors")
     with pytest.raises(DamagedCheckpoint, match=r"model-1.safetensors: has \d+ bytes, but its"):
         load_model(tmp_path, targets)
+
+
+# --- torch.distributed.checkpoint ------------------------------------------------------------
+
+
+class Stateful:
+    """As torch's recipes nest an application's state."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def state_dict(self):
+        return self.parts
+
+    def load_state_dict(self, parts):
+        pass
+
+
+NESTINGS = {
+    "flat": lambda model, rest: {**model, "train_state": rest},
+    "model": lambda model, rest: {"model": model, "optim": {"state": {"a": {"exp_avg": rest}}}},
+    "app": lambda model, rest: {"app": Stateful(model=model, optim={"param_groups": [rest]})},
+    "state_dict": lambda model, rest: {"state_dict": {"model": model}, "extra": rest},
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_dcp_checkpoints_load_into_any_strategy_and_dtype(nesting, weights, tmp_path):
+    path = tmp_path / "dcp"
+
+    def work(rank):
+        state = NESTINGS[nesting](spread(weights, "rows-2"), torch.ones(3))
+        dcp.save(state, checkpoint_id=str(path))
+        for strategy, dtype in (("rows-2", torch.float32), ("columns-2", torch.bfloat16)):
+            right = spread({name: t.to(dtype) for name, t in weights.items()}, strategy)
+            for group in (dist.group.WORLD, None):
+                targets = {name: torch.zeros_like(tensor) for name, tensor in right.items()}
+                optional = ("train_state", "extra")
+                load_model(path, targets, group=group, optional=optional)
+                assert all(same_bits(local(targets[name]), local(right[name])) for name in right)
+        return "good"
+
+    assert run_ranks(2, work, tmp_path / "ranks") == ["good"] * 2
+    found = open_dcp(path)
+    if nesting != "flat":  # there nobody can tell `train_state` from weights
+        assert {name: at.meta.shape for name, at in found.model.items()} == {
+            name: tuple(tensor.shape) for name, tensor in weights.items()
+        }
+    assert all(same_bits(found.read(found.model[name]), weights[name]) for name in weights)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    norm = targets.pop("model.norm.weight")
+    targets["model.embed_tokens.weight"] = torch.zeros(67, 25)
+    with pytest.raises(WrongModel, match=r"the model has no model.norm.weight.*; other shapes: mo"):
+        load_model(path, targets, optional=("train_state",))
+    assert not norm.any()
+
+
+def test_the_optimizer_of_a_dcp_checkpoint_is_found_by_our_names(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=str(tmp_path / "dcp"))
+        return {
+            f"{name}.{key}": (value.full_tensor() if hasattr(value, "full_tensor") else value)
+            for name, values in state["state"].items()
+            for key, value in values.items()
+        }
+
+    wanted, _ = run_ranks(2, work, tmp_path / "ranks")
+    found = open_dcp(tmp_path / "dcp")
+    assert found.optimizer.keys() == wanted.keys()
+    assert "0.weight.exp_avg_sq" in wanted
+    assert found.model.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for name, at in found.optimizer.items():
+        assert same_bits(found.read(at), wanted[name])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_damage_in_a_dcp_checkpoint_is_named(tmp_path):
+    weights = {"a": torch.arange(1000.0), "b": torch.ones(3)}
+    dcp.save({"model": weights}, checkpoint_id=str(tmp_path))
+    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    (data,) = tmp_path.glob("*.distcp")
+    whole, metadata = data.read_bytes(), tmp_path / ".metadata"
+    data.write_bytes(whole[:600])
+    with pytest.raises(DamagedCheckpoint, match=f"{tmp_path}: a saved chunk is damaged: "):
+        load_model(tmp_path, targets)
+    data.unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"{data}: is missing"):
+        load_model(tmp_path, targets)
+    data.write_bytes(whole)
+    load_model(tmp_path, targets)
+    assert torch.equal(targets["a"], weights["a"])
+    pickled = metadata.read_bytes()
+    metadata.write_bytes(pickled[:50])
+    with pytest.raises(DamagedCheckpoint, match=r"\.metadata: malformed: "):
+        load_model(tmp_path, targets)
+    lacking = pickle.loads(pickled)
+    lacking.state_dict_metadata["model.a"].chunks.clear()
+    metadata.write_bytes(pickle.dumps(lacking))
+    with pytest.raises(DamagedCheckpoint, match=r"0 of 1000 elements of model\.a were saved"):
+        load_model(tmp_path, targets)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["EVIL"],)
+
+
+def test_metadata_that_would_run_something_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("EVIL", str(tmp_path / "ran"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(StorageError, match=r"\.metadata names posix.mkdir"):
+        load_model(tmp_path, {})
+    assert not (tmp_path / "ran").exists()

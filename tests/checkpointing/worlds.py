@@ -116,6 +116,7 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "rows-1": ((1,), (Shard(0),)),
     "rows-2": ((2,), (Shard(0),)),
     "rows-3": ((3,), (Shard(0),)),
+    "rows-4": ((4,), (Shard(0),)),
     "hybrid-2x2": ((2, 2), (Replicate(), Shard(0))),
     "columns-2": ((2,), (Shard(1),)),
     "replicated-columns-2x2": ((2, 2), (Replicate(), Shard(1))),

@@ -1,0 +1,293 @@
+"""The checkpoint engines that `benchmarks.checkpoint` compares, behind one face.
+
+Each saves the named tensors of a ShardedState under a directory of its own, in the fastest of the
+ways that it documents, and gets the same tensors; an engine that does not make its files durable
+itself is followed by an fsync of them. Construction raises ImportError, AttributeError or TypeError
+where the installed torch has no such engine.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from benchmarks.support.sharded_state import ShardedState
+from checkpointing import Checkpointer, CheckpointOptions
+
+
+@dataclass
+class Running:
+    """A save on its way, as one rank sees it."""
+
+    wait_staged: Callable[[], None]
+    """Returns when the tensors may be changed."""
+
+    committed_at: Callable[[], float | None]
+    """time.monotonic() at which the checkpoint was there; None while it is being written. Raises
+    what went wrong."""
+
+
+class Engine:
+    """Made, and every method called, on all ranks; constructors take (state, directory)."""
+
+    asynchronous = False
+    """Whether training goes on while a save runs."""
+
+    def prepare(self) -> None:
+        """What can be done before the first save."""
+
+    def save(self, number: int) -> Running:
+        """Save the state as number `number`; the directory is empty, or does not exist."""
+        raise NotImplementedError
+
+    def load(self, number: int) -> int:
+        """Load save `number` into the state, in place; returns the bytes that this rank took from
+        memory-mapped files, which the kernel does not count as read."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End processes, let go of memory."""
+
+
+class _Done(Running):
+    """A synchronous save that has just ended."""
+
+    def __init__(self) -> None:
+        ended = time.monotonic()
+        super().__init__(lambda: None, lambda: ended)
+
+
+class Perdure(Engine):
+    """This engine."""
+
+    asynchronous = True
+
+    def __init__(self, state: ShardedState, directory: Path, slots: int = 1) -> None:
+        self._tensors: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
+        options = CheckpointOptions(keep=0, slots=slots)
+        self._checkpointer = Checkpointer(directory, options, dist.new_group(backend="gloo"))
+
+    def prepare(self) -> None:
+        self._checkpointer.prepare(**self._tensors)
+
+    def save(self, number: int) -> Running:
+        asked = time.monotonic()
+        state = {"step": number}
+        if not self._checkpointer.save(number, **self._tensors, state=state, files={}):
+            raise RuntimeError(f"save {number} was skipped: {self._checkpointer.outcomes()}")
+        ended: list[float] = []
+
+        def committed_at() -> float | None:
+            for outcome in self._checkpointer.outcomes():
+                if outcome.error is not None:
+                    raise RuntimeError(outcome.error)
+                ended.append(asked + outcome.seconds)  # it may be a step ago
+            return ended[0] if ended else None
+
+        return Running(self._checkpointer.wait_staged, committed_at)
+
+    def load(self, number: int) -> int:
+        state = self._checkpointer.load(**self._tensors)
+        if state != {"step": number}:
+            raise RuntimeError(f"loaded {state}, not step {number}")
+        return 0
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class Dcp(Engine):
+    """torch.distributed.checkpoint.save."""
+
+    def __init__(self, state: ShardedState, directory: Path) -> None:
+        self._state = state
+        self._directory = directory
+        # Of its own: collectives in a background thread deadlock with those of training.
+        self._group = dist.new_group(backend="gloo")
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"save-{number}"
+
+    def save(self, number: int) -> Running:
+        dcp.save(self._state.flat(), checkpoint_id=self._path(number), process_group=self._group)
+        return _Done()
+
+    def load(self, number: int) -> int:
+        dcp.load(self._state.flat(), checkpoint_id=self._path(number), process_group=self._group)
+        return 0
+
+
+class DcpAsync(Dcp):
+    """torch.distributed.checkpoint.async_save, in a thread or a process."""
+
+    asynchronous = True
+
+    def __init__(
+        self, state: ShardedState, directory: Path, *, process: bool = False, reuse: bool = False
+    ) -> None:
+        super().__init__(state, directory)
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        self._how: dict[str, Any] = {
+            "process_group": self._group,
+            "async_checkpointer_type": AsyncCheckpointerType.PROCESS
+            if process
+            else AsyncCheckpointerType.THREAD,
+        }
+        if reuse:
+            # Kept by the caller: its buffers are copied into again, in a thread of its own.
+            options = StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=process,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+            self._how["async_stager"] = DefaultStager(options)
+
+    def save(self, number: int) -> Running:
+        response = dcp.async_save(self._state.flat(), checkpoint_id=self._path(number), **self._how)
+        if isinstance(response, Future):
+            return Running(lambda: None, _when_done(response))
+        wait_staged = response.staging_completion.result
+        return Running(wait_staged, _when_done(response.upload_completion))
+
+    def close(self) -> None:
+        if "async_stager" in self._how:
+            self._how["async_stager"].close()
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
+
+
+def _when_done(future: Future[Any]) -> Callable[[], float | None]:
+    ended: list[float] = []
+    future.add_done_callback(lambda _: ended.append(time.monotonic()))
+
+    def committed_at() -> float | None:
+        if not ended:
+            return None
+        future.result()
+        return ended[0]
+
+    return committed_at
+
+
+class HuggingFace(Dcp):
+    """torch's HuggingFaceStorageWriter and its reader; its files are fsynced afterwards."""
+
+    def __init__(self, state: ShardedState, directory: Path, *, consolidate: bool = False) -> None:
+        super().__init__(state, directory)
+        from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+        self._reader, self._writer = HuggingFaceStorageReader, HuggingFaceStorageWriter
+        self._consolidate = consolidate
+
+    def save(self, number: int) -> Running:
+        path = self._path(number)
+        writer = self._writer(
+            str(path), save_distributed=True, enable_consolidation=self._consolidate
+        )
+        dcp.save(self._state.flat(), storage_writer=writer, process_group=self._group)
+        if dist.get_rank() == 0:
+            for file in sorted(path.rglob("*")):
+                sync(file)
+            sync(path)
+        dist.barrier(self._group)
+        return _Done()
+
+    def load(self, number: int) -> int:
+        class Counting(dcp.DefaultLoadPlanner):
+            """Counts the slices that the reader copies out of mapped files."""
+
+            mapped = 0
+
+            def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+                self.mapped += tensor.nbytes
+                super().commit_tensor(read_item, tensor)
+
+        planner = Counting()
+        dcp.load(
+            self._state.flat(),
+            storage_reader=self._reader(str(self._path(number))),
+            planner=planner,
+            process_group=self._group,
+        )
+        return planner.mapped
+
+
+class PerRank(Engine):
+    """What each rank holds in a file of its own, by `torch.save` or `safetensors`, and fsync."""
+
+    def __init__(self, state: ShardedState, directory: Path, *, safetensors: bool) -> None:
+        self._state = state
+        self._directory = directory
+        self._safetensors = safetensors
+
+    def _file(self, number: int) -> Path:
+        return self._directory / f"save-{number}" / f"rank-{dist.get_rank()}"
+
+    def save(self, number: int) -> Running:
+        file = self._file(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if self._safetensors:
+            from safetensors.torch import save_file
+
+            save_file(self._state.local(), file)
+        else:
+            torch.save(self._state.local(), file)
+        sync(file)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            sync(file.parent)
+        return _Done()
+
+    def load(self, number: int) -> int:
+        file = self._file(number)
+        if self._safetensors:
+            from safetensors.torch import load_file
+
+            self._state.load_local(load_file(file))
+        else:
+            self._state.load_local(torch.load(file))
+        return 0
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+ENGINES: dict[str, Callable[[ShardedState, Path], Engine]] = {
+    "Perdure": Perdure,
+    "Perdure (2 slots)": lambda state, directory: Perdure(state, directory, slots=2),
+    "dcp.save": Dcp,
+    "dcp.async_save": DcpAsync,
+    "dcp.async_save (reused stager)": lambda state, directory: DcpAsync(
+        state, directory, reuse=True
+    ),
+    "dcp.async_save (process)": lambda state, directory: DcpAsync(
+        state, directory, process=True, reuse=True
+    ),
+    "HF writer (sharded)": HuggingFace,
+    "HF writer (consolidated)": lambda state, directory: HuggingFace(
+        state, directory, consolidate=True
+    ),
+    "safetensors.save_file": lambda state, directory: PerRank(state, directory, safetensors=True),
+    "torch.save": lambda state, directory: PerRank(state, directory, safetensors=False),
+}
+"""By the name under which it is shown. The process has the shared-memory stager, reused, with which
+it is fastest."""

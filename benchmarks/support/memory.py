@@ -1,0 +1,79 @@
+"""Memory of a tree of processes over time."""
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+PERIOD = 0.02
+LOOK_FOR_PROCESSES = 0.2
+
+
+class MemoryWatch:
+    """Samples, in a thread, the anonymous memory of all descendants of this process plus all shared
+    memory of the machine (whose owner the kernel does not tell). A context manager."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, int]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def extra(self, before: float, start: float, end: float) -> int:
+        """Bytes: the peak from `start` to `end`, less what there was at `before`; all three as
+        time.monotonic() tells them in any process."""
+        base = [taken for when, taken in self._samples if when <= before][-1]
+        return max(taken for when, taken in self._samples if start <= when <= end) - base
+
+    def _watch(self) -> None:
+        processes: list[int] = []
+        looked = 0.0
+        while not self._stopped.wait(PERIOD):
+            now = time.monotonic()
+            if now - looked > LOOK_FOR_PROCESSES:
+                processes, looked = _descendants(os.getpid()), now
+            taken = _shared() + sum(_anonymous(process) for process in processes)
+            self._samples.append((now, taken))
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                stat = Path(entry.path, "stat").read_text()
+            except OSError:  # has just ended
+                continue
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found: list[int] = []
+    ahead = [root]
+    while ahead:
+        below = children.get(ahead.pop(), [])
+        found += below
+        ahead += below
+    return found
+
+
+def _anonymous(process: int) -> int:
+    try:
+        return _kilobytes(f"/proc/{process}/status", "RssAnon")
+    except OSError:
+        return 0
+
+
+def _shared() -> int:
+    return _kilobytes("/proc/meminfo", "Shmem")
+
+
+def _kilobytes(file: str, field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0  # a process that is ending has no memory

@@ -1,0 +1,142 @@
+"""Restarting from the memory that a run left: which step all of it makes up, and its bytes.
+
+A worker that is killed leaves its node's slots (slots.py). When the run starts again, in whatever
+world, the ranks put together what is on their machines; the newest step of which every byte is
+there is loaded, unless storage has a newer one, or has changed since.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from checkpointing.errors import DamagedCheckpoint
+from checkpointing.pulls import Pull
+from checkpointing.slots import Manifest, dead_folders, living_folders, open_left, read_manifest
+from checkpointing.storage import StoredFile
+
+DYING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Left:
+    """A slot that a dead run left, and the node (of the run that is starting) it is on."""
+
+    slot: str
+    """Its folder."""
+    home: int
+    manifest: Manifest
+
+
+def survey(directory: str, home: int) -> list[Left]:
+    """What dead processes of a run left on this machine.
+
+    The writer of a killed rank dies a moment after it, and before this run has writers of its own:
+    whatever lives is waited for.
+    """
+    deadline = time.monotonic() + DYING_SECONDS
+    while living_folders(directory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = []
+    for folder in dead_folders(directory):
+        for path in sorted(folder.glob("*.json")):
+            manifest = read_manifest(path)
+            if manifest:
+                found.append(Left(str(path.with_suffix("")), home, manifest))
+    return found
+
+
+def newest_whole(
+    left: Sequence[Left], tensors: str, newest: int | None
+) -> tuple[int, list[Left]] | None:
+    """The newest step that is whole, and its parts, one for each node of the run that left it.
+
+    Args:
+        left: of all machines.
+        tensors: digest of what is to be loaded.
+        newest: newest good step in storage.
+    """
+    parts: dict[tuple[int, int], dict[int, Left]] = {}
+    for part in left:
+        found = part.manifest
+        follows = found.step == newest or (
+            found.previous == newest and (newest is None or found.step > newest)
+        )
+        if found.tensors == tensors and follows:
+            parts.setdefault((found.step, found.nodes), {})[found.node] = part
+    whole = [key for key, by_node in parts.items() if len(by_node) == key[1]]
+    if not whole:
+        return None
+    best = max(whole)
+    return best[0], [parts[best][node] for node in range(best[1])]
+
+
+def check(part: Left) -> None:
+    """Compare a part on this machine with its checksums.
+
+    Raises:
+        DamagedCheckpoint: it is not what was written there.
+    """
+    for file, spans in part.manifest.ranges.items():
+        files = open_left(part.slot, file)
+        if files.checksums({file: spans})[file] != part.manifest.checksums[file]:
+            raise DamagedCheckpoint(f"{part.slot}/{file}: its checksum is wrong")
+
+
+@contextmanager
+def open_parts(file: str, parts: Sequence[Left], home: int, pull: Pull) -> Iterator[StoredFile]:
+    """A tensor file put together from slots.
+
+    Args:
+        file: its name in the checkpoint.
+        parts: slots that make up the step.
+        home: the node of the caller; slots of others are reached by `pull`.
+        pull: fetches from other nodes.
+    """
+    yield _Parts(file, parts, home, pull)
+
+
+class _Parts:
+    def __init__(self, file: str, parts: Sequence[Left], home: int, pull: Pull) -> None:
+        self._file, self._home, self._pull = file, home, pull
+        self._spans = sorted(
+            (start, stop, number)
+            for number, part in enumerate(parts)
+            for start, stop in part.manifest.ranges.get(file, [])
+        )
+        self._parts = parts
+        self._maps = {
+            number: memoryview(open_left(part.slot, file).maps[file])
+            for number, part in enumerate(parts)
+            if part.home == home and file in part.manifest.ranges
+        }
+        self.size = max((stop for _, stop, _ in self._spans), default=0)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """See StoredFile; ends at the first byte that is in no slot."""
+        done = 0
+        for buffer in buffers:
+            filled = 0
+            while filled < len(buffer):
+                count = self._read(buffer[filled:], offset + done)
+                if count == 0:
+                    return done
+                filled += count
+                done += count
+        return done
+
+    def _read(self, buffer: memoryview, offset: int) -> int:
+        place = bisect_right(self._spans, offset, key=lambda span: span[0]) - 1
+        if place < 0 or self._spans[place][1] <= offset:
+            return 0
+        _, stop, number = self._spans[place]
+        count = min(len(buffer), stop - offset)
+        part = self._parts[number]
+        if number in self._maps:
+            buffer[:count] = self._maps[number][offset : offset + count]
+        else:
+            span = [(offset, offset + count)]
+            for data in self._pull(part.home, part.slot, self._file, span):
+                buffer[:count] = data
+        return count

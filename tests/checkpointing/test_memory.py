@@ -1,0 +1,121 @@
+"""What a killed run left in memory is where the next one starts from, in any world."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing.memory import Left, newest_whole
+from checkpointing.slots import Manifest, dead_folders, living_folders, read_manifest
+from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
+
+OPTIONS = CheckpointOptions(max_shard_size=700)
+SLOW = CheckpointOptions(max_shard_size=700, max_bandwidth=1000)
+"""A save of the test's state takes some seconds: it is in memory long before it is committed."""
+
+
+def parts(step: int, strategy: str) -> dict:
+    model, optimizer = (spread(part, strategy) for part in whole_state(seed=step))
+    return {"model": model, "optimizer": optimizer, "state": {"step": step}, "files": {}}
+
+
+def in_memory(run: Path) -> list[int]:
+    """The steps in the slots of the living."""
+    paths = (path for folder in living_folders(str(run)) for path in folder.glob("slot-?.json"))
+    return [manifest.step for path in paths if (manifest := read_manifest(path))]
+
+
+def leave(run: Path, ranks: Path, nodes: int = 1) -> None:
+    """Two ranks commit step 1, have step 2 in memory, and are killed."""
+
+    def work(rank):
+        if nodes > 1:
+            os.environ["GROUP_RANK"] = str(rank % nodes)
+        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+            save_now(checkpointer, 1, **parts(1, "rows-2"))
+        with Checkpointer(run, SLOW, dist.group.WORLD) as checkpointer:
+            checkpointer.load(**{key: parts(0, "rows-2")[key] for key in ("model", "optimizer")})
+            checkpointer.save(2, **parts(2, "rows-2"))
+            deadline = time.monotonic() + 10
+            while in_memory(run) != [2] * nodes and time.monotonic() < deadline:
+                time.sleep(0.01)
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_ranks(2, work, ranks) == [None, None]
+    assert sorted(path.name for path in run.glob("step-????????")) == ["step-00000001"]
+
+
+def load(run: Path, ranks: Path, strategy: str, world_size: int) -> list[tuple[int, bool]]:
+    """Step and whether it came from memory; it must be that step's state to the bit."""
+
+    def work(rank):
+        targets = [
+            spread({name: torch.zeros_like(t) for name, t in part.items()}, strategy)
+            for part in whole_state()
+        ]
+        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+            step = checkpointer.load(model=targets[0], optimizer=targets[1])["step"]
+            newer = checkpointer.newer_than_storage
+        for target, wanted in zip(targets, whole_state(seed=step), strict=True):
+            right = spread(wanted, strategy)
+            assert all(same_bits(local(target[name]), local(right[name])) for name in right)
+        return step, newer
+
+    return run_ranks(world_size, work, ranks)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("rows-2", 2), ("rows-3", 3), ("replicated", 1)]
+)
+def test_a_killed_run_goes_on_from_memory_in_any_world(strategy, world_size, nodes, tmp_path):
+    leave(tmp_path / "run", tmp_path / "ranks", nodes)
+    found = load(tmp_path / "run", tmp_path / "ranks", strategy, world_size)
+    assert found == [(2, True)] * world_size
+
+
+def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
+    run, ranks = tmp_path / "run", tmp_path / "ranks"
+    leave(run, ranks)
+    # A bit of it has flipped.
+    (folder,) = dead_folders(str(run))
+    manifest = read_manifest(folder / "slot-0.json") or read_manifest(folder / "slot-1.json")
+    file, ranges = next(iter(manifest.ranges.items()))
+    (path,) = [
+        p for p in folder.glob(f"slot-?/{file}") if read_manifest(p.parents[0].with_suffix(".json"))
+    ]
+    data = bytearray(path.read_bytes())
+    data[ranges[0][0]] ^= 1
+    path.write_bytes(data)
+    assert load(run, ranks, "rows-2", 2) == [(1, False)] * 2
+
+    # Somebody has deleted the run meanwhile, and begins anew.
+    leave(tmp_path / "again", ranks)
+    shutil.rmtree(tmp_path / "again")
+    with Checkpointer(tmp_path / "again", OPTIONS, None) as checkpointer:
+        model, optimizer = whole_state()
+        assert checkpointer.load(model=model, optimizer=optimizer) is None
+
+
+def part(step: int, node: int, nodes: int, previous: int | None = None, tensors="t") -> Left:
+    return Left("", 0, Manifest(step, previous, tensors, node, nodes, {}, {}, "{}"))
+
+
+def test_the_newest_step_of_which_all_is_there_is_taken():
+    both = [part(20, 0, 2, 10), part(20, 1, 2, 10)]
+    torn = [*both, part(30, 0, 2, 10)]
+    assert newest_whole(torn, "t", 10) == (20, both)
+    assert newest_whole([*torn, part(30, 1, 2, 10)], "t", 10)[0] == 30
+    assert newest_whole(both, "t", 20)[0] == 20, "storage has the same step"
+    assert newest_whole(both, "t", 15) is None, "storage went on without this memory"
+    assert newest_whole(both, "t", 30) is None
+    assert newest_whole(both, "other", 10) is None
+    assert newest_whole(both, "t", None) is None, "the checkpoints were deleted"
+    assert newest_whole([part(5, 0, 1)], "t", None)[0] == 5, "the first was never committed"

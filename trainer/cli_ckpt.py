@@ -1,0 +1,180 @@
+"""`perdure ckpt …`: parses and calls, nothing more."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from trainer.__main__ import EXIT_WRONG_INPUT
+
+EXIT_DIFFERENT = 1
+
+CKPT_EXAMPLES = """\
+examples:
+  perdure ckpt ls runs/quickstart
+  perdure ckpt show runs/quickstart
+  perdure ckpt verify runs/quickstart/checkpoints/step-00000300
+  perdure ckpt diff runs/a runs/b
+  perdure ckpt prune runs/quickstart --keep 2 --keep-best 1 --dry-run
+  perdure ckpt export runs/quickstart out/quickstart --dtype bf16
+  perdure ckpt import Qwen3-0.6B out/start     (then: model.init_from: out/start)
+
+A run stands for its newest good checkpoint.
+exit codes: 0 done (diff: equal); 1 diff: they differ; 2 wrong input, or a damaged checkpoint
+"""
+
+
+def add_ckpt_commands(commands: Any, new: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands to a parser.
+
+    Args:
+        commands: what `add_subparsers` gave.
+        new: (commands, name, what it does, examples) → parser of a new command.
+    """
+
+    def command(
+        run: Callable[[argparse.Namespace], int], verb: str, what: str, *paths: tuple[str, str]
+    ) -> argparse.ArgumentParser:
+        parser = new(commands, verb, what, CKPT_EXAMPLES)
+        for name, meaning in paths:
+            parser.add_argument(name, help=meaning)
+        parser.set_defaults(run=run)
+        return parser
+
+    path = "path", "run or checkpoint directory"
+    command(_ls, "ls", "list the committed checkpoints of a run", path)
+    command(_show, "show", "tensors and trainer state of a checkpoint (of a run: the newest)", path)
+    command(_verify, "verify", "check every byte of a checkpoint, or of all of a run", path)
+    command(
+        _diff,
+        "diff",
+        "in what two checkpoints differ",
+        ("left", "run, checkpoint or Hugging Face directory"),
+        ("right", "what to compare it with"),
+    )
+
+    prune = command(_prune, "prune", "delete the checkpoints of a run that need not stay", path)
+    as_trained = "default: as the run was trained with"
+    for name, metavar, meaning in (
+        ("--keep", "N", "the newest N stay, 0: all"),
+        ("--keep-every", "M", "multiples of M steps stay"),
+        ("--keep-best", "K", "the K best stay"),
+    ):
+        prune.add_argument(name, type=_count, metavar=metavar, help=f"{meaning} ({as_trained})")
+    prune.add_argument("--best-by", metavar="KEY", help=f"of trainer_state.json ({as_trained})")
+    prune.add_argument("--dry-run", action="store_true", help="delete nothing, only say what goes")
+
+    export = command(
+        _export,
+        "export",
+        "write the model as a plain Hugging Face directory",
+        ("path", "run, checkpoint or Hugging Face directory"),
+        ("out", "directory to make"),
+    )
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="round weights to it (default: as saved)"
+    )
+    importer = command(
+        _import,
+        "import",
+        "make a checkpoint for model.init_from from what others wrote",
+        ("path", "Hugging Face directory, or one of torch.distributed.checkpoint"),
+        ("out", "directory to make"),
+    )
+    importer.add_argument("--step", type=_count, metavar="N", help="default: of OUT's name, else 0")
+    importer.add_argument("--config", metavar="FILE", help="config.json, where PATH has none")
+    for parser in (export, importer):
+        parser.add_argument(
+            "--max-shard-size", type=_size, default="4 GB", metavar="SIZE", help="default 4 GB"
+        )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    from checkpointing import CheckpointOptions
+
+    try:
+        return CheckpointOptions(max_shard_size=text).max_shard_bytes
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from checkpointing.inspect import ls
+
+    print(ls(arguments.path))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from checkpointing.inspect import show
+
+    print(show(arguments.path))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from checkpointing.inspect import verify
+
+    result = verify(arguments.path)
+    print(result)
+    return EXIT_WRONG_INPUT if result.problems else 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from checkpointing.diff import diff
+
+    _use_one_thread()
+    result = diff(arguments.left, arguments.right)
+    print(result)
+    return 0 if result.equal else EXIT_DIFFERENT
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from checkpointing import CheckpointOptions
+    from checkpointing.inspect import find_checkpoint, pruned
+    from checkpointing.steps import read_state
+
+    recipe = read_state(find_checkpoint(arguments.path)).get("recipe", {})
+    trained = recipe.get("checkpoint", {"keep": 0})
+    names = ("keep", "keep_every", "keep_best", "best_by")
+    rules = {name: trained[name] for name in names if name in trained}
+    given = {name: getattr(arguments, name) for name in names}
+    rules |= {name: value for name, value in given.items() if value is not None}
+    print(pruned(arguments.path, CheckpointOptions(**rules), dry_run=arguments.dry_run))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from checkpointing.convert import export
+
+    _use_one_thread()
+    size = arguments.max_shard_size
+    print(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from checkpointing.convert import import_checkpoint
+
+    result = import_checkpoint(
+        arguments.path,
+        arguments.out,
+        step=arguments.step,
+        config=arguments.config,
+        max_shard_bytes=arguments.max_shard_size,
+    )
+    print(result)
+    return 0
+
+
+def _use_one_thread() -> None:
+    """Pieces fit a processor's cache: several threads would mostly wait for each other, on a busy
+    machine ten times as long."""
+    import torch
+
+    torch.set_num_threads(1)
