@@ -2,13 +2,12 @@
 ranks, and makes every failure of one rank an error of all."""
 
 import hashlib
-import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -23,46 +22,34 @@ from checkpointing.errors import (
     DamagedCheckpoint,
     SaveFailed,
     StorageError,
-    WrongModel,
     explain,
 )
-from checkpointing.fill import read_tensors
 from checkpointing.layout import (
     COMMIT_RECORD,
     LATEST,
-    MODEL,
-    OPTIMIZER,
     TRAINER_STATE,
-    CommitRecord,
-    StoredTensor,
-    TensorFile,
-    index_json,
     json_bytes,
-    lay_out,
     parse_step,
     step_name,
 )
 from checkpointing.link import Link, WriterGoneError
-from checkpointing.memory import Left, check, newest_whole, open_parts, survey
 from checkpointing.options import CheckpointOptions
-from checkpointing.owners import machine
 from checkpointing.plan import (
-    Layout,
     Piece,
     TensorSpec,
-    merge_specs,
     own_files,
     plan_pieces,
 )
 from checkpointing.pulls import Puller
-from checkpointing.reader import refuse_differences
+from checkpointing.ranks import RankError, Ranks, specs_digest
+from checkpointing.restore import find_memory, load_memory, load_step
 from checkpointing.retention import collect
+from checkpointing.sections import by_section, plan_input, stored_by_name
 from checkpointing.slots import Slots
 from checkpointing.staging import Staging
-from checkpointing.steps import list_steps, open_step, read_state, stored_tensors
-from checkpointing.storage import location, open_file
-from checkpointing.tensors import specs_of
-from checkpointing.writer import Nodes, PlanInput, Setup
+from checkpointing.steps import list_steps
+from checkpointing.storage import location
+from checkpointing.writer import PlanInput, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +91,11 @@ class Checkpointer:
     ) -> None:
         self.directory = location(directory).absolute()
         self.options = options
-        self._group = group
-        self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self._rank = 0 if group is None else dist.get_rank()
-        self._place = self._ranks.index(self._rank)
+        self._ranks = Ranks(group)
         self._plan: SavePlan | None = None
         self._link: Link | None = None
         self._staging: Staging | None = None
         self._note = ""
-        self._nodes: Nodes = ()
         self._addresses: list[tuple[str, int]] = []
         self._running: int | None = None
         """The step that is being saved."""
@@ -124,7 +107,7 @@ class Checkpointer:
         """Newest committed step, as far as is known here."""
         self.newer_than_storage = False
         """Whether `load` found a step in memory that is not committed: save it soon."""
-        if self._is_main:
+        if self._ranks.is_main:
             try:
                 collect(self.directory)
             except (OSError, CheckpointError) as error:
@@ -178,7 +161,7 @@ class Checkpointer:
         self._asked += 1
         key = step, self._asked
         payload = None
-        if self._is_main:
+        if self._ranks.is_main:
             payload = _payload(plan, state, files)
             payload |= {"damaged": sorted(self._damaged), "previous": self._newest}
         wait = wait or self.options.when_busy == "wait"
@@ -191,7 +174,7 @@ class Checkpointer:
             self._outcomes.append(SaveOutcome(step, None, error))
             return False
         self._running = step
-        tensors = _by_section(model, optimizer)
+        tensors = by_section(model, optimizer)
         staging.copy(answer[0], tensors, lambda error: self._copied(key, error))
         return True
 
@@ -271,30 +254,39 @@ class Checkpointer:
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read, and is not known to be damaged.
         """
+        targets = model, optimizer
         damage: list[DamagedCheckpoint] = []
         try:
-            specs = self._specs(model), self._specs(optimizer)
-            paths = self._on_main(lambda: list_steps(self.directory))
-            state = self._load_memory(paths, specs, (model, optimizer))
-            if state is not None:
-                return state
+            specs = self._ranks.specs(model), self._ranks.specs(optimizer)
+            paths = self._ranks.on_main(lambda: list_steps(self.directory))
+            if self._link is None:  # else this run has saved already, and storage is what counts
+                memory = find_memory(self._ranks, self.directory, paths, specs, self.options)
+                if memory and any(part.home != self._ranks.node for part in memory.parts):
+                    self._start()
+                secret = self._link.secret if self._link else b""
+                if memory and load_memory(
+                    self._ranks, memory, Puller(self._addresses, secret), specs, targets
+                ):
+                    self._newest = memory.newest
+                    self.newer_than_storage = memory.step != memory.newest
+                    return memory.state
             for path in paths:
                 try:
-                    state = self._load_step(path, specs, (model, optimizer))
+                    state = load_step(self._ranks, path, specs, targets, self.options.verify)
                     self._newest = parse_step(path.name)
                     return state
-                except _RankError as failed:
+                except RankError as failed:
                     if failed.kind is not DamagedCheckpoint:
                         raise
                     damage.append(DamagedCheckpoint(failed.message))
                     self._damaged.add(path.name)
-                    if self._is_main:
+                    if self._ranks.is_main:
                         logger.warning(
                             "checkpoint %s is damaged and passed over: %s",
                             path.name,
                             failed.message,
                         )
-        except _RankError as failed:
+        except RankError as failed:
             raise failed.kind(failed.message) from failed.__cause__
         if damage:
             raise DamagedCheckpoint(
@@ -302,10 +294,6 @@ class Checkpointer:
                 "bring a good copy back, or move them away to start afresh"
             )
         return None
-
-    @property
-    def _is_main(self) -> bool:
-        return self._place == 0
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -318,11 +306,10 @@ class Checkpointer:
         try:
             self._plan = plan = self._make_plan(signature, model, optimizer)
             link = self._start()
-            slots = self._together(lambda: self._take_slots(link, plan))[self._place]
-        except _RankError as failed:
+            slots = self._ranks.together(lambda: self._take_slots(link, plan))[self._ranks.place]
+        except RankError as failed:
             self._plan = None
-            kind = failed.kind if issubclass(failed.kind, CheckpointError) else ValueError
-            raise kind(failed.message) from failed.__cause__
+            raise failed.kind(failed.message) from failed.__cause__
         devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
         self._staging = staging = Staging(slots, plan.pieces, next(devices, torch.device("cpu")))
         self._note = slots.note
@@ -334,47 +321,43 @@ class Checkpointer:
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
     ) -> SavePlan:
-        specs = self._specs(model), self._specs(optimizer)
-        if not self._nodes:
-            self._nodes = _group_by_node(self._together(_node_identity), self._ranks)
+        specs = self._ranks.specs(model), self._ranks.specs(optimizer)
+        nodes = self._ranks.nodes()
 
         def make() -> SavePlan:
-            shared = _lay_out(specs, self.options.max_shard_bytes)
-            stored = _stored(shared.files)
-            owners = own_files(shared.files, len(self._nodes))
-            near = {file: self._nodes[node] for file, node in owners.items()}
-            pieces = plan_pieces(shared.specs, stored, near, self._rank)
+            shared = plan_input(*specs, self.options.max_shard_bytes)
+            owners = own_files(shared.files, len(nodes))
+            near = {file: nodes[node] for file, node in owners.items()}
+            stored = stored_by_name(shared.files)
+            pieces = plan_pieces(shared.specs, stored, near, self._ranks.rank)
             digest = hashlib.sha256(
-                f"{_digest(shared.specs)} {shared.tensors} {self._nodes}".encode()
+                f"{specs_digest(shared.specs)} {shared.tensors} {nodes}".encode()
             ).hexdigest()
             return SavePlan(signature, shared, digest, pieces)
 
-        return self._together(make)[self._place]
+        return self._ranks.together(make)[self._ranks.place]
 
     def _start(self) -> Link:
         """Start the writer of each node and connect to it, once."""
         if self._link:
             return self._link
-        secret = self._on_main(lambda: os.urandom(16))
-        node = next(node for node, ranks in enumerate(self._nodes) if self._rank in ranks)
+        secret = self._ranks.on_main(lambda: os.urandom(16))
+        nodes, node = self._ranks.nodes(), self._ranks.node
         name = f"\0perdure-{secret[:8].hex()}-{node}"
-        host = _host() if len(self._nodes) > 1 else ""
-        setup = Setup(
-            0, node, self._nodes, str(self.directory), self.options, name, host, 0, secret
-        )
-        link = Link(setup, self._rank, starts=self._rank == self._nodes[node][0])
-        addresses = self._together(link.start)
-        by_rank = dict(zip(self._ranks, addresses, strict=True))
-        self._addresses = [by_rank[ranks[0]] for ranks in self._nodes]
-        self._together(link.connect)
+        host = _host() if len(nodes) > 1 else ""
+        setup = Setup(0, node, nodes, str(self.directory), self.options, name, host, 0, secret)
+        link = Link(setup, self._ranks.rank, starts=self._ranks.first_of_node)
+        addresses = self._ranks.together(link.start)
+        by_rank = dict(zip(self._ranks.all, addresses, strict=True))
+        self._addresses = [by_rank[ranks[0]] for ranks in nodes]
+        self._ranks.together(link.connect)
         self._link = link
         return link
 
     def _take_slots(self, link: Link, plan: SavePlan) -> Slots:
         """Give the node's writer the plan, and get the slots that it makes."""
-        first = any(ranks[0] == self._rank for ranks in self._nodes)
         link.send(("addresses", self._addresses))
-        link.send(("plan", plan.digest, plan.shared if first else None))
+        link.send(("plan", plan.digest, plan.shared if self._ranks.first_of_node else None))
         while True:
             message = link.receive()
             if message is None:
@@ -438,177 +421,6 @@ class Checkpointer:
             )
             self._outcomes.append(SaveOutcome(step, None, error))
 
-    # --- loading -----------------------------------------------------------------------------
-
-    def _load_memory(
-        self,
-        paths: Sequence[Path],
-        specs: tuple[Specs, Specs],
-        targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    ) -> dict[str, Any] | None:
-        """Load what the last run left in memory, if it is whole and not older than storage."""
-        if self._link:  # this run has saved already: storage has what it knows to be good
-            return None
-        if not self._nodes:
-            self._nodes = _group_by_node(self._together(_node_identity), self._ranks)
-        home = next(node for node, ranks in enumerate(self._nodes) if self._rank in ranks)
-        first = self._nodes[home][0] == self._rank
-
-        def look() -> list[Left]:
-            return survey(str(self.directory), home) if first else []
-
-        left = [part for of_rank in self._together(look) for part in of_rank]
-        if not left:
-            return None
-        newest = self._on_main(lambda: _newest_good(paths))
-        layout = _lay_out(specs, self.options.max_shard_bytes)
-        found = newest_whole(left, layout.tensors, newest)
-        if found is None:
-            return None
-        step, parts = found
-        if any(part.home != home for part in parts):
-            self._start()
-        stored = _stored(layout.files)
-        pull = Puller(self._addresses, self._link.secret if self._link else b"")
-
-        def read() -> None:
-            if first:
-                for part in parts:
-                    if part.home == home:
-                        check(part)
-
-        try:
-            self._together(read)
-            self._together(
-                lambda: read_tensors(
-                    self.directory,
-                    lambda name: open_parts(name, parts, home, pull),
-                    stored,
-                    _by_section(*specs),
-                    _by_section(*targets),
-                    {},
-                    self._group,
-                    self._nodes,
-                )
-            )
-        except _RankError as failed:
-            if self._is_main:
-                logger.warning("memory of step %d is not used: %s", step, failed.message)
-            return None
-        self._newest, self.newer_than_storage = newest, step != newest
-        if self._is_main:
-            there = "which storage has too" if step == newest else f"storage has {newest}"
-            logger.warning("restored step %d from memory (%s)", step, there)
-        return dict(json.loads(parts[0].manifest.state))
-
-    def _load_step(
-        self,
-        path: Path,
-        specs: tuple[Specs, Specs],
-        targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    ) -> dict[str, Any]:
-        verify = self.options.verify
-
-        def look() -> tuple[CommitRecord, tuple[dict[str, StoredTensor], ...], dict[str, Any]]:
-            step = open_step(path)
-            stored = tuple(
-                stored_tensors(step, section, verify=False) for section in (MODEL, OPTIMIZER)
-            )
-            return step.record, stored, read_state(path)
-
-        record, stored, state = self._on_main(look)
-
-        def refuse() -> None:
-            for section, there, wanted in zip((MODEL, OPTIMIZER), stored, specs, strict=True):
-                try:
-                    refuse_differences(path, there, wanted, section.stem)
-                except WrongModel:
-                    if verify:  # it is not known yet that the headers are good
-                        stored_tensors(open_step(path), section, verify=True)
-                    raise
-
-        def read() -> None:
-            read_tensors(
-                path,
-                lambda name: open_file(path / name),
-                _by_section(*stored),
-                _by_section(*specs),
-                _by_section(*targets),
-                record.files if verify else {},
-                self._group,
-                self._nodes or None,
-            )
-
-        self._on_main(refuse)
-        self._together(read)
-        return state
-
-    def _specs(self, tensors: Mapping[str, Tensor]) -> Specs:
-        """What all ranks together hold. One digest a rank tells whether there is anything to
-        exchange: where every rank sees all tensors, there is not."""
-        specs: Specs = {}
-
-        def digest() -> str:
-            specs.update(specs_of(tensors, self._ranks))
-            return _digest(specs)
-
-        if len(set(self._together(digest))) == 1:
-            return specs
-        everyone = dict(zip(self._ranks, self._together(lambda: specs), strict=True))
-        return self._together(lambda: merge_specs(everyone))[self._place]
-
-    # --- ranks together ----------------------------------------------------------------------
-
-    def _on_main(self, work: Callable[[], T]) -> T:
-        """work() on rank 0; its result on all ranks."""
-        results: list[Any] = self._together(work if self._is_main else lambda: None)
-        return results[0]
-
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """work() on every rank; the results of all, in order. Also a barrier.
-
-        Raises:
-            _RankError: on all ranks, if any rank failed: the first of them.
-        """
-        result, failure, cause = None, None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure, cause = _RankError.of(self._rank, error).args, error
-        outcomes: list[Any] = [(result, failure)]
-        if self._group is not None:
-            outcomes = [None] * len(self._ranks)
-            dist.all_gather_object(outcomes, (result, failure), group=self._group)
-        for _, arguments in outcomes:
-            if arguments:
-                first = _RankError(*arguments)
-                raise first from (cause if first.rank == self._rank else None)
-        return [value for value, _ in outcomes]
-
-
-class _RankError(Exception):
-    """A rank failed in a phase; the same on all ranks. Its arguments travel between ranks."""
-
-    def __init__(
-        self,
-        rank: int,
-        kind: type[Exception],
-        message: str,
-        path: str | None,
-        number: int | None,
-    ) -> None:
-        super().__init__(rank, kind, message, path, number)
-        self.rank, self.kind, self.message, self.path, self.errno = self.args
-
-    @staticmethod
-    def of(rank: int, error: Exception) -> "_RankError":
-        """What the other ranks are told of an error on this one."""
-        if isinstance(error, OSError):
-            path = error.filename and str(error.filename)
-            return _RankError(rank, StorageError, explain(error), path, error.errno)
-        kind = type(error) if isinstance(error, CheckpointError) else RuntimeError
-        return _RankError(rank, kind, explain(error), None, None)
-
 
 def _payload(
     plan: SavePlan, state: Mapping[str, Any], files: Mapping[str, bytes]
@@ -622,28 +434,6 @@ def _payload(
     return {"state": json_bytes(dict(state)), "files": dict(files)}
 
 
-def _lay_out(specs: tuple[Specs, Specs], max_shard_bytes: int) -> PlanInput:
-    """Where everything is stored, which follows from names, dtypes and shapes alone."""
-    files: list[TensorFile] = []
-    indexes: dict[str, bytes] = {}
-    for section, wanted in zip((MODEL, OPTIMIZER), specs, strict=True):
-        metas = {name: spec.meta for name, spec in wanted.items()}
-        of_section = lay_out(section, metas, max_shard_bytes)
-        indexes[section.index] = index_json(of_section)
-        files += [
-            replace(file, tensors=_prefixed(section.stem, file.tensors)) for file in of_section
-        ]
-    digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
-    return PlanInput(_by_section(*specs), files, indexes, digest)
-
-
-def _stored(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
-    return {name: tensor for file in files for name, tensor in file.tensors.items()}
-
-
-# --- tensors by section ----------------------------------------------------------------------
-
-
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """What a plan depends on, cheap to make and to compare."""
     return tuple(
@@ -655,50 +445,6 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
         )
         for name, tensor in tensors.items()
     )
-
-
-def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
-    """Names that tell a tensor of the model from one of the optimizer."""
-    return {f"{section}/{name}": value for name, value in values.items()}
-
-
-def _by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
-    return {**_prefixed("model", model), **_prefixed("optimizer", optimizer)}
-
-
-def _digest(specs: Mapping[str, TensorSpec]) -> str:
-    """Stands for specs. Layouts are digested once each: at 16,384 ranks they are large, but few."""
-    layouts: dict[Layout, int] = {}
-    lines = []
-    for name, spec in specs.items():
-        numbers = [layouts.setdefault(layout, len(layouts)) for layout in spec.layouts]
-        lines.append(f"{name} {spec.meta} {numbers}")
-    return hashlib.sha256("\n".join([*map(repr, layouts), *lines]).encode()).hexdigest()
-
-
-def _newest_good(paths: Sequence[Path]) -> int | None:
-    """The newest step in storage whose record is good. Reads no tensors."""
-    for path in paths:
-        try:
-            return open_step(path).record.step
-        except DamagedCheckpoint:
-            continue
-    return None
-
-
-# --- ranks by node ---------------------------------------------------------------------------
-
-
-def _node_identity() -> str:
-    """Equal on ranks that share memory and an elastic agent (torchrun's GROUP_RANK)."""
-    return f"{machine()}-{os.environ.get('GROUP_RANK', '')}"
-
-
-def _group_by_node(identities: Sequence[str], ranks: Sequence[int]) -> Nodes:
-    nodes: dict[str, list[int]] = {}
-    for identity, rank in zip(identities, ranks, strict=True):
-        nodes.setdefault(identity, []).append(rank)
-    return tuple(tuple(of_node) for of_node in nodes.values())
 
 
 def _host() -> str:

@@ -114,8 +114,6 @@ class _Save:
     staged_at: float = 0.0
     waiting: dict[int, deque[Unit]] = field(default_factory=dict)
     """Units by the node that owns their file."""
-    out: dict[Unit, int] = field(default_factory=dict)
-    """Granted units, and to which node."""
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     committing: bool = False
     turn: int = 0
@@ -150,13 +148,18 @@ class Coordinator:
         self._files: list[TensorFile] = []
         self._indexes: dict[str, bytes] = {}
         self._owners: dict[str, int] = {}
-        self._slots: dict[int, int] = {}
-        """How many slots each node has for the plan in use."""
+        self._hellos: dict[int, tuple[str, int]] = {}
+        """The plan that each node is ready for, and how many slots it has; a node may be ready
+        before this one knows the plan."""
         self._save: _Save | None = None
         self._requests: dict[Key, _Request] = {}
         """Not answered yet."""
-        self._answers: dict[Key, tuple[Any, ...]] = {}
-        """The last few, for nodes that ask later than others."""
+        self._answers: dict[Key, list[tuple[Any, ...]]] = {}
+        """What was told about the last few requests, for nodes that ask later than others: the
+        answer, and the outcome once there is one."""
+        self._out: dict[tuple[Key, Unit], int] = {}
+        """Granted units, and to which node; also those of saves that were given up, until their
+        writers have stopped."""
         self._slot = -1
         self._next_grant = 0.0
         self._aside = 0
@@ -173,8 +176,9 @@ class Coordinator:
 
     def on_lost(self, node: int) -> None:
         """A node's writer process is gone."""
-        self._slots.pop(node, None)
+        self._hellos.pop(node, None)
         self._closing.discard(node)
+        self._out = {what: where for what, where in self._out.items() if where != node}
         self._fail(node, Failure("its writer process is gone"))
         self._maybe_closed()
 
@@ -186,30 +190,35 @@ class Coordinator:
         owners: Mapping[str, int],
     ) -> None:
         """What is saved from now on, and the node that writes each file."""
-        if plan != self._plan:
-            self._slots.clear()
         self._plan, self._files, self._indexes = plan, list(files), dict(indexes)
         self._owners = dict(owners)
+        self._consider_all()
+
+    @property
+    def _slots(self) -> dict[int, int]:
+        """How many slots each node has for the plan in use."""
+        return {node: slots for node, (plan, slots) in self._hellos.items() if plan == self._plan}
 
     def _on_hello(self, node: int, plan: str, slots: int) -> None:
         """A node has made its slots for a plan."""
-        if plan == self._plan:
-            self._slots[node] = slots
-        for key in list(self._requests):
-            self._consider(key)
+        self._hellos[node] = plan, slots
+        self._consider_all()
 
     def _on_begin(self, node: int, key: Key, wait: bool, payload: dict[str, Any] | None) -> None:
         """A node's ranks want to save; `payload` comes from rank 0 alone."""
         if key in self._answers:
-            self._host.send(node, self._answers[key])
+            for message in self._answers[key]:
+                self._host.send(node, message)
             return
         if key not in self._requests:
             self._requests[key] = _Request(wait)
-            self._host.call_at(
-                time.monotonic() + ANSWER_SECONDS, lambda: self._give_up_waiting(key)
-            )
+            self._wait_for_nodes(key)
         if payload is not None:
             self._requests[key].payload = payload
+            self._consider(key)
+
+    def _consider_all(self) -> None:
+        for key in list(self._requests):
             self._consider(key)
 
     def _consider(self, key: Key) -> None:
@@ -227,16 +236,23 @@ class Coordinator:
         self._answer(key, ("go", key, save.slot, save.payload["state"], save.payload["previous"]))
         self._later(lambda: self._prepare(save), lambda target: self._prepared(save, target))
 
-    def _give_up_waiting(self, key: Key) -> None:
-        request = self._requests.get(key)
-        if request is None or len(self._slots) == self._nodes:
-            return
-        missing = sorted(set(range(self._nodes)) - set(self._slots))
-        self._answer(key, ("skip", key, f"there is no writer on node(s) {missing}"))
+    def _wait_for_nodes(self, key: Key) -> None:
+        """See to it that a request is answered, even if a node never comes back."""
+
+        def look() -> None:
+            if key not in self._requests:
+                return
+            missing = sorted(set(range(self._nodes)) - set(self._slots))
+            if missing:
+                self._answer(key, ("skip", key, f"there is no writer on node(s) {missing}"))
+            else:
+                self._wait_for_nodes(key)
+
+        self._host.call_at(time.monotonic() + ANSWER_SECONDS, look)
 
     def _answer(self, key: Key, answer: tuple[Any, ...]) -> None:
         self._requests.pop(key)
-        self._answers[key] = answer
+        self._answers[key] = [answer]
         while len(self._answers) > 4:
             self._answers.pop(next(iter(self._answers)))
         self._tell(answer)
@@ -268,7 +284,7 @@ class Coordinator:
         elif target is None:
             logger.warning("step %d is committed already; not written again", save.step)
             final = self._directory / step_name(save.step)
-            self._end(SaveOutcome(save.step, str(final)))
+            self._end(save, SaveOutcome(save.step, str(final)))
         else:
             save.target = target
             self._queue(save, target)
@@ -297,16 +313,25 @@ class Coordinator:
         self, node: int, key: Key, unit: Unit, checksums: dict[int, int], span: dict[str, Any]
     ) -> None:
         self._trace(span)
+        granted = self._out.pop((key, unit), None) is not None
         save = self._save
-        if save is None or save.key != key or save.out.pop(unit, None) is None:
-            return
-        save.checksums.setdefault(unit.file, {}).update(checksums)
-        self._limit.wrote(span["bytes"], time.monotonic())
+        if granted and save is not None and save.key == key:
+            save.checksums.setdefault(unit.file, {}).update(checksums)
+            self._limit.wrote(span["bytes"], time.monotonic())
         self._grant()
 
-    def _on_failed(self, node: int, key: Key, failure: Failure) -> None:
+    def _on_stopped(self, node: int, key: Key, unit: Unit) -> None:
+        """A writer has given a unit up, since its save was."""
+        self._out.pop((key, unit), None)
+        self._grant()
+
+    def _on_failed(self, node: int, key: Key, failure: Failure, unit: Unit | None = None) -> None:
+        """A unit could not be written; or a rank could not copy, then there is none."""
+        if unit is not None:
+            self._out.pop((key, unit), None)
         if self._save is not None and self._save.key == key:
             self._fail(node, failure)
+        self._grant()
 
     def _on_close(self, node: int) -> None:
         """A node's ranks have nothing more to save."""
@@ -322,7 +347,7 @@ class Coordinator:
             return
         if len(save.staged) < self._nodes:
             return
-        while len(save.out) < self._limit.value:
+        while len(self._out) < self._limit.value:
             nodes = [node for node, units in save.waiting.items() if units]
             if not nodes:
                 break
@@ -332,15 +357,15 @@ class Coordinator:
                 return
             self._next_grant = now + self._stagger
             # The node with the fewest units out; among those in turn.
-            busy = Counter(save.out.values())
+            busy = Counter(self._out.values())
             save.turn += 1
             node = min(nodes, key=lambda node: (busy[node], (node - save.turn) % self._nodes))
             unit = save.waiting[node].popleft()
-            save.out[unit] = node
+            self._out[save.key, unit] = node
             rate = self._options.bytes_per_second
             share = rate / self._limit.value if rate else None
             self._host.send(node, ("write", save.key, save.slot, unit, save.target, share))
-        if not save.out and not any(save.waiting.values()):
+        if not any(save.waiting.values()) and all(key != save.key for key, _ in self._out):
             save.committing = True
             target = save.target
             self._later(
@@ -369,6 +394,7 @@ class Coordinator:
         if save is not self._save:
             return
         if isinstance(result, Exception):
+            save.committing = False
             self._fail(0, failure_of(result))
             return
         now = time.monotonic()
@@ -381,7 +407,7 @@ class Coordinator:
             writers=self._limit.value,
         )
         self._later(lambda: self._tidy(save), self._tidied)
-        self._end(outcome)
+        self._end(save, outcome)
 
     def _tidy(self, save: _Save) -> None:
         prune(self._directory, self._options, save.payload["damaged"])
@@ -392,7 +418,7 @@ class Coordinator:
 
     def _fail(self, node: int, failure: Failure) -> None:
         save = self._save
-        if save is None:
+        if save is None or save.committing:  # all is written: nobody else is needed any more
             return
         where = f"on node {node}" if self._nodes > 1 else ""
         outcome = SaveOutcome(
@@ -409,13 +435,13 @@ class Coordinator:
         self._tell(("stop", save.key))
         if save.target:
             self._later(save.target.abort, lambda _: None)
-        self._end(outcome)
+        self._end(save, outcome)
 
-    def _end(self, outcome: SaveOutcome) -> None:
+    def _end(self, save: _Save, outcome: SaveOutcome) -> None:
         self._save = None
+        self._answers.get(save.key, []).append(("outcome", outcome))
         self._tell(("outcome", outcome))
-        for key in list(self._requests):
-            self._consider(key)
+        self._consider_all()
         self._maybe_closed()
 
     def _trace_metadata(self, save: _Save, kind: str, started: float) -> None:

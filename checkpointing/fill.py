@@ -33,8 +33,8 @@ from checkpointing.segments import Job, OpenFile, Reader, Segment, Target, deliv
 from checkpointing.tensors import TORCH_DTYPES
 from checkpointing.window import HALF_BYTES, Window, make_window, remove_window
 
-STEP_BYTES = 1 << 20
-"""Read at once: little enough to stay in the processor's cache until its checksum is taken."""
+STEP_BYTES = 4 << 20
+"""Read at once: little enough to be in the processor's cache when its checksum is taken."""
 MOST_THREADS = 4
 """Of a rank, for reading; fewer where ranks have fewer processors each."""
 

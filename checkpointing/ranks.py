@@ -1,6 +1,7 @@
 """Ranks that act together: results and errors of all, on all."""
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -56,10 +57,11 @@ class Ranks:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.all = [self.rank] if group is None else dist.get_process_group_ranks(group)
         self.place = self.all.index(self.rank)
+        self._nodes: Nodes | None = None
 
     def on_main(self, work: Callable[[], T]) -> T:
         """work() on the first rank; its result on all."""
-        results: list[Any] = self.together(work if self.place == 0 else lambda: None)
+        results: list[Any] = self.together(work if self.is_main else lambda: None)
         return results[0]
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -84,12 +86,31 @@ class Ranks:
         return [value for value, _ in outcomes]
 
     def nodes(self) -> Nodes:
-        """The ranks of each machine."""
-        machines = self.together(machine)
-        return tuple(
-            tuple(rank for rank, of in zip(self.all, machines, strict=True) if of == one)
-            for one in dict.fromkeys(machines)
-        )
+        """The ranks of each node: those that share a machine and an elastic agent (torchrun's
+        GROUP_RANK)."""
+        if self._nodes is None:
+            agent = os.environ.get("GROUP_RANK", "")
+            identities = self.together(lambda: f"{machine()}-{agent}")
+            self._nodes = tuple(
+                tuple(rank for rank, of in zip(self.all, identities, strict=True) if of == one)
+                for one in dict.fromkeys(identities)
+            )
+        return self._nodes
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node, once `nodes` was called."""
+        return next(node for node, ranks in enumerate(self._nodes or ()) if self.rank in ranks)
+
+    @property
+    def first_of_node(self) -> bool:
+        """Whether this is the first rank of its node, once `nodes` was called."""
+        return any(ranks[0] == self.rank for ranks in self._nodes or ())
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first rank of all."""
+        return self.place == 0
 
     def specs(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         """What all ranks together hold; without a group, what this one sees of it. One digest a

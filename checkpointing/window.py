@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.errors import StorageError
 from checkpointing.read_plan import ALIGNMENT
 
-HALF_BYTES = 64 << 20
+HALF_BYTES = 32 << 20
 """What the ranks of a node fill in a round, at most. Ranks meet after each, so not too little."""
 _FOLDERS = ("/dev/shm", tempfile.gettempdir())
 

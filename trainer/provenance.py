@@ -45,6 +45,11 @@ def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object
         RecipeError: names what differs, and the two ways out.
     """
     way_out = f"restore the recipe that wrote {path}, or choose a new run.dir"
+    if "recipe" not in state:
+        raise RecipeError(
+            f"run.dir: {path} was not written by a run of this trainer, so there is nothing to "
+            "resume; name it in model.init_from and choose another run.dir"
+        )
     saved = state["recipe"]["model"]
     ours = resolved(recipe)["model"]
     for key in ("architecture", "factory", "factory_options"):

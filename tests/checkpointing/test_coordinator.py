@@ -340,10 +340,9 @@ class World(RuleBasedStateMachine):
                 self.finish(number, True)
             while self.aside:
                 self._end_aside(0, True)
-            if not any(node.awaited for node in self.nodes):
-                for number in range(NODES):
-                    if self.nodes[number].asked < len(self.keys):
-                        self.ask(number, 1, True)
+            for number in range(NODES):
+                if self.nodes[number].asked < len(self.keys):
+                    self.ask(number, 1, True)
             self.time_passes(1)
 
 
