@@ -333,6 +333,10 @@ class Coordinator:
             self._fail(node, failure)
         self._grant()
 
+    def _on_peer(self, node: int, message: tuple[Any, ...]) -> None:
+        """A node has something to tell the one after it."""
+        self._host.send((node + 1) % self._nodes, ("copy", node, *message))
+
     def _on_close(self, node: int) -> None:
         """A node's ranks have nothing more to save."""
         self._closing.add(node)

@@ -52,6 +52,10 @@ class CheckpointOptions:
     whole one is still there to restart from while the next is copied. Fewer are used, and it is
     said, where memory does not suffice."""
 
+    peer_copy: bool = False
+    """Also keep what each node staged in the memory of the next node, so that a run goes on from
+    memory when a node is lost. Takes as much memory again."""
+
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 

@@ -8,6 +8,7 @@ piece of this node take no memory.
 
     /dev/shm/perdure-<run>-<owner>/
       slot-0.json               what slot 0 holds; replaced at once, never half written
+      peer-1-0/, peer-1-0.json  a copy of slot 0 of node 1, if asked for
       slot-0/model-00001-of-00004.safetensors …
 
 Memory is made once, touched in the background, and used again by every save. Where shared memory is
@@ -22,7 +23,7 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -280,9 +281,9 @@ def _populate(region: mmap.mmap, start: int, stop: int) -> None:
 # --- what outlives a process -----------------------------------------------------------------
 
 
-def write_manifest(folder: Path, slot: int, manifest: Manifest | None) -> None:
+def write_manifest(folder: Path, slot: str, manifest: Manifest | None) -> None:
     """Say what a slot holds; None: nothing that may be used."""
-    path = folder / f"slot-{slot}.json"
+    path = folder / f"{slot}.json"
     if manifest is None:
         path.unlink(missing_ok=True)
         return
@@ -309,6 +310,50 @@ def read_manifest(path: Path) -> Manifest | None:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def copy_slot(
+    folder: Path,
+    node: int,
+    slot: int,
+    manifest: Manifest,
+    pull: Callable[[int, int, str, list[tuple[int, int]]], Iterator[bytes]],
+) -> None:
+    """Keep a copy of a slot of another node.
+
+    Args:
+        folder: of this node's slots.
+        node: whose slot.
+        slot: its number.
+        manifest: what it holds.
+        pull: (node, slot, file, ranges) → the bytes of each range.
+
+    Raises:
+        StorageError: there is no memory, the node does not answer, or has begun to overwrite it.
+    """
+    name = f"peer-{node}-{slot}"
+    write_manifest(folder, name, None)
+    spans = [span for of_file in manifest.ranges.values() for span in of_file]
+    nbytes = sum(stop - start for start, stop in spans)
+    if not (folder / name).exists() and not _fitting(nbytes, SHARED_MEMORY):
+        raise StorageError(f"its {nbytes / 1e6:,.1f} MB do not fit into memory")
+    for file, ranges in manifest.ranges.items():
+        path = folder / name / file
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            for (start, stop), expected in zip(ranges, manifest.checksums[file], strict=True):
+                checksum = 0
+                for part in range(start, stop, _PORTION):
+                    span = (part, min(part + _PORTION, stop))
+                    for data in pull(node, slot, file, [span]):
+                        checksum = crc32(data, checksum)
+                        os.pwrite(descriptor, data, part)
+                if checksum != expected:
+                    raise StorageError(f"{file} changed while it was copied")
+        finally:
+            os.close(descriptor)
+    write_manifest(folder, name, manifest)
 
 
 def dead_folders(directory: str) -> list[Path]:

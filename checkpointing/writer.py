@@ -42,6 +42,7 @@ from checkpointing.slots import (
     SlotFiles,
     Slots,
     collect_memory,
+    copy_slot,
     forget,
     make_slots,
     merged,
@@ -430,6 +431,8 @@ class Writer:
             self._write(*arguments)
         elif kind == "stop":
             self._stop(*arguments)
+        elif kind == "copy":
+            self._copy(*arguments)
         elif kind == "closed":
             self._closed()
         elif kind == "outcome":
@@ -445,13 +448,25 @@ class Writer:
                 _, slot, state, previous = arguments
                 self._current = _Current(key, slot, state.decode(), previous)
                 if self._folder:
-                    write_manifest(self._folder, slot, None)
+                    write_manifest(self._folder, f"slot-{slot}", None)
                 message = ("go", key, slot)
             self._tell(message)
 
     def _tell(self, message: tuple[Any, ...]) -> None:
         for connection in self._ranks.values():
             _send(connection, message)
+
+    def _copy(self, node: int, slot: int, manifest: Manifest) -> None:
+        """Keep a copy of what another node has staged."""
+        folder = self._folder
+        if folder is None:
+            return
+
+        def done(error: Any) -> None:
+            if isinstance(error, Exception):
+                logger.warning("node %d keeps no copy of node %d: %s", self.node, node, error)
+
+        self.later(lambda: copy_slot(folder, node, slot, manifest, self._puller()), done)
 
     def _stop(self, key: Key) -> None:
         if self._current and self._current.key == key:
@@ -581,7 +596,9 @@ class Writer:
                 current.key[0], current.previous, plan.tensors, self.node, len(self.nodes),
                 plan.exact, checksums, current.state,
             )  # fmt: skip
-            write_manifest(folder, current.slot, manifest)
+            write_manifest(folder, f"slot-{current.slot}", manifest)
+            if self.setup.options.peer_copy and len(self.nodes) > 1:
+                self._to_coordinator(("peer", (current.slot, manifest)))
 
         self.later(lambda: files.checksums(plan.exact), remember)
 

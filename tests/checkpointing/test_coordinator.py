@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -25,7 +24,6 @@ from checkpointing.coordinator import (
     Key,
     SaveOutcome,
     Unit,
-    WriterLimit,
 )
 from checkpointing.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from checkpointing import Checkpointer, CheckpointOptions
 from checkpointing.memory import Left, newest_whole
-from checkpointing.slots import Manifest, dead_folders, living_folders, read_manifest
+from checkpointing.slots import Manifest, dead_folders, forget, living_folders, read_manifest
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
@@ -27,11 +28,11 @@ def parts(step: int, strategy: str) -> dict:
 
 def in_memory(run: Path) -> list[int]:
     """The steps in the slots of the living."""
-    paths = (path for folder in living_folders(str(run)) for path in folder.glob("slot-?.json"))
+    paths = (path for folder in living_folders(str(run)) for path in folder.glob("*-?.json"))
     return [manifest.step for path in paths if (manifest := read_manifest(path))]
 
 
-def leave(run: Path, ranks: Path, nodes: int = 1) -> None:
+def leave(run: Path, ranks: Path, nodes: int = 1, *, peer_copy: bool = False) -> None:
     """Two ranks commit step 1, have step 2 in memory, and are killed."""
 
     def work(rank):
@@ -39,11 +40,14 @@ def leave(run: Path, ranks: Path, nodes: int = 1) -> None:
             os.environ["GROUP_RANK"] = str(rank % nodes)
         with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, **parts(1, "rows-2"))
-        with Checkpointer(run, SLOW, dist.group.WORLD) as checkpointer:
+        slow = replace(SLOW, peer_copy=peer_copy)
+        with Checkpointer(run, slow, dist.group.WORLD) as checkpointer:
             checkpointer.load(**{key: parts(0, "rows-2")[key] for key in ("model", "optimizer")})
             checkpointer.save(2, **parts(2, "rows-2"))
             deadline = time.monotonic() + 10
-            while in_memory(run) != [2] * nodes and time.monotonic() < deadline:
+            while (
+                in_memory(run) != [2] * (nodes + nodes * peer_copy) and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -102,6 +106,13 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
     with Checkpointer(tmp_path / "again", OPTIONS, None) as checkpointer:
         model, optimizer = whole_state()
         assert checkpointer.load(model=model, optimizer=optimizer) is None
+
+
+def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
+    leave(tmp_path / "run", tmp_path / "ranks", nodes=2, peer_copy=True)
+    lost, _ = dead_folders(str(tmp_path / "run"))
+    forget(lost)
+    assert load(tmp_path / "run", tmp_path / "ranks", "replicated", 1) == [(2, True)]
 
 
 def part(step: int, node: int, nodes: int, previous: int | None = None, tensors="t") -> Left:
