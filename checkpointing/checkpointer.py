@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.coordinator import Key, SaveOutcome
+from checkpointing.coordinator import Key, Position, SaveOutcome
 from checkpointing.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -175,7 +175,7 @@ class Checkpointer:
             return False
         self._running = step
         tensors = by_section(model, optimizer)
-        staging.copy(answer[0], tensors, lambda error: self._copied(key, error))
+        staging.copy(answer[0], tensors, lambda progress: self._copied(key, progress))
         return True
 
     def wait_staged(self) -> None:
@@ -311,7 +311,9 @@ class Checkpointer:
             self._plan = None
             raise failed.kind(failed.message) from failed.__cause__
         devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
-        self._staging = staging = Staging(slots, plan.pieces, next(devices, torch.device("cpu")))
+        device = next(devices, torch.device("cpu"))
+        files = [file.name for file in plan.shared.files]
+        self._staging = staging = Staging(slots, plan.pieces, files, device)
         self._note = slots.note
         return plan, staging
 
@@ -393,13 +395,13 @@ class Checkpointer:
             if message:
                 self._heard(message)
 
-    def _copied(self, key: Key, error: Exception | None) -> None:
-        """A copy has ended. In the copying thread."""
+    def _copied(self, key: Key, progress: Position | Exception) -> None:
+        """How far a copy is. In the copying thread."""
         with suppress(WriterGoneError):  # whoever asks next finds out
-            if self._link and error:
-                self._link.send(("failed", key, explain(error)))
+            if self._link and isinstance(progress, Exception):
+                self._link.send(("failed", key, explain(progress)))
             elif self._link:
-                self._link.send(("staged", key))
+                self._link.send(("staged", key, progress))
 
     def _heard(self, message: tuple[Any, ...]) -> None:
         if message[0] != "outcome":

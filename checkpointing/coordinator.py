@@ -3,7 +3,8 @@ or sockets of its own; it lives in the writer process of rank 0's node.
 
 [Note: a save]
   begin     every rank asks; the coordinator answers once for all: go (into which slot) or skip
-  staged    a node's ranks have copied their pieces; when all nodes have, writing starts
+  staged    how far a node's ranks have copied their pieces, in the order of files; what all nodes
+            have staged may be written
   write     a writer is granted one unit of work at a time, and at most `limit` units are out
   written   its receipt: a checksum for each block
   commit    the commit record, after all receipts
@@ -98,6 +99,9 @@ class _Request:
     payload: dict[str, Any] | None = None
 
 
+Position = tuple[int, int]
+"""A place in the order of all bytes: number of a file, byte in it."""
+
 Key = tuple[int, int]
 """Names a save: its step, and how many saves were asked for before it."""
 
@@ -110,7 +114,8 @@ class _Save:
     slot: int
     started: float
     target: Target | None = None
-    staged: set[int] = field(default_factory=set)
+    staged: dict[int, Position] = field(default_factory=dict)
+    """Up to where each node has copied everything."""
     staged_at: float = 0.0
     waiting: dict[int, deque[Unit]] = field(default_factory=dict)
     """Units by the node that owns their file."""
@@ -148,6 +153,7 @@ class Coordinator:
         self._files: list[TensorFile] = []
         self._indexes: dict[str, bytes] = {}
         self._owners: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._hellos: dict[int, tuple[str, int]] = {}
         """The plan that each node is ready for, and how many slots it has; a node may be ready
         before this one knows the plan."""
@@ -192,6 +198,7 @@ class Coordinator:
         """What is saved from now on, and the node that writes each file."""
         self._plan, self._files, self._indexes = plan, list(files), dict(indexes)
         self._owners = dict(owners)
+        self._numbers = {file.name: number for number, file in enumerate(files)}
         self._consider_all()
 
     @property
@@ -300,14 +307,22 @@ class Coordinator:
             ]
             save.waiting.setdefault(self._owners[file.name], deque()).extend(units)
 
-    def _on_staged(self, node: int, key: Key) -> None:
+    def _on_staged(self, node: int, key: Key, position: Position) -> None:
         save = self._save
         if save is None or save.key != key:
             return
-        save.staged.add(node)
-        if len(save.staged) == self._nodes:
+        save.staged[node] = position
+        if self._staged_to(save) == self._end_position and not save.staged_at:
             save.staged_at = time.monotonic()
         self._grant()
+
+    @property
+    def _end_position(self) -> Position:
+        return len(self._files), 0
+
+    def _staged_to(self, save: _Save) -> Position:
+        """Up to where all nodes have copied everything."""
+        return min(save.staged.values()) if len(save.staged) == self._nodes else (0, 0)
 
     def _on_written(
         self, node: int, key: Key, unit: Unit, checksums: dict[int, int], span: dict[str, Any]
@@ -349,10 +364,13 @@ class Coordinator:
         save = self._save
         if save is None or save.target is None or save.committing:
             return
-        if len(save.staged) < self._nodes:
-            return
+        staged = self._staged_to(save)
         while len(self._out) < self._limit.value:
-            nodes = [node for node, units in save.waiting.items() if units]
+            nodes = [
+                node
+                for node, units in save.waiting.items()
+                if units and self._place(units[0]) <= staged
+            ]
             if not nodes:
                 break
             now = time.monotonic()
@@ -376,6 +394,11 @@ class Coordinator:
                 lambda: self._commit(save, target),
                 lambda result: self._committed(save, target, result),
             )
+
+    def _place(self, unit: Unit) -> Position:
+        """Up to where must be staged for this unit to be written."""
+        number = self._numbers[unit.file]
+        return number, min(unit.stop * BLOCK_BYTES, self._files[number].size)
 
     def _commit(self, save: _Save, target: Target) -> None:
         """Make a save that is written a checkpoint. Runs aside."""

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection
@@ -36,6 +37,7 @@ class Link:
         self._setup, self._rank, self._starts = setup, rank, starts
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._sending = threading.Lock()
 
     @property
     def secret(self) -> bytes:
@@ -93,7 +95,7 @@ class Link:
         self.connect()
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message.
+        """Send a message; from any thread.
 
         Raises:
             WriterGoneError: nobody is there.
@@ -101,7 +103,8 @@ class Link:
         if self._connection is None:
             raise WriterGoneError("not connected")
         try:
-            self._connection.send(message)
+            with self._sending:
+                self._connection.send(message)
         except OSError as error:
             raise WriterGoneError(str(error)) from error
 

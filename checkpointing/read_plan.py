@@ -76,46 +76,64 @@ def plan_reads(
         nodes: the ranks that load together. Others that hold parts of the tensors load by
             themselves, and do not count.
     """
-    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    node_of = {other: number for number, ranks in enumerate(nodes) for other in ranks}
     near = nodes[node_of[rank]]
-    holders: dict[tuple[tuple[Layout, ...], int | None], tuple[int, ...]] = {}
+    known: dict[tuple[tuple[Layout, ...], int | None], _Holders] = {}
 
-    def holders_of(spec: TensorSpec, one: int | None) -> tuple[int, ...]:
-        """The ranks that hold what `one` holds, or any part (None)."""
-        key = spec.layouts, one
-        if key not in holders:
-            ranks: Iterable[int] = (
-                itertools.chain.from_iterable(layout.ranks for layout in spec.layouts)
-                if one is None
-                else replica_set(spec.layouts, one)
-            )
-            holders[key] = tuple(dict.fromkeys(other for other in ranks if other in node_of))
-        return holders[key]
+    def holders_of(layouts: tuple[Layout, ...], one: int | None) -> _Holders:
+        if (layouts, one) not in known:
+            known[layouts, one] = _holders(layouts, one, rank, node_of)
+        return known[layouts, one]
 
     plan = ReadPlan([], [])
     for name in sorted(specs, key=lambda name: (stored[name].file, stored[name].begin)):
         spec, at = specs[name], stored[name]
         whole = _is_fine(at.meta, spec.layouts[0])
         for one in near:
-            together = holders_of(spec, None if whole else one)
-            neighbours = [other for other in together if node_of[other] == node_of[rank]]
-            if one not in neighbours:
+            holders = holders_of(spec.layouts, None if whole else one)
+            if one not in holders.near:
                 continue
-            for box in (
-                [_whole(at.meta)] if whole else local_boxes(at.meta.shape, spec.layouts, one)
-            ):
+            boxes = [_whole(at.meta)] if whole else local_boxes(at.meta.shape, spec.layouts, one)
+            for box in boxes:
                 nbytes = _nbytes(at.meta, box)
                 if 0 < nbytes < SMALL_BYTES and one == rank:
-                    replica = Replica(together.index(rank), len(together))
-                    plan.own.append(Unit(name, at, box, replica))
-                elif nbytes >= SMALL_BYTES and one == neighbours[0]:
-                    readers = list(dict.fromkeys(node_of[other] for other in together))
-                    replica = Replica(readers.index(node_of[rank]), len(readers))
-                    if len(neighbours) > 1:
-                        plan.shared.append(Unit(name, at, box, replica))
-                    elif one == rank:
-                        plan.own.append(Unit(name, at, box, replica))
+                    plan.own.append(Unit(name, at, box, holders.of_rank))
+                elif nbytes >= SMALL_BYTES and len(holders.near) == 1 and one == rank:
+                    plan.own.append(Unit(name, at, box, holders.of_node))
+                elif nbytes >= SMALL_BYTES and len(holders.near) > 1 and one == holders.near[0]:
+                    plan.shared.append(Unit(name, at, box, holders.of_node))
     return plan
+
+
+@dataclass(frozen=True)
+class _Holders:
+    """The ranks that hold the same part of a tensor, as one of them sees it."""
+
+    near: tuple[int, ...]
+    """Those on its node."""
+    of_rank: Replica
+    """Its replica, if each rank reads by itself."""
+    of_node: Replica
+    """Its replica, if the ranks of a node read together."""
+
+
+def _holders(
+    layouts: tuple[Layout, ...], one: int | None, rank: int, node_of: Mapping[int, int]
+) -> _Holders:
+    """Who holds what `one` holds, or any part (None), seen from `rank`."""
+    everyone: Iterable[int] = (
+        itertools.chain.from_iterable(layout.ranks for layout in layouts)
+        if one is None
+        else replica_set(layouts, one)
+    )
+    ranks = list(dict.fromkeys(other for other in everyone if other in node_of))
+    nodes = list(dict.fromkeys(node_of[other] for other in ranks))
+    node = node_of[rank]
+    return _Holders(
+        tuple(other for other in ranks if node_of[other] == node),
+        Replica(ranks.index(rank) if rank in ranks else 0, len(ranks)),
+        Replica(nodes.index(node) if node in nodes else 0, len(nodes)),
+    )
 
 
 def _is_fine(meta: TensorMeta, layout: Layout) -> bool:

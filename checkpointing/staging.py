@@ -5,13 +5,15 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpointing.plan import Box, Piece
+from checkpointing.coordinator import Position
+from checkpointing.layout import DTYPE_BYTES
+from checkpointing.plan import Box, Piece, box_runs
 from checkpointing.slots import SlotFiles, Slots, ranges_of
 from checkpointing.tensors import TORCH_DTYPES, box_view, local_tensor
 
@@ -24,11 +26,27 @@ class Staging:
     Args:
         slots: of the node.
         pieces: what this rank contributes.
+        files: names of all files, in their order.
         device: where the tensors live.
     """
 
-    def __init__(self, slots: Slots, pieces: Sequence[Piece], device: torch.device) -> None:
-        self._pieces = list(pieces)
+    def __init__(
+        self,
+        slots: Slots,
+        pieces: Sequence[Piece],
+        files: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        numbers = {name: number for number, name in enumerate(files)}
+
+        def position(piece: Piece) -> Position:
+            first = next(box_runs(piece.stored.meta, piece.box)).offset
+            return numbers[piece.stored.file], piece.stored.begin + first
+
+        self._pieces = sorted(pieces, key=position)
+        self._portions = _portions([_nbytes(piece) for piece in self._pieces])
+        starts = [*map(position, self._pieces), (len(files), 0)]
+        self._ends = [starts[stop] for _, stop in self._portions]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = threading.Event()
         self._copied.set()
@@ -52,32 +70,64 @@ class Staging:
             if self._stream is not None:
                 _pin(files, ranges)
 
-    def copy(self, slot: int, tensors: Mapping[str, Tensor], copied: Any) -> None:
-        """Begin to copy this rank's pieces into a slot, in a thread; `copied(error or None)` is
-        called there at the end. The tensors must not change before `wait` returns."""
+    def copy(
+        self,
+        slot: int,
+        tensors: Mapping[str, Tensor],
+        copied: Callable[[Position | Exception], None],
+    ) -> None:
+        """Begin to copy this rank's pieces into a slot, in a thread, in the order of files;
+        `copied` is told there up to where they are, or why they never will be. The tensors must not
+        change before `wait` returns."""
         sources = [box_view(local_tensor(tensors[piece.name]), piece.box) for piece in self._pieces]
         written = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copied.clear()
         threading.Thread(target=self._copy, args=(slot, sources, written, copied)).start()
 
     def _copy(self, slot: int, sources: list[Tensor], written: Any, copied: Any) -> None:
-        error: Exception | None = None
+        views, failure = self._views[slot], None
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None:
                     self._stream.wait_event(written)
-                if sources:  # one call for all: it leaves the interpreter to the training thread
-                    torch._foreach_copy_(self._views[slot], sources, non_blocking=True)
-                if self._stream is not None:
-                    self._stream.synchronize()
-        except Exception as failure:
-            error = failure
+                for (start, stop), end in zip(self._portions, self._ends, strict=True):
+                    if start < stop:  # one call for many: it leaves the interpreter to training
+                        torch._foreach_copy_(
+                            views[start:stop], sources[start:stop], non_blocking=True
+                        )
+                    if self._stream is not None:
+                        self._stream.synchronize()
+                    if stop == len(sources):
+                        self._copied.set()
+                    copied(end)
+        except Exception as error:
+            failure = error
         self._copied.set()
-        copied(error)
+        if failure:
+            copied(failure)
 
     def wait(self) -> None:
         """Until the tensors may change again."""
         self._copied.wait()
+
+
+PORTION_BYTES = 64 << 20
+"""Writers hear of the copy's progress about as often as this."""
+
+
+def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Pieces in order → (first, stop) of groups of about PORTION_BYTES; at least one group."""
+    portions, first, held = [], 0, 0
+    for number, size in enumerate(sizes):
+        held += size
+        if held >= PORTION_BYTES and number + 1 < len(sizes):
+            portions.append((first, number + 1))
+            first, held = number + 1, 0
+    return [*portions, (first, len(sizes))]
+
+
+def _nbytes(piece: Piece) -> int:
+    return math.prod(piece.box.shape) * DTYPE_BYTES[piece.stored.meta.dtype]
 
 
 def _view(files: SlotFiles, piece: Piece) -> Tensor:

@@ -85,7 +85,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def box_view(local: Tensor, box: Box) -> Tensor:
     """A box of a local tensor, as a view."""
     for dim, (start, length) in enumerate(zip(box.local_offset, box.shape, strict=True)):
-        local = local.narrow(dim, start, length)
+        if length != local.shape[dim]:
+            local = local.narrow(dim, start, length)
     return local
 
 

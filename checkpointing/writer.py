@@ -30,7 +30,15 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from checkpointing.coordinator import Coordinator, Failure, Key, SaveOutcome, Unit, failure_of
+from checkpointing.coordinator import (
+    Coordinator,
+    Failure,
+    Key,
+    Position,
+    SaveOutcome,
+    Unit,
+    failure_of,
+)
 from checkpointing.errors import explain
 from checkpointing.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions
@@ -54,8 +62,8 @@ from checkpointing.target import Target
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 5
-"""Training goes first where there are fewer cores than processes."""
+NICENESS = 10
+"""Of threads that move bytes: training goes first where there are fewer cores than threads."""
 RECONNECT_SECONDS = 1.0
 
 Nodes = tuple[tuple[int, ...], ...]
@@ -254,8 +262,8 @@ class _Current:
     slot: int
     state: str
     previous: int | None
-    staged: set[int] = field(default_factory=set)
-    """Ranks that have copied their pieces."""
+    staged: dict[int, Position] = field(default_factory=dict)
+    """Up to where each rank has copied its pieces."""
     stopped: bool = False
 
 
@@ -268,8 +276,8 @@ class Writer:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._aside = ThreadPoolExecutor(4, "aside")
-        self._threads = ThreadPoolExecutor(64, "writer")
+        self._aside = ThreadPoolExecutor(4, "aside", _give_way)
+        self._threads = ThreadPoolExecutor(64, "writer", _give_way)
         self._ranks: dict[int, Connection] = {}
         self._peers: dict[int, Connection] = {}
         """Connections of the coordinator to the other nodes."""
@@ -552,6 +560,7 @@ class Writer:
         threading.Thread(target=self._touch, args=(self._files, self._plan.ranges)).start()
 
     def _touch(self, files: list[SlotFiles], ranges: Ranges) -> None:
+        _give_way()
         for slot in files:
             slot.touch(ranges)
         collect_memory(str(self.directory))
@@ -570,16 +579,17 @@ class Writer:
             self._begun[key] = wait, payload
             self._to_coordinator(("begin", key, wait, payload))
 
-    def _on_rank_staged(self, rank: int, key: Key) -> None:
+    def _on_rank_staged(self, rank: int, key: Key, position: Position) -> None:
         current, plan = self._current, self._plan
         if current is None or plan is None or current.key != key:
             return
-        current.staged.add(rank)
-        if current.staged < set(self.nodes[self.node]):
+        current.staged[rank] = position
+        if len(current.staged) < len(self.nodes[self.node]):
             return
-        if self._folder:
+        all_ranks = min(current.staged.values())
+        if self._folder and all_ranks == (len(plan.files), 0):
             self._remember(self._folder, plan, current)
-        self._to_coordinator(("staged", key))
+        self._to_coordinator(("staged", key, all_ranks))
 
     def _remember(self, folder: Path, plan: NodePlan, current: _Current) -> None:
         """Make the slot one that a restart may begin from, as soon as its checksums are known."""
@@ -629,9 +639,10 @@ class Writer:
         if self._ranks.get(rank) is not connection:
             return
         del self._ranks[rank]
-        if self._current and rank not in self._current.staged:
+        current, plan = self._current, self._plan
+        if current and plan and current.staged.get(rank) != (len(plan.files), 0):
             failure = Failure(f"rank {rank} died before its tensors were copied")
-            self._to_coordinator(("failed", self._current.key, failure))
+            self._to_coordinator(("failed", current.key, failure))
         if not self._ranks:
             os._exit(0)
         if self._closing:
@@ -641,6 +652,11 @@ class Writer:
 def _send(connection: Connection, message: tuple[Any, ...]) -> None:
     with suppress(OSError):  # who reads from it learns that it is gone
         connection.send(message)
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread (on Linux each thread has its own)."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def die_with(parent: int) -> None:
@@ -659,7 +675,6 @@ def serve(setup: Setup, ready: Callable[[tuple[str, int]], None]) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(NICENESS)
     writer = Writer(setup)
     writer.listen(Listener(setup.address, "AF_UNIX", backlog=64, authkey=setup.secret))
     here = ("", 0)
