@@ -35,7 +35,7 @@ from checkpointing.layout import (
     step_name,
 )
 from checkpointing.options import CheckpointOptions
-from checkpointing.retention import collect, prune
+from checkpointing.retention import prune
 from checkpointing.target import Target, filesystem, is_shared, new_target
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,6 @@ class Coordinator:
         self._aside = 0
         """Work aside that must end before this process may."""
         self._closing: set[int] = set()
-        self._later(lambda: collect(directory), lambda _: None)
 
     # --- messages --------------------------------------------------------------------------------
 

@@ -40,8 +40,11 @@ class RankError(Exception):
         if isinstance(error, OSError):
             path = error.filename and str(error.filename)
             return RankError(rank, StorageError, explain(error), path, error.errno)
-        kind = type(error) if isinstance(error, CheckpointError | ValueError) else RuntimeError
-        return RankError(rank, kind, str(error) if kind is ValueError else explain(error))
+        if isinstance(error, CheckpointError):
+            return RankError(rank, type(error), explain(error))
+        if isinstance(error, ValueError):  # subclasses take other arguments
+            return RankError(rank, ValueError, str(error))
+        return RankError(rank, RuntimeError, explain(error))
 
 
 class Ranks:

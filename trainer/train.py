@@ -320,8 +320,13 @@ def restore(
         model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
     )
     if state is None and recipe.model.init_from:
-        verify = recipe.checkpoint.verify
-        load_model(recipe.model.init_from, model.tensors, verify=verify, optional=TIED_COPIES)
+        load_model(
+            recipe.model.init_from,
+            model.tensors,
+            verify=recipe.checkpoint.verify,
+            optional=TIED_COPIES,
+            group=dist.group.WORLD,
+        )
     model.refresh_copy()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
