@@ -465,8 +465,9 @@ class Coordinator:
 
     def _end(self, save: _Save, outcome: SaveOutcome) -> None:
         self._save = None
-        self._answers.get(save.key, []).append(("outcome", outcome))
-        self._tell(("outcome", outcome))
+        message = "outcome", save.key, outcome
+        self._answers.get(save.key, []).append(message)
+        self._tell(message)
         self._consider_all()
         self._maybe_closed()
 

@@ -17,15 +17,13 @@ from torch import Tensor
 from checkpointing.crc import ONLY, BlockSums
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.layout import BLOCK_BYTES, FileRecord, StoredTensor
-from checkpointing.plan import TensorSpec, box_runs, local_boxes
+from checkpointing.plan import Nodes, TensorSpec, box_runs, local_boxes, merged
 from checkpointing.ranks import RankError, Ranks
 from checkpointing.read_plan import (
     Dealt,
-    Nodes,
     Unit,
     blocks_and_gaps,
     deal,
-    merged,
     plan_reads,
     slabs,
 )

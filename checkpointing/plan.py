@@ -15,7 +15,7 @@ import hashlib
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -37,6 +37,9 @@ class Split:
 
 
 REPLICATE = Split(None)
+
+Nodes = tuple[tuple[int, ...], ...]
+"""The ranks of each node."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,3 +394,14 @@ def box_runs(meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None
         first = max(start, number * length)
         last = min(stop, (number + 1) * length)
         yield Run(offset + first - number * length, first, last - first)
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches (start, stop) in order; those that touch or overlap become one, empty ones go."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if start < stop and result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(stop, result[-1][1])
+        elif start < stop:
+            result.append((start, stop))
+    return result

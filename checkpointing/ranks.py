@@ -10,8 +10,7 @@ from torch import Tensor
 
 from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.owners import machine
-from checkpointing.plan import Layout, TensorSpec, merge_specs
-from checkpointing.read_plan import Nodes
+from checkpointing.plan import Layout, Nodes, TensorSpec, merge_specs
 from checkpointing.tensors import specs_of
 
 T = TypeVar("T")

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 from checkpointing.crc import Replica
 from checkpointing.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
-from checkpointing.plan import Box, Layout, TensorSpec, local_boxes, replica_set
+from checkpointing.plan import Box, Layout, Nodes, TensorSpec, local_boxes, merged, replica_set
 
 SMALL_BYTES = 1 << 16
 """A box of fewer bytes is read by every rank that holds it; a tensor of which a rank holds shorter
 stretches is read whole."""
 
-Nodes = tuple[tuple[int, ...], ...]
-"""Ranks (global) of each node."""
 Spans = list[tuple[int, int]]
 """Stretches (start, stop) of a file, in order, neither touching nor overlapping."""
 
@@ -240,17 +238,6 @@ def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
 
 
 # --- checks ----------------------------------------------------------------------------------
-
-
-def merged(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Stretches in order; those that touch or overlap become one."""
-    result: Spans = []
-    for start, stop in sorted(spans):
-        if start < stop and result and start <= result[-1][1]:
-            result[-1] = result[-1][0], max(stop, result[-1][1])
-        elif start < stop:
-            result.append((start, stop))
-    return result
 
 
 def blocks_and_gaps(

@@ -33,7 +33,7 @@ from isal.isal_zlib import crc32
 from checkpointing.errors import StorageError
 from checkpointing.layout import TensorFile
 from checkpointing.owners import is_alive, owner
-from checkpointing.plan import Piece, box_runs
+from checkpointing.plan import Piece, box_runs, merged
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +90,6 @@ def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
             start = piece.stored.begin + run.offset
             of_file.append((start // page * page, -(-(start + run.length) // page) * page))
     return {file: merged(of_file) for file, of_file in spans.items()}
-
-
-def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, with those that touch or overlap made one."""
-    result: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = result[-1][0], max(stop, result[-1][1])
-        else:
-            result.append((start, stop))
-    return result
 
 
 def run_id(directory: str) -> str:

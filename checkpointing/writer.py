@@ -42,7 +42,15 @@ from checkpointing.coordinator import (
 from checkpointing.errors import explain
 from checkpointing.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions
-from checkpointing.plan import TensorSpec, box_runs, own_files, plan_file, plan_pieces
+from checkpointing.plan import (
+    Nodes,
+    TensorSpec,
+    box_runs,
+    merged,
+    own_files,
+    plan_file,
+    plan_pieces,
+)
 from checkpointing.pulls import Pull, Puller, serve_pulls
 from checkpointing.slots import (
     Manifest,
@@ -53,7 +61,6 @@ from checkpointing.slots import (
     copy_slot,
     forget,
     make_slots,
-    merged,
     ranges_of,
     write_manifest,
 )
@@ -65,8 +72,6 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 """Of threads that move bytes: training goes first where there are fewer cores than threads."""
 RECONNECT_SECONDS = 1.0
-
-Nodes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -429,9 +434,8 @@ class Writer:
             self._on_coordinator(("skip", key, reason))
         if self._current:
             step = self._current.key[0]
-            self._on_coordinator(
-                ("outcome", SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0))
-            )
+            outcome = SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0)
+            self._on_coordinator(("outcome", self._current.key, outcome))
 
     def _on_coordinator(self, message: tuple[Any, ...]) -> None:
         kind, *arguments = message
@@ -444,8 +448,11 @@ class Writer:
         elif kind == "closed":
             self._closed()
         elif kind == "outcome":
-            self._current = None
-            self._tell(message)
+            key, outcome = arguments
+            if self._current and self._current.key == key:  # else it was told before
+                self._current.stopped = True
+                self._current = None
+                self._tell(("outcome", outcome))
         else:
             key = arguments[0]
             if key in self._answered:  # both asked and told
@@ -483,8 +490,12 @@ class Writer:
     def _write(self, key: Key, slot: int, unit: Unit, target: Target, rate: float | None) -> None:
         plan, current = self._plan, self._current
         if plan is None or current is None or current.key != key:
+            self._to_coordinator(("stopped", key, unit))
             return
         files = self._files[slot]
+
+        def answer(kind: str, *arguments: Any) -> None:
+            self._inbox.put(lambda: self._to_coordinator((kind, key, *arguments)))
 
         def work() -> None:
             span = {
@@ -498,13 +509,11 @@ class Writer:
                     rate, lambda: current.stopped,
                 )  # fmt: skip
             except StoppedError:
-                return
+                answer("stopped", unit)
             except Exception as error:
-                failure = failure_of(error)
-                self._inbox.put(lambda: self._to_coordinator(("failed", key, failure)))
-                return
-            span |= {"stop": time.time(), "bytes": nbytes}
-            self._inbox.put(lambda: self._to_coordinator(("written", key, unit, checksums, span)))
+                answer("failed", failure_of(error), unit)
+            else:
+                answer("written", unit, checksums, span | {"stop": time.time(), "bytes": nbytes})
 
         self._threads.submit(work)
 

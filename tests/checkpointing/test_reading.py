@@ -20,9 +20,9 @@ from checkpointing import DamagedCheckpoint, fill, read_plan
 from checkpointing.crc import BlockSums, Replica
 from checkpointing.fill import read_tensors
 from checkpointing.layout import MODEL, FileRecord, TensorMeta, lay_out
-from checkpointing.plan import local_boxes
+from checkpointing.plan import local_boxes, merged
 from checkpointing.ranks import Ranks
-from checkpointing.read_plan import blocks_and_gaps, intersection, merged, plan_reads, slabs
+from checkpointing.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
 from checkpointing.storage import open_file
 from checkpointing.tensors import TORCH_DTYPES, as_bytes
 from tests.checkpointing.test_plan import worlds
