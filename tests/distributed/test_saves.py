@@ -1,0 +1,18 @@
+"""What a run does about checkpoints that take long, or fail."""
+
+import json
+
+
+def test_a_slow_storage_costs_checkpoints_but_not_the_last_one(train, workspace):
+    output = train(
+        2, "run.dir=slow", "run.steps=12", "checkpoint.every=1", "checkpoint.max_bandwidth=1 MB"
+    )
+    records = [json.loads(line) for line in (workspace / "slow" / "metrics.jsonl").open()]
+    events = [record["event"] for record in records if "event" in record]
+    assert any("is not saved: step 1 is still being saved" in event for event in events)
+    assert "warning: step 2 is not saved" in output
+    saved = [record["checkpoint_step"] for record in records if "checkpoint_bytes" in record]
+    assert saved[0] == 1
+    assert saved[-1] == 12
+    steps = sorted(path.name for path in (workspace / "slow" / "checkpoints").glob("step-*"))
+    assert steps[-1] == "step-00000012"
