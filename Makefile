@@ -8,7 +8,7 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
 
-.PHONY: help train test setup lint bench soak docs clean
+.PHONY: help train test setup lint bench soak gluster docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
@@ -40,7 +40,10 @@ bench: $(DEV)    ## every benchmark, against its peer
 	for name in $(basename $(notdir $(wildcard benchmarks/*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 soak: $(DEV)     ## long randomised tests: kills and resumes, about 15 minutes
-	SOAK=1 $(BIN)/python -m pytest tests/distributed
+	SOAK=1 $(BIN)/python -m pytest tests/distributed tests/checkpointing
+
+gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
+	tests/opt_in/gluster.sh --svg docs/images/writers.svg
 
 docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/perdure recipe reference > docs/recipe.md
