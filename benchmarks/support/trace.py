@@ -1,0 +1,194 @@
+"""trace.jsonl, which `checkpoint.trace` writes: read it, check it, draw it."""
+
+import html
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time."""
+
+    kind: str
+    """write: a unit was written; begin, commit: the coordinator touched metadata."""
+    node: int
+    step: int
+    start: float
+    stop: float
+    """Both in seconds of time.time()."""
+    file: str = ""
+    nbytes: int = 0
+
+
+def read_trace(path: Path, step: int) -> list[Span]:
+    """The spans of one save, in order of their starts."""
+    lines = (json.loads(line) for line in path.read_text().splitlines())
+    spans = [
+        Span(
+            line["kind"],
+            line["node"],
+            line["step"],
+            line["start"],
+            line["stop"],
+            line.get("file", ""),
+            line.get("bytes", 0),
+        )
+        for line in lines
+        if line["step"] == step
+    ]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def writes(spans: Sequence[Span]) -> list[Span]:
+    """Those in which bytes were written."""
+    return [span for span in spans if span.kind == "write"]
+
+
+def at_once(spans: Sequence[Span]) -> list[tuple[float, int]]:
+    """(moment, how many spans run from then on), in order."""
+    # At the same moment one that ends makes room for one that starts.
+    changes = sorted([(s.start, 1) for s in spans] + [(s.stop, -1) for s in spans])
+    running, counts = 0, []
+    for moment, change in changes:
+        running += change
+        counts.append((moment, running))
+    return counts
+
+
+def lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans in as few rows as possible, so that those of a row do not overlap."""
+    rows: list[list[Span]] = []
+    for span in spans:
+        free = next((row for row in rows if row[-1].stop <= span.start), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(span)
+    return rows
+
+
+# --- picture -------------------------------------------------------------------------------------
+
+WIDTH, LEFT, RIGHT, TOP, ROW, GAP, CHART = 960, 150, 20, 58, 20, 8, 66
+COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
+Scale = Callable[[float], float]
+"""Moment → horizontal place."""
+FONT = 'font-family="Helvetica, Arial, sans-serif"'
+
+
+def picture(spans: Sequence[Span], title: str, limit: int) -> str:
+    """An SVG: metadata on top, then a row for each writer of each node, the number of writers
+    below.
+
+    Args:
+        spans: of one save.
+        title: above it all.
+        limit: how many writers are allowed, drawn as a line.
+    """
+    origin = min(span.start for span in spans)
+    length = max(span.stop for span in spans) - origin
+    scale = (WIDTH - LEFT - RIGHT) / length
+
+    def x(moment: float) -> float:
+        return LEFT + (moment - origin) * scale
+
+    metadata = [span for span in spans if span.kind != "write"]
+    rows = [("metadata (node 0)", metadata, "#777777")]
+    nodes = sorted({span.node for span in writes(spans)})
+    for node in nodes:
+        of_node = lanes([span for span in writes(spans) if span.node == node])
+        for number, row in enumerate(of_node):
+            rows.append((f"node {node}" if number == 0 else "", row, COLORS[node % len(COLORS)]))
+    body, y = [], float(TOP)
+    for name, row, color in rows:
+        if name:
+            y += GAP
+            body.append(_text(LEFT - 10, y + ROW - 6, name, anchor="end"))
+        body.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{ROW - 3}" '
+                    'fill="#f3f4f6"/>')  # fmt: skip
+        body += [_bar(span, x, y, color) for span in row]
+        y += ROW
+    body += _chart(at_once(writes(spans)), limit, x, y + 2 * GAP)
+    bottom = y + 2 * GAP + CHART
+    body += _axis(length, x, origin, bottom)
+    height = round(bottom + 44)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" height="{height}" {FONT} font-size="12">',
+            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+            _text(LEFT, 26, title, size=15),
+            _text(LEFT, 44, _summary(spans), color="#666666"),
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _summary(spans: Sequence[Span]) -> str:
+    nbytes = sum(span.nbytes for span in spans)
+    files = {span.file for span in writes(spans)}
+    return f"{nbytes / 1e6:,.0f} MB in {len(files)} files; a bar is a file, or some blocks of one"
+
+
+def _bar(span: Span, x: Scale, y: float, color: str) -> str:
+    width = max(1.5, x(span.stop) - x(span.start))
+    what = span.file or span.kind
+    tip = f"{what}: {span.stop - span.start:.3f} s"
+    bar = (
+        f'<rect x="{x(span.start):.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" rx="2" '
+        f'fill="{color}" stroke="#ffffff" stroke-width="0.6"><title>{html.escape(tip)}</title></rect>'
+    )
+    short = _short(what)
+    if width > 6.2 * len(short) + 4:
+        middle = x(span.start) + width / 2
+        bar += _text(middle, y + ROW - 7, short, anchor="middle", color="#ffffff", size=10)
+    return bar
+
+
+def _short(file: str) -> str:
+    """ "optimizer/optimizer-00003-of-00012.safetensors" → "optimizer 3"."""
+    stem, *numbers = file.rpartition("/")[2].removesuffix(".safetensors").split("-")
+    return f"{stem} {int(numbers[0])}" if numbers else stem
+
+
+def _chart(counts: Sequence[tuple[float, int]], limit: int, x: Scale, top: float) -> Iterator[str]:
+    most = max(limit, *(count for _, count in counts)) + 0.5
+    bottom = top + CHART - 14
+
+    def y(count: float) -> float:
+        return bottom - count / most * (bottom - top)
+
+    points, before = [f"{x(counts[0][0]):.1f},{bottom:.1f}"], 0
+    for moment, count in counts:
+        points += [f"{x(moment):.1f},{y(before):.1f}", f"{x(moment):.1f},{y(count):.1f}"]
+        before = count
+    yield f'<polygon points="{" ".join(points)}" fill="#c9d8e8" stroke="#4e79a7"/>'
+    yield (
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" '
+        'stroke="#e15759" stroke-dasharray="5 4"/>'
+    )
+    yield _text(LEFT - 10, y(limit) + 4, f"max_writers = {limit}", anchor="end", color="#c0392b")
+    yield _text(LEFT - 10, bottom + 1, "writers at once", anchor="end")
+
+
+def _axis(length: float, x: Scale, origin: float, y: float) -> Iterator[str]:
+    yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#999999"/>'
+    magnitude = 10.0 ** math.floor(math.log10(length))
+    step = next(s for s in (0.1, 0.2, 0.5, 1, 2) if length / (s * magnitude) <= 10) * magnitude
+    for number in range(int(length / step) + 1):
+        place = x(origin + number * step)
+        yield f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{y}" y2="{y + 4}" stroke="#999999"/>'
+        yield _text(place, y + 18, f"{number * step:g}", anchor="middle", color="#666666")
+    yield _text(WIDTH - RIGHT, y + 34, "seconds", anchor="end", color="#666666")
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str = "start", color: str = "#222222", size: int = 12
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" '
+        f'font-size="{size}">{html.escape(text)}</text>'
+    )
