@@ -167,7 +167,7 @@ class Checkpointer:
         wait = wait or self.options.when_busy == "wait"
         try:
             kind, _, *answer = self._ask(plan, ("begin", key, wait, payload))
-        except WriterGoneError as gone:
+        except (WriterGoneError, StorageError) as gone:
             kind, answer = "skip", [str(gone)]
         if kind == "skip":
             error = f"step {step} is not saved: {answer[0]}"
@@ -261,7 +261,7 @@ class Checkpointer:
             paths = self._ranks.on_main(lambda: list_steps(self.directory))
             if self._link is None:  # else this run has saved already, and storage is what counts
                 memory = find_memory(self._ranks, self.directory, paths, specs, self.options)
-                if memory and any(part.home != self._ranks.node for part in memory.parts):
+                if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
                 secret = self._link.secret if self._link else b""
                 if memory and load_memory(
@@ -357,7 +357,16 @@ class Checkpointer:
         return link
 
     def _take_slots(self, link: Link, plan: SavePlan) -> Slots:
-        """Give the node's writer the plan, and get the slots that it makes."""
+        """Give the node's writer the plan, and get the slots that it makes. A writer that is gone
+        is started again once."""
+        try:
+            return self._slots_of(link, plan)
+        except WriterGoneError:
+            self._lost_writer()
+        link.restart()
+        return self._slots_of(link, plan)
+
+    def _slots_of(self, link: Link, plan: SavePlan) -> Slots:
         link.send(("addresses", self._addresses))
         link.send(("plan", plan.digest, plan.shared if self._ranks.first_of_node else None))
         while True:

@@ -117,6 +117,8 @@ class _Save:
     staged: dict[int, Position] = field(default_factory=dict)
     """Up to where each node has copied everything."""
     staged_at: float = 0.0
+    preparing: bool = False
+    """Whether its target is being prepared right now."""
     waiting: dict[int, deque[Unit]] = field(default_factory=dict)
     """Units by the node that owns their file."""
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -166,6 +168,9 @@ class Coordinator:
         self._out: dict[tuple[Key, Unit], int] = {}
         """Granted units, and to which node; also those of saves that were given up, until their
         writers have stopped."""
+        self._clearing = 0
+        """Saves that were given up and whose places are not removed yet; the next one, which may be
+        of the same step, gets its place after that."""
         self._slot = -1
         self._next_grant = 0.0
         self._aside = 0
@@ -206,7 +211,10 @@ class Coordinator:
         return {node: slots for node, (plan, slots) in self._hellos.items() if plan == self._plan}
 
     def _on_hello(self, node: int, plan: str, slots: int) -> None:
-        """A node has made its slots for a plan."""
+        """A node has made its slots for a plan. If it has said so before, it is another process,
+        faster here than the news of the end of the one before."""
+        if self._hellos.get(node) == (plan, slots):
+            self.on_lost(node)
         self._hellos[node] = plan, slots
         self._consider_all()
 
@@ -240,7 +248,7 @@ class Coordinator:
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.payload, self._slot, time.monotonic())
         self._answer(key, ("go", key, save.slot, save.payload["state"], save.payload["previous"]))
-        self._later(lambda: self._prepare(save), lambda target: self._prepared(save, target))
+        self._maybe_prepare()
 
     def _wait_for_nodes(self, key: Key) -> None:
         """See to it that a request is answered, even if a node never comes back."""
@@ -267,6 +275,13 @@ class Coordinator:
         for node in range(self._nodes):
             self._host.send(node, message)
 
+    def _maybe_prepare(self) -> None:
+        save = self._save
+        if save is None or save.target or save.preparing or self._clearing:
+            return
+        save.preparing = True
+        self._later(lambda: self._prepare(save), lambda target: self._prepared(save, target))
+
     def _prepare(self, save: _Save) -> Target | None:
         """Make the place to write to; None if the step is committed already. Runs aside."""
         started = time.time()
@@ -282,9 +297,12 @@ class Coordinator:
         return target
 
     def _prepared(self, save: _Save, target: Any) -> None:
+        save.preparing = False
         if save is not self._save:  # given up meanwhile
             if target and not isinstance(target, Exception):
-                self._later(target.abort, lambda _: None)
+                self._clear(target)
+            else:
+                self._cleared()
         elif isinstance(target, Exception):
             self._fail(0, failure_of(target))
         elif target is None:
@@ -371,6 +389,7 @@ class Coordinator:
                 if units and self._place(units[0]) <= staged
             ]
             if not nodes:
+                self._limit.starved()
                 break
             now = time.monotonic()
             if now < self._next_grant:
@@ -459,9 +478,18 @@ class Coordinator:
         )
         # Writers stop at their next block; what they still write is in files that are gone.
         self._tell(("stop", save.key))
+        if save.target or save.preparing:
+            self._clearing += 1
         if save.target:
-            self._later(save.target.abort, lambda _: None)
+            self._clear(save.target)
         self._end(save, outcome)
+
+    def _clear(self, target: Target) -> None:
+        self._later(target.abort, lambda _: self._cleared())
+
+    def _cleared(self) -> None:
+        self._clearing -= 1
+        self._maybe_prepare()
 
     def _end(self, save: _Save, outcome: SaveOutcome) -> None:
         self._save = None
@@ -516,24 +544,28 @@ def failure_of(error: Exception) -> Failure:
 class WriterLimit:
     """How many units may be out at once.
 
-    With `auto` it climbs: measured over windows of a few receipts, one more writer stays if the
-    bandwidth grew by 5 %; if it fell by 10 % one goes. Additive, so that a shared filesystem sees
-    small changes.
+    With `auto` it goes up and down by a quarter (at least one), and measures the bandwidth of each
+    number over a few receipts. Had the storage room for all, bandwidth would change as much as the
+    number did: as long as it changes at least half as much, more writers are tried, else fewer.
     """
 
     def __init__(self, setting: int | str | None, default: int) -> None:
         self.value = setting if isinstance(setting, int) else default
         self._auto = setting == "auto"
-        self._bytes = self._count = 0
         self._since: float | None = None
-        self._before = 0.0
-        self._direction = 1
+        self._bytes = self._count = 0
+        self._before: tuple[int, float] | None = None
+        """The number before this one, and its bandwidth."""
+
+    def starved(self) -> None:
+        """There is no work for some writers, which says nothing about the storage: measure anew."""
+        self._since = None
 
     def wrote(self, nbytes: int, now: float) -> None:
         """A receipt came in."""
         if not self._auto:
             return
-        if self._since is None or now - self._since > 60:  # the pause between two saves
+        if self._since is None:
             self._since, self._bytes, self._count = now, 0, 0
             return
         self._bytes += nbytes
@@ -541,13 +573,13 @@ class WriterLimit:
         if self._count < max(4, 2 * self.value) or now == self._since:
             return
         bandwidth = self._bytes / (now - self._since)
-        self._since, self._bytes, self._count = now, 0, 0
-        if bandwidth < 0.9 * self._before or (
-            self._direction > 0 and bandwidth < 1.05 * self._before
-        ):
-            self._direction = -self._direction
-        self._before = bandwidth
-        self.value = max(1, self.value + self._direction)
+        more = True
+        if self._before and self._before[0] != self.value:
+            number, before = self._before
+            more = (bandwidth / before - 1) / (self.value / number - 1) >= 0.5
+        self._before, self._since = (self.value, bandwidth), None
+        step = max(1, self.value // 4)
+        self.value = max(1, self.value + step if more else self.value - step)
 
 
 def default_writers(kind: str) -> int:

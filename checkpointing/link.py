@@ -11,12 +11,14 @@ from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from checkpointing.errors import StorageError
+from checkpointing.errors import StorageError, explain
 from checkpointing.writer import Setup
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 20
+END_SECONDS = 10
+GONE = "the checkpoint writer process of this node is gone"
 
 
 class WriterGoneError(Exception):
@@ -85,14 +87,34 @@ class Link:
                 time.sleep(0.01)
 
     def restart(self) -> None:
-        """Bring the process back, and connect again."""
-        if self._process and self._process.poll() is not None:
+        """Bring the process back, and connect again.
+
+        Raises:
+            WriterGoneError: that is not possible.
+        """
+        if self._process:
+            code = self._ended(self._process)
             logger.warning(
-                "the checkpoint writer process ended with code %d; starting it again",
-                self._process.returncode,
+                "the checkpoint writer process ended with code %d; starting it again", code
             )
-            self.start()
+            try:
+                self.start()
+            except (OSError, StorageError) as error:
+                raise WriterGoneError(
+                    f"the checkpoint writer process cannot be started again: {explain(error)}"
+                ) from error
         self.connect()
+
+    def _ended(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for the end of a process whose connections are closed (a process that is killed
+        closes them a moment before it is dead); returns its exit code."""
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        if process.stdout:
+            process.stdout.close()
+        return process.wait()
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send a message; from any thread.
@@ -100,13 +122,14 @@ class Link:
         Raises:
             WriterGoneError: nobody is there.
         """
-        if self._connection is None:
-            raise WriterGoneError("not connected")
+        connection = self._connection
+        if connection is None:
+            raise WriterGoneError(GONE)
         try:
             with self._sending:
-                self._connection.send(message)
+                connection.send(message)
         except OSError as error:
-            raise WriterGoneError(str(error)) from error
+            raise WriterGoneError(GONE) from error
 
     def receive(self, timeout: float | None = None) -> tuple[Any, ...] | None:
         """The next message; None if none came within `timeout` seconds (None: no limit).
@@ -115,7 +138,7 @@ class Link:
             WriterGoneError: nobody is there.
         """
         if self._connection is None:
-            raise WriterGoneError("not connected")
+            raise WriterGoneError(GONE)
         try:
             if timeout is not None and not self._connection.poll(timeout):
                 return None
@@ -123,7 +146,7 @@ class Link:
             return message
         except (OSError, EOFError) as error:
             self._connection = None
-            raise WriterGoneError(str(error)) from error
+            raise WriterGoneError(GONE) from error
 
     def end(self) -> None:
         """Let go of the process; it ends when no rank is connected any more."""
@@ -131,11 +154,5 @@ class Link:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            if self._process.stdout:
-                self._process.stdout.close()
+            self._ended(self._process)
             self._process = None

@@ -1,17 +1,22 @@
 """Bytes of slots on their way between nodes: a socket of their own, never a process group."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
 
-from checkpointing.errors import StorageError
+from checkpointing.errors import StorageError, explain
 from checkpointing.slots import SlotFiles, open_left
 
-Pull = Callable[[int, int | str, str, Sequence[tuple[int, int]]], Iterator[bytes]]
+Slot = int | tuple[int, tuple[int, int]] | str
+"""Number of a slot in use; with the key of the save that it must hold; or the folder of one that a
+dead run left."""
+Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Iterator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
 
 
 class Puller:
-    """Fetches bytes of slots from the writers of other nodes.
+    """Fetches bytes of slots from the writers of other nodes; each thread over connections of its
+    own, so that none takes what another asked for.
 
     Args:
         addresses: of the writers, by node.
@@ -20,44 +25,65 @@ class Puller:
 
     def __init__(self, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
         self._addresses, self._secret = addresses, secret
-        self._connections: dict[int, Connection] = {}
+        self._of_thread = threading.local()
+
+    @property
+    def _connections(self) -> dict[int, Connection]:
+        """Of this thread, by node."""
+        connections: dict[int, Connection] = self._of_thread.__dict__.setdefault("by_node", {})
+        return connections
 
     def __call__(
-        self, node: int, slot: int | str, file: str, ranges: Sequence[tuple[int, int]]
+        self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
     ) -> Iterator[bytes]:
         """The bytes of each range.
 
         Args:
             node: whose slot.
-            slot: number of a slot in use, or folder of one that a dead run left.
+            slot: which one.
             file: in the slot.
             ranges: start and stop of each.
 
         Raises:
             StorageError: that node does not send them.
         """
-        try:
-            if node not in self._connections:
-                self._connections[node] = Client(self._addresses[node], authkey=self._secret)
-                self._connections[node].send(("pull", node))
-            connection = self._connections[node]
-            connection.send((slot, file, ranges))
-            for _ in ranges:
-                yield connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            self._connections.pop(node, None)
-            raise StorageError(f"node {node} does not send its part of {file}: {error}") from error
+        used_before = node in self._connections
+        left = list(ranges)
+        while left:
+            try:
+                connection = self._connection(node)
+                connection.send((slot, file, left))
+                while left:
+                    data = connection.recv_bytes()
+                    del left[0]
+                    yield data
+            except (EOFError, OSError) as error:
+                self._connections.pop(node, None)
+                if not used_before:
+                    raise StorageError(
+                        f"node {node} does not send its part of {file}: {explain(error)}"
+                    ) from error
+                used_before = False  # its process may be another one by now
+
+    def _connection(self, node: int) -> Connection:
+        if node not in self._connections:
+            self._connections[node] = Client(self._addresses[node], authkey=self._secret)
+            self._connections[node].send(("pull", node))
+        return self._connections[node]
 
 
-def serve_pulls(connection: Connection, slots: Callable[[int], SlotFiles]) -> None:
+def serve_pulls(
+    connection: Connection, slots: Callable[[int, tuple[int, int] | None], SlotFiles]
+) -> None:
     """Answer a Puller until it leaves.
 
     Args:
         connection: of the Puller.
-        slots: the slots in use, by number.
+        slots: a slot in use, by number and the save that it must hold (None: any); raises EOFError
+            if it holds another.
 
     Raises:
-        EOFError, OSError: it has left.
+        EOFError, OSError: it has left, or asked for what is not there.
     """
     left: dict[str, SlotFiles] = {}
     while True:
@@ -68,6 +94,7 @@ def serve_pulls(connection: Connection, slots: Callable[[int], SlotFiles]) -> No
                 left[path] = open_left(slot, file)
             image = memoryview(left[path].maps[file])
         else:
-            image = memoryview(slots(slot).maps[file])
+            number, key = slot if isinstance(slot, tuple) else (slot, None)
+            image = memoryview(slots(number, key).maps[file])
         for start, stop in ranges:
             connection.send_bytes(image[start:stop])

@@ -2,13 +2,14 @@
 
 [Note: names]
   step-00001000                 committed, if its commit record is valid
-  step-00001000.tmp-<owner>     being written by <owner>
+  step-00001000.tmp-<n>-<owner> being written by <owner>
   step-00001000.trash-<owner>   being deleted by <owner>
 Owners are processes, see checkpointing/owners.py. Nothing with any other name is ever touched. In
 object stores there are other rules, see checkpointing/object_target.py.
 """
 
 import fcntl
+import itertools
 import json
 import logging
 import math
@@ -38,6 +39,7 @@ FOREIGN_SECONDS = 3600
 """A half-written directory of another machine, whose processes cannot be seen from here, counts as
 left behind when nothing in it has changed for so long."""
 
+_numbers = itertools.count(1)
 _ASIDE = re.compile(r"step-\d{8,}\.(?P<why>tmp|trash)-.+")
 
 
@@ -204,8 +206,9 @@ def _remove(aside: Path) -> None:
 
 
 def tmp_path(final: Path) -> Path:
-    """Where this process writes the step that is going to be `final`."""
-    return final.with_name(f"{final.name}.tmp-{owner()}")
+    """Where this process writes the step that is going to be `final`: a new place each time, so
+    that whoever still writes to a save that was given up is not in the way of the next."""
+    return final.with_name(f"{final.name}.tmp-{next(_numbers)}-{owner()}")
 
 
 def collect(directory: Path) -> None:

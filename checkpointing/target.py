@@ -109,7 +109,10 @@ class PosixTarget:
         """Make the directory and every tensor file at its final size. Nobody else creates files,
         so that one client alone loads the metadata server."""
         shutil.rmtree(self.tmp, ignore_errors=True)
+        missing = [parent for parent in self.tmp.parents if not parent.exists()]
         self.tmp.mkdir(parents=True)
+        for parent in missing:  # what leads to the checkpoints must be as durable as they are
+            sync_directory(parent.parent)
         kind = filesystem(self.tmp)
         if kind == "lustre":
             stripe(self.tmp)

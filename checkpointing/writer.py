@@ -14,6 +14,7 @@ import mmap
 import os
 import pickle
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -51,7 +52,7 @@ from checkpointing.plan import (
     plan_file,
     plan_pieces,
 )
-from checkpointing.pulls import Pull, Puller, serve_pulls
+from checkpointing.pulls import Pull, Puller, Slot, serve_pulls
 from checkpointing.slots import (
     Manifest,
     Ranges,
@@ -182,7 +183,7 @@ def write_unit(
     slot: SlotFiles,
     target: Target,
     pull: Pull,
-    number: int,
+    there: Slot,
     rate: float | None,
     stopped: Callable[[], bool],
 ) -> tuple[dict[int, int], int]:
@@ -194,7 +195,7 @@ def write_unit(
         slot: what this node holds.
         target: where to.
         pull: fetches bytes from other nodes.
-        number: of the slot.
+        there: the slot as other nodes know it.
         rate: most bytes per second.
         stopped: whether to give up, asked before each block.
     """
@@ -209,7 +210,7 @@ def write_unit(
             data = image[start:stop]
             elsewhere = _within(plan.sources[unit.file], start, stop)
             if elsewhere:
-                data = _assembled(file.name, data, start, elsewhere, plan, pull, number)
+                data = _assembled(file.name, data, start, elsewhere, plan, pull, there)
             checksums[block] = crc32(data)
             out.write(data, start)
             done += stop - start
@@ -235,7 +236,7 @@ def _assembled(
     elsewhere: list[tuple[int, int, int]],
     plan: NodePlan,
     pull: Pull,
-    slot: int,
+    there: Slot,
 ) -> memoryview:
     """A block of which other nodes hold parts: a copy, at a page boundary, good until this thread
     makes the next."""
@@ -251,7 +252,7 @@ def _assembled(
     for a, b, node in elsewhere:
         by_node.setdefault(node, []).append((a, b))
     for node, ranges in by_node.items():
-        for (a, b), data in zip(ranges, pull(node, slot, file, ranges), strict=True):
+        for (a, b), data in zip(ranges, pull(node, there, file, ranges), strict=True):
             block[a - start : b - start] = data
     return block
 
@@ -286,6 +287,8 @@ class Writer:
         self._ranks: dict[int, Connection] = {}
         self._peers: dict[int, Connection] = {}
         """Connections of the coordinator to the other nodes."""
+        self._lost: set[int] = set()
+        """Ranks that were connected, and are not any more."""
         self._addresses: Sequence[tuple[str, int]] = ()
         """Where the writers of all nodes listen."""
         self._plan: NodePlan | None = None
@@ -295,10 +298,12 @@ class Writer:
         self._current: _Current | None = None
         self._asked: set[int] = set()
         """Ranks that wait for the slots."""
+        self._filled: dict[int, Key] = {}
+        """Which save was the last to be copied into a slot."""
         self._begun: dict[Key, tuple[bool, dict[str, Any] | None]] = {}
         """Requests to save that the coordinator has not answered."""
-        self._answered: list[Key] = []
-        """The last few that it has answered."""
+        self._answered = 0
+        """Number of the last one that it has answered."""
         self._closing: dict[int, bool] = {}
         """Ranks that want to close, and whether to keep the slots."""
         self._uplink: Connection | None = None
@@ -307,7 +312,15 @@ class Writer:
             self.coordinator = Coordinator(self.directory, setup.options, len(self.nodes), self)
 
     def run(self) -> None:
-        """Handle the inbox for ever."""
+        """Handle the inbox for ever. An error that nobody foresaw ends the process, whatever its
+        other threads do: its ranks start it again."""
+        try:
+            self._run()
+        except Exception:
+            logger.exception("the checkpoint writer process ends")
+            os._exit(1)
+
+    def _run(self) -> None:
         while True:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
@@ -364,7 +377,7 @@ class Writer:
         try:
             kind, number = connection.recv()
             if kind == "pull":
-                serve_pulls(connection, lambda slot: self._files[slot])
+                serve_pulls(connection, self._filled_slot)
                 return
             register, handle, lost = {
                 "rank": (self._ranks, self._on_rank, self._lost_rank),
@@ -377,6 +390,13 @@ class Writer:
         except (EOFError, OSError):
             if kind != "pull":
                 self._inbox.put(lambda: lost(number, connection))
+
+    def _filled_slot(self, slot: int, key: Key | None) -> SlotFiles:
+        """A slot that a save is copied into; a process that was started again in the middle of it
+        has nothing of that."""
+        if key is not None and self._filled.get(slot) != key:
+            raise EOFError
+        return self._files[slot]
 
     def _puller(self) -> Puller:
         """Of this thread."""
@@ -455,15 +475,18 @@ class Writer:
                 self._tell(("outcome", outcome))
         else:
             key = arguments[0]
-            if key in self._answered:  # both asked and told
+            if key[1] <= self._answered:  # both asked and told
                 return
-            self._answered = [*self._answered, key][-4:]
+            self._answered = key[1]
             self._begun.pop(key, None)
             if kind == "go":
                 _, slot, state, previous = arguments
                 self._current = _Current(key, slot, state.decode(), previous)
+                self._filled[slot] = key
                 if self._folder:
                     write_manifest(self._folder, f"slot-{slot}", None)
+                for rank in self._lost:
+                    self._miss(rank)
                 message = ("go", key, slot)
             self._tell(message)
 
@@ -505,7 +528,7 @@ class Writer:
             try:
                 checksums, nbytes = write_unit(
                     unit, plan, files, target,
-                    self._puller(), slot,
+                    self._puller(), (slot, key),
                     rate, lambda: current.stopped,
                 )  # fmt: skip
             except StoppedError:
@@ -521,6 +544,7 @@ class Writer:
 
     def _on_rank(self, rank: int, message: tuple[Any, ...]) -> None:
         kind, *arguments = message
+        self._lost.discard(rank)
         getattr(self, f"_on_rank_{kind}")(rank, *arguments)
 
     def _on_rank_addresses(self, rank: int, addresses: Sequence[tuple[str, int]]) -> None:
@@ -584,7 +608,7 @@ class Writer:
         self, rank: int, key: Key, wait: bool, payload: dict[str, Any] | None
     ) -> None:
         """The request of the node's first rank stands for all of them."""
-        if rank == self.nodes[self.node][0] and key not in self._answered:
+        if rank == self.nodes[self.node][0] and key[1] > self._answered:
             self._begun[key] = wait, payload
             self._to_coordinator(("begin", key, wait, payload))
 
@@ -605,8 +629,8 @@ class Writer:
         files = self._files[current.slot]
 
         def remember(checksums: Any) -> None:
-            # With one slot, the next save may have begun to overwrite it.
-            if self._current not in (current, None) and len(self._files) == 1:
+            # Checksums that took long may be those of bytes of two saves.
+            if self._filled[current.slot] != current.key:
                 return
             if isinstance(checksums, Exception):
                 logger.warning("a restart cannot use memory: %s", explain(checksums))
@@ -615,7 +639,11 @@ class Writer:
                 current.key[0], current.previous, plan.tensors, self.node, len(self.nodes),
                 plan.exact, checksums, current.state,
             )  # fmt: skip
-            write_manifest(folder, f"slot-{current.slot}", manifest)
+            try:
+                write_manifest(folder, f"slot-{current.slot}", manifest)
+            except OSError as error:  # shared memory is full
+                logger.warning("a restart cannot use memory: %s", explain(error))
+                return
             if self.setup.options.peer_copy and len(self.nodes) > 1:
                 self._to_coordinator(("peer", (current.slot, manifest)))
 
@@ -648,14 +676,19 @@ class Writer:
         if self._ranks.get(rank) is not connection:
             return
         del self._ranks[rank]
-        current, plan = self._current, self._plan
-        if current and plan and current.staged.get(rank) != (len(plan.files), 0):
-            failure = Failure(f"rank {rank} died before its tensors were copied")
-            self._to_coordinator(("failed", current.key, failure))
+        self._lost.add(rank)
+        self._miss(rank)
         if not self._ranks:
             os._exit(0)
         if self._closing:
             self._maybe_close()
+
+    def _miss(self, rank: int) -> None:
+        """A save that waits for a lost rank's tensors does so in vain."""
+        current, plan = self._current, self._plan
+        if current and plan and current.staged.get(rank) != (len(plan.files), 0):
+            failure = Failure(f"rank {rank} died before its tensors were copied")
+            self._to_coordinator(("failed", current.key, failure))
 
 
 def _send(connection: Connection, message: tuple[Any, ...]) -> None:
@@ -684,6 +717,8 @@ def serve(setup: Setup, ready: Callable[[tuple[str, int]], None]) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections to every other node
     writer = Writer(setup)
     writer.listen(Listener(setup.address, "AF_UNIX", backlog=64, authkey=setup.secret))
     here = ("", 0)

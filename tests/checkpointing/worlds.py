@@ -35,7 +35,9 @@ def run_ranks(world_size: int, work: Callable[[int], Any], folder: Path) -> list
     folder.mkdir(parents=True, exist_ok=True)
     store = folder / f"store-{time.monotonic_ns()}"
     results = [folder / f"{store.name}-{rank}" for rank in range(world_size)]
-    children = [_fork(rank, world_size, work, store, results[rank]) for rank in range(world_size)]
+    children = [
+        fork_rank(rank, world_size, work, store, results[rank]) for rank in range(world_size)
+    ]
     deadline = time.monotonic() + DEADLINE
     running = set(children)
     try:
@@ -50,7 +52,9 @@ def run_ranks(world_size: int, work: Callable[[int], Any], folder: Path) -> list
     return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
-def _fork(rank: int, world_size: int, work: Callable[[int], Any], store: Path, result: Path) -> int:
+def fork_rank(
+    rank: int, world_size: int, work: Callable[[int], Any], store: Path, result: Path
+) -> int:
     pid = os.fork()
     if pid:
         return pid
