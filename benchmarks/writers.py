@@ -1,208 +1,123 @@
-"""Eight ranks as four nodes save to one filesystem, two writers at a time: proof, and a picture.
+"""Who writes when: eight ranks as four nodes on this machine save with `max_writers`, and the trace
+of the save is checked and drawn.
 
-From `trace.jsonl`, in which every writer records what it did and when: at no moment more than
-`--max-writers` write, each file is written by one node, metadata is touched by one node, one thing
-at a time. That no collective runs during a save is shown more simply: the ranks destroy their
-process group after `prepare`, and save.
-
-    python -m benchmarks.writers --dir /mnt/gluster --svg docs/images/writers.svg
+The state is sharded over all ranks, so that three quarters of the bytes of a file come from other
+nodes. The program fails if more nodes wrote at once than allowed, if two nodes wrote to one file,
+if another process than the coordinator's touched metadata, or if there was a collective on the
+ranks' process group during the save.
 """
 
-import json
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.support import ROOT, arguments, heading, print_table, write_json
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-RANKS, NODES, SAVES = 8, 4, 2
-Span = dict[str, Any]
+from benchmarks.support import arguments, heading, print_table, write_json
+from benchmarks.support.trace import Span, at_once, picture, read_trace, writes
+from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing.target import filesystem
+
+RANKS, PER_NODE, TENSORS, STEPS = 8, 2, 24, (1, 2)
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", dir="", svg="", max_writers=2, megabytes=600)
-    with TemporaryDirectory(prefix="perdure-writers-", dir=options.dir or None) as scratch:
-        run = Path(scratch) / "run"
-        ranks = [
-            Popen(
-                [sys.executable, "-m", "benchmarks.writers"],
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "PERDURE_RANK": json.dumps(
-                        [rank, scratch, options.max_writers, options.megabytes]
-                    ),
-                    "GROUP_RANK": str(rank * NODES // RANKS),
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            if any(process.wait(300) for process in ranks):
-                sys.exit("a rank failed")
-        finally:
-            for process in ranks:
-                process.kill()
-        from checkpointing.target import filesystem
-
-        kind = filesystem(run)
-        spans = [json.loads(line) for line in (run / "trace.jsonl").read_text().splitlines()]
-    writes = [span for span in spans if span["kind"] == "write"]
-    metadata = [span for span in spans if span["kind"] != "write"]
-    homes = defaultdict(set)
-    for span in writes:
-        homes[span["step"], span["file"]].add(span["node"])
-    rows = [
-        {
-            "filesystem": kind,
-            "ranks": f"{RANKS} on {NODES} nodes",
-            "max_writers": options.max_writers,
-            "most at once": most_at_once(writes),
-            "files": len(homes),
-            "nodes per file": max(map(len, homes.values())),
-            "nodes on metadata": len({span["node"] for span in metadata}),
-            "metadata at once": most_at_once(metadata),
-            "bytes": f"{sum(span['bytes'] for span in writes):,}",
-        }
-    ]
-    heading("Writers of one checkpoint directory")
-    print_table(rows)
-    write_json("Writers of one checkpoint directory", rows, options.json)
+    options = arguments((__doc__ or "").partition("\n\n")[0], size=480, writers=2, dir=".", svg="")
+    with TemporaryDirectory(prefix="perdure-bench-", dir=options.dir) as folder:
+        run, kind = Path(folder) / "run", filesystem(Path(folder))
+        multiprocessing.start_processes(
+            _rank, (folder, options.size, options.writers), RANKS, start_method="fork"
+        )
+        saves = [read_trace(run / "trace.jsonl", step) for step in STEPS]
+    proofs = [_proof(spans) for spans in saves]
+    title = f"Four nodes of two ranks save {options.size} MB on {kind}, {options.writers} at once"
+    heading(title)
+    print_table([_shown(step, proof) for step, proof in zip(STEPS, proofs, strict=True)])
+    figures = {"proofs": proofs, "spans": [asdict(span) for span in saves[-1]]}
+    write_json(title, figures, options.json)
     if options.svg:
-        last = max(span["step"] for span in spans)
-        title = (
-            f"{RANKS} ranks on {NODES} nodes save to {kind} with max_writers={options.max_writers}"
-        )
-        Path(options.svg).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.svg).write_text(picture([s for s in spans if s["step"] == last], title))
-    row = rows[0]
-    if row["most at once"] > options.max_writers or row["nodes per file"] > 1:
-        sys.exit("more writers than allowed")
-    if row["nodes on metadata"] > 1 or row["metadata at once"] > 1:
-        sys.exit("more than one on metadata")
+        Path(options.svg).write_text(picture(saves[-1], title, options.writers))
+    if any(
+        proof["writers_at_once"] > options.writers
+        or proof["nodes_of_a_file"] > 1
+        or not proof["metadata_before_and_after"]
+        for proof in proofs
+    ):
+        sys.exit("the save did not keep to its rules")
 
 
-def most_at_once(spans: Sequence[Span]) -> int:
-    """The largest number of spans that share a moment."""
-    events = [(span["start"], 1) for span in spans] + [(span["stop"], -1) for span in spans]
-    count = most = 0
-    for _, change in sorted(events):  # one that ends at a moment makes room for one that begins
-        count += change
-        most = max(most, count)
-    return most
-
-
-def save_as_rank(rank: int, scratch: str, max_writers: int, megabytes: int) -> None:
-    """What one of the ranks does."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from checkpointing import Checkpointer, CheckpointOptions
-
+def _rank(rank: int, folder: str, size: int, writers: int) -> None:
     torch.set_num_threads(1)
-    store = f"file://{scratch}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    os.environ["GROUP_RANK"] = str(rank // PER_NODE)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    columns, rows, count = 1024, 4096, max(1, megabytes * 10**6 // (1024 * 4096 * 4 * 3))
-
-    def tensor() -> DTensor:
-        return DTensor.from_local(torch.rand(rows // RANKS, columns), mesh, [Shard(0)])
-
-    model = {f"layers.{number}.weight": tensor() for number in range(count)}
-    optimizer = {f"{name}.{key}": tensor() for name in model for key in ("exp_avg", "exp_avg_sq")}
-    options = CheckpointOptions(
-        max_writers=max_writers, max_shard_size="64 MB", trace=True, slots=1, keep=1
-    )
-    checkpointer = Checkpointer(f"{scratch}/run", options, dist.group.WORLD)
-    checkpointer.prepare(model=model, optimizer=optimizer)
-    dist.barrier()
-    dist.destroy_process_group()  # from here on there is nothing to run a collective on
-    for step in range(1, SAVES + 1):
-        checkpointer.save(step, model=model, optimizer=optimizer, state={}, files={}, wait=True)
-        checkpointer.wait()
-    checkpointer.close()
-
-
-# --- picture -------------------------------------------------------------------------------------
-
-WIDTH, LEFT, TOP, ROW = 900, 130, 40, 22
-COLORS = ("#4477aa", "#228833", "#ccbb44", "#ee6677", "#66ccee", "#aa3377")
+    columns = 1024
+    rows = size * 1_000_000 // (TENSORS * columns * 4)
+    whole = torch.rand(rows, columns)
+    model = {
+        f"layers.{number}.weight": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        for number in range(TENSORS)
+    }
+    options = CheckpointOptions(max_writers=writers, max_shard_size=rows * columns * 4, trace=True)
+    group = dist.group.WORLD
+    with Checkpointer(Path(folder) / "run", options, group) as checkpointer:
+        checkpointer.prepare(model=model, optimizer={})
+        before = _collectives()
+        for step in STEPS:
+            checkpointer.save(step, model=model, optimizer={}, state={}, files={}, wait=True)
+            checkpointer.wait()
+        if _collectives() != before:
+            sys.exit("there was a collective on a process group during a save")
+    dist.destroy_process_group()
 
 
-def picture(spans: Sequence[Span], title: str) -> str:
-    """A timeline of one save as SVG: a row for metadata, one for each thread of each node, and how
-    many write at once."""
-    begin = min(span["start"] for span in spans)
-    seconds = max(span["stop"] for span in spans) - begin
-    scale = (WIDTH - LEFT - 20) / seconds
-
-    def place(span: Span) -> tuple[float, float]:
-        return LEFT + (span["start"] - begin) * scale, (span["stop"] - span["start"]) * scale
-
-    writers = sorted({(span["node"], span["thread"]) for span in spans if span["kind"] == "write"})
-    rows = ["metadata"] + [f"node {node}, {thread}" for node, thread in writers]
-    height = TOP + (len(rows) + 4) * ROW
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="13">{escape(title)}</text>',
-    ]
-    for number, name in enumerate(rows):
-        y = TOP + number * ROW
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
-        parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 20}" height="18" fill="#f4f4f4"/>'
-        )
-    for span in spans:
-        x, width = place(span)
-        if span["kind"] == "write":
-            number = 1 + writers.index((span["node"], span["thread"]))
-            color = COLORS[span["node"] % len(COLORS)]
-            tip = f"{span['file']}, {span['bytes'] / 1e6:.1f} MB"
-        else:
-            number, color, tip = 0, "#555555", span["kind"]
-        tip = escape(f"{tip}, {span['stop'] - span['start']:.3f} s")
-        parts.append(
-            f'<rect x="{x:.1f}" y="{TOP + number * ROW}" width="{max(width, 1):.1f}" height="18" '
-            f'fill="{color}"><title>{tip}</title></rect>'
-        )
-    parts += _steps(spans, begin, scale, TOP + (len(rows) + 1) * ROW)
-    y = height - 10
-    parts.append(f'<text x="{LEFT}" y="{y}">0 s</text>')
-    parts.append(f'<text x="{WIDTH - 20}" y="{y}" text-anchor="end">{seconds:.2f} s</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def _collectives() -> int:
+    """How many there were on all groups of this process, as gloo itself counts them."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def _steps(spans: Sequence[Span], begin: float, scale: float, top: int) -> list[str]:
-    """The number of writers over time as a stepped line, two rows high."""
-    writes = [span for span in spans if span["kind"] == "write"]
-    most = most_at_once(writes)
-    events = sorted([(s["start"], 1) for s in writes] + [(s["stop"], -1) for s in writes])
-    bottom, unit = top + 1.5 * ROW, 1.5 * ROW / most
-    points, count = [f"{LEFT},{bottom}"], 0
-    for moment, change in events:
-        x = LEFT + (moment - begin) * scale
-        points.append(f"{x:.1f},{bottom - count * unit:.1f}")
-        count += change
-        points.append(f"{x:.1f},{bottom - count * unit:.1f}")
-    return [
-        f'<text x="{LEFT - 8}" y="{top + 13}" text-anchor="end">at once: {most}</text>',
-        f'<polyline points="{" ".join(points)}" fill="none" stroke="#333333"/>',
-    ]
+def _proof(spans: list[Span]) -> dict[str, Any]:
+    written = writes(spans)
+    nodes = {
+        file: {s.node for s in written if s.file == file} for file in {s.file for s in written}
+    }
+    metadata = [span for span in spans if span.kind != "write"]
+    return {
+        "seconds": spans[-1].stop - spans[0].start,
+        "bytes": sum(span.nbytes for span in written),
+        "files": len(nodes),
+        "nodes": len(set.union(*nodes.values())),
+        "writers_at_once": max(count for _, count in at_once(written)),
+        "nodes_of_a_file": max(map(len, nodes.values())),
+        "metadata": [f"{span.kind}, node {span.node}" for span in metadata],
+        "metadata_before_and_after": [span.kind for span in metadata] == ["begin", "commit"]
+        and metadata[0].stop <= written[0].start
+        and max(span.stop for span in written) <= metadata[1].start,
+    }
+
+
+def _shown(step: int, proof: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "save": str(step),
+        "seconds": f"{proof['seconds']:.2f}",
+        "MB": f"{proof['bytes'] / 1e6:,.0f}",
+        "files": str(proof["files"]),
+        "nodes that wrote": str(proof["nodes"]),
+        "most at once": str(proof["writers_at_once"]),
+        "nodes of a file": str(proof["nodes_of_a_file"]),
+        "metadata": "; ".join(proof["metadata"]),
+        "collectives": "0",
+    }
 
 
 if __name__ == "__main__":
-    if "PERDURE_RANK" in os.environ:
-        save_as_rank(*json.loads(os.environ["PERDURE_RANK"]))
-    else:
-        main()
+    main()

@@ -452,7 +452,7 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
             name,
             tensor.dtype,
             tensor.shape,
-            (id(tensor.device_mesh), tensor.placements) if isinstance(tensor, DTensor) else None,
+            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
         )
         for name, tensor in tensors.items()
     )

@@ -304,6 +304,10 @@ class Writer:
         """Requests to save that the coordinator has not answered."""
         self._answered = 0
         """Number of the last one that it has answered."""
+        self._asked_for: dict[int, int] = {}
+        """Number of the last save that each rank has asked for."""
+        self._untold: dict[int, list[tuple[Key, tuple[Any, ...]]]] = {}
+        """What ranks are going to be told once they ask."""
         self._closing: dict[int, bool] = {}
         """Ranks that want to close, and whether to keep the slots."""
         self._uplink: Connection | None = None
@@ -472,7 +476,7 @@ class Writer:
             if self._current and self._current.key == key:  # else it was told before
                 self._current.stopped = True
                 self._current = None
-                self._tell(("outcome", outcome))
+                self._tell(key, ("outcome", outcome))
         else:
             key = arguments[0]
             if key[1] <= self._answered:  # both asked and told
@@ -488,11 +492,16 @@ class Writer:
                 for rank in self._lost:
                     self._miss(rank)
                 message = ("go", key, slot)
-            self._tell(message)
+            self._tell(key, message)
 
-    def _tell(self, message: tuple[Any, ...]) -> None:
-        for connection in self._ranks.values():
-            _send(connection, message)
+    def _tell(self, key: Key, message: tuple[Any, ...]) -> None:
+        """Tell the ranks about a save; one that has not asked for it yet hears of it when it does,
+        as it may be busy with other messages, or not even be connected."""
+        for rank in self.nodes[self.node]:
+            if self._asked_for.get(rank, 0) < key[1]:
+                self._untold.setdefault(rank, []).append((key, message))
+            elif rank in self._ranks:
+                _send(self._ranks[rank], message)
 
     def _copy(self, node: int, slot: int, manifest: Manifest) -> None:
         """Keep a copy of what another node has staged."""
@@ -608,6 +617,10 @@ class Writer:
         self, rank: int, key: Key, wait: bool, payload: dict[str, Any] | None
     ) -> None:
         """The request of the node's first rank stands for all of them."""
+        self._asked_for[rank] = key[1]
+        for about, message in self._untold.pop(rank, []):
+            if about == key:
+                _send(self._ranks[rank], message)
         if rank == self.nodes[self.node][0] and key[1] > self._answered:
             self._begun[key] = wait, payload
             self._to_coordinator(("begin", key, wait, payload))

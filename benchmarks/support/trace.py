@@ -139,13 +139,17 @@ def _bar(span: Span, x: Scale, y: float, color: str) -> str:
     tip = f"{what}: {span.stop - span.start:.3f} s"
     bar = (
         f'<rect x="{x(span.start):.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" rx="2" '
-        f'fill="{color}" stroke="#ffffff" stroke-width="0.6"><title>{html.escape(tip)}</title></rect>'
+        f'fill="{color}" stroke="#ffffff" stroke-width="0.6">'
+        f"<title>{html.escape(tip)}</title></rect>"
     )
-    short = _short(what)
-    if width > 6.2 * len(short) + 4:
-        middle = x(span.start) + width / 2
-        bar += _text(middle, y + ROW - 7, short, anchor="middle", color="#ffffff", size=10)
-    return bar
+    if span.kind != "write":  # short ones, with room beside them
+        ends = x(span.stop) > WIDTH - RIGHT - 60
+        place = x(span.start) - 5 if ends else x(span.stop) + 5
+        return bar + _text(place, y + ROW - 7, what, "end" if ends else "start", "#555555", 10)
+    labels = (_short(what), _short(what).rpartition(" ")[2])
+    label = next((label for label in labels if width > 6.2 * len(label) + 4), "")
+    middle = x(span.start) + width / 2
+    return bar + _text(middle, y + ROW - 7, label, "middle", "#ffffff", 10)
 
 
 def _short(file: str) -> str:

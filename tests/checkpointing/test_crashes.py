@@ -253,6 +253,7 @@ def train(run: Path, nodes: int, world_size: int, slots: int, loaded: Path) -> N
             loaded.with_suffix(".part").rename(loaded)
         while True:
             step += 1
+            dist.barrier()  # ranks are in step, as gradients keep them
             checkpointer.save(step, **parts(step, strategy, BULK))
             checkpointer.wait_staged()
             checkpointer.outcomes()

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -131,6 +132,18 @@ def test_boxes_are_what_torch_gives_each_rank(shape, mesh, data):
             ours[here] = whole[there]
         assert torch.equal(ours, local)
         assert sum(math.prod(box.shape) for box in boxes) == local.numel()
+
+
+def test_layouts_are_equal_by_what_they_say_in_any_process():
+    def layout():
+        return Layout(tuple(range(8)), (4, 2), (REPLICATE, Split(0)))
+
+    one = layout()
+    assert one.coordinate(5) == (2, 1)
+    sent = pickle.loads(pickle.dumps(one))
+    assert len({one, layout(), sent}) == 1
+    assert len(pickle.dumps(one)) == len(pickle.dumps(layout())), "only what it says is sent"
+    assert one != Layout(tuple(range(8)), (4, 2), (Split(0), REPLICATE))
 
 
 def test_ranks_that_disagree_are_told():

@@ -20,9 +20,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpointing import Checkpointer
 
-# Forked ranks share two cores, and a thread pool of the parent does not survive the fork.
-torch.set_num_threads(1)
-
 DEADLINE = 60
 
 
