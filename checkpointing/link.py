@@ -17,6 +17,7 @@ from checkpointing.writer import Setup
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 20
+RESTART_SECONDS = 5
 END_SECONDS = 10
 GONE = "the checkpoint writer process of this node is gone"
 
@@ -69,9 +70,9 @@ class Link:
         self._setup = replace(self._setup, port=int(line))
         return self._setup.host, int(line)
 
-    def connect(self) -> None:
+    def connect(self, seconds: float = CONNECT_SECONDS) -> None:
         """Connect to the process; it may still be starting, or being started again."""
-        deadline = time.monotonic() + CONNECT_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 self._connection = Client(
@@ -103,7 +104,9 @@ class Link:
                 raise WriterGoneError(
                     f"the checkpoint writer process cannot be started again: {explain(error)}"
                 ) from error
-        self.connect()
+        # If it died when it had answered the first rank and not yet this one, nobody starts it
+        # again before the next save.
+        self.connect(RESTART_SECONDS)
 
     def _ended(self, process: "subprocess.Popen[bytes]") -> int:
         """Wait for the end of a process whose connections are closed (a process that is killed

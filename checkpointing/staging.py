@@ -85,7 +85,7 @@ class Staging:
         threading.Thread(target=self._copy, args=(slot, sources, written, copied)).start()
 
     def _copy(self, slot: int, sources: list[Tensor], written: Any, copied: Any) -> None:
-        views, failure = self._views[slot], None
+        views = self._views[slot]
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None:
@@ -97,14 +97,11 @@ class Staging:
                         )
                     if self._stream is not None:
                         self._stream.synchronize()
-                    if stop == len(sources):
-                        self._copied.set()
                     copied(end)
         except Exception as error:
-            failure = error
-        self._copied.set()
-        if failure:
-            copied(failure)
+            copied(error)
+        finally:  # not before the last is told: what is asked next must find it said
+            self._copied.set()
 
     def wait(self) -> None:
         """Until the tensors may change again."""

@@ -621,6 +621,8 @@ class Writer:
         for about, message in self._untold.pop(rank, []):
             if about == key:
                 _send(self._ranks[rank], message)
+        if self._current and self._current.key[1] < key[1]:
+            self._miss(rank)
         if rank == self.nodes[self.node][0] and key[1] > self._answered:
             self._begun[key] = wait, payload
             self._to_coordinator(("begin", key, wait, payload))
@@ -680,6 +682,7 @@ class Writer:
     def _closed(self) -> None:
         if self._folder and not any(self._closing.values()):
             forget(self._folder)
+            collect_memory(str(self.directory))
         for rank, connection in self._ranks.items():
             if rank in self._closing:
                 _send(connection, ("closed",))
@@ -697,10 +700,11 @@ class Writer:
             self._maybe_close()
 
     def _miss(self, rank: int) -> None:
-        """A save that waits for a lost rank's tensors does so in vain."""
+        """A save that waits for the tensors of a rank that is lost, or has gone on without it, does
+        so in vain."""
         current, plan = self._current, self._plan
         if current and plan and current.staged.get(rank) != (len(plan.files), 0):
-            failure = Failure(f"rank {rank} died before its tensors were copied")
+            failure = Failure(f"rank {rank} was lost before its tensors were copied")
             self._to_coordinator(("failed", current.key, failure))
 
 

@@ -95,10 +95,8 @@ def test_killed_at_any_system_call_of_the_writer(who, before, points, tmp_path, 
             from_memory = checkpointer.newer_than_storage
             assert step == newest or (from_memory and step == newest + 1), point
             found[f"step {step}" + " from memory" * from_memory] += 1
-            if who == "all":
-                newest = 5
-                save_now(checkpointer, newest, **parts(newest))
-        assert names(run) == ["latest", f"step-{newest:08}"], point
+            save_now(checkpointer, 5, **parts(5))
+        assert names(run) == ["latest", "step-00000005"], point
         assert not memory_of(run), point
         shutil.rmtree(folder)
     assert found["missed"] <= len(chosen) // 4
@@ -268,7 +266,7 @@ def committed(run: Path) -> int:
 def test_killed_at_random_moments(seed, tmp_path):
     """One run through a dozen lives, in changing worlds."""
     draw = random.Random(seed)
-    run, found = tmp_path / "run", Counter()
+    run = tmp_path / "run"
     for life in range(12):
         nodes, world_size = draw.choice([(1, 1), (1, 2), (2, 2)])
         victim = draw.choice(["all", "rank 0", "last rank", "writer"])
@@ -299,11 +297,9 @@ def test_killed_at_random_moments(seed, tmp_path):
         if loaded.exists():
             step, from_memory = loaded.read_text().split()
             assert int(step) > newest if from_memory == "True" else int(step) == newest, story
-            found["memory" if from_memory == "True" else "storage"] += 1
         problems = verify(run).problems if committed(run) else []
         assert not problems, f"{story}: {problems}"
         assert committed(run) >= before, story
-    assert len(found) == 2 or not SOAK
     with Checkpointer(run, OPTIONS, None) as checkpointer:
         step = load(checkpointer, bulk=BULK) or 0
         save_now(checkpointer, step + 1, **parts(step + 1, bulk=BULK))
