@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,8 +163,11 @@ def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_pa
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank // PER_NODE)
-        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
-            step = parts(3, "FULL_SHARD")
+        step = parts(3, "FULL_SHARD")
+        tensors = (*step["model"].values(), *step["optimizer"].values())
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        slow = replace(OPTIONS, max_bandwidth=nbytes)  # a second for each save, to be killed in
+        with Checkpointer(run, slow, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, **step)
             dist.barrier()
             assert checkpointer.save(2, **step)

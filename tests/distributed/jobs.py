@@ -9,7 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+soak = pytest.mark.skipif(
+    not os.environ.get("SOAK"), reason="in `make soak`, to keep `make test` short"
+)
 RECIPE = """\
 run: {dir: run, steps: 50, log_every: 1, seed: 7, device: cpu}
 model:

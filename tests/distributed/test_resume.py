@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.jobs import losses, wait_for_step
+from tests.distributed.jobs import losses, soak, wait_for_step
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
@@ -36,9 +36,9 @@ def assert_same(folder: Path, one: str, other: str):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("ddp", ["strategy.name=ddp"]),
+        pytest.param("ddp", ["strategy.name=ddp"], marks=soak),
         ("full-shard", []),
-        ("optimizer-state", ["strategy.zero=1"]),
+        pytest.param("optimizer-state", ["strategy.zero=1"], marks=soak),
     ],
 )
 def test_killed_run_resumes_bitwise(workspace, start, train, name, overrides):

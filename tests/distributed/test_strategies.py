@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.jobs import Job, losses, records
+from tests.distributed.jobs import Job, losses, records, soak
 
 # Largest relative difference seen here: 6e-7, float32 rounding in another order of summation.
 TOLERANCE = 1e-4
@@ -23,18 +23,18 @@ def single(workspace):
     ("name", "ranks", "overrides"),
     [
         ("ddp-2", 2, ["strategy.name=ddp"]),
-        ("no-shard-2", 2, ["strategy.sharding=NO_SHARD"]),
-        ("full-shard-1", 1, []),
+        pytest.param("no-shard-2", 2, ["strategy.sharding=NO_SHARD"], marks=soak),
+        pytest.param("full-shard-1", 1, [], marks=soak),
         ("full-shard-2", 2, []),
         ("full-shard-3", 3, []),
-        ("full-shard-4", 4, ["strategy.reduce_every_pass=true"]),
+        pytest.param("full-shard-4", 4, ["strategy.reduce_every_pass=true"], marks=soak),
         ("shard-grad-op-2", 2, ["strategy.zero=2"]),
         ("optimizer-state-2", 2, ["strategy.zero=1"]),
-        ("optimizer-state-3", 3, ["strategy.zero=1"]),
+        pytest.param("optimizer-state-3", 3, ["strategy.zero=1"], marks=soak),
         ("hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
         ("offload-2", 2, ["strategy.cpu_offload=true"]),
         ("checkpointing-2", 2, ["strategy.activation_checkpointing=full"]),
-        ("selective-2", 2, ["strategy.activation_checkpointing=selective"]),
+        pytest.param("selective-2", 2, ["strategy.activation_checkpointing=selective"], marks=soak),
     ],
 )
 def test_same_curve_as_single_process(workspace, train, single, name, ranks, overrides):
