@@ -505,9 +505,13 @@ class Coordinator:
         )
 
     def _trace(self, span: Mapping[str, Any]) -> None:
-        if self._options.trace and isinstance(self._directory, PosixPath):
+        if not self._options.trace or not isinstance(self._directory, PosixPath):
+            return
+        try:
             with open(self._directory / "trace.jsonl", "a") as file:
                 file.write(json.dumps(span) + "\n")
+        except OSError as error:  # storage that fails must not end the one who is to tell of it
+            logger.warning("a span of the trace is lost: %s", explain(error))
 
     def _later(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """As Host.later; this process does not end before."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from checkpointing.errors import StorageError
+from checkpointing.errors import StorageError, explain
 from checkpointing.layout import TensorFile
 from checkpointing.owners import is_alive, owner
 from checkpointing.plan import Piece, box_runs, merged
@@ -126,15 +126,19 @@ def make_slots(
     """
     nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
     folder = SHARED_MEMORY / f"perdure-{run_id(directory)}-{owner()}"
-    kept = _take_over(folder, directory, ranges, plan, node)
-    count = max(kept, min(wanted, kept + _fitting(nbytes, SHARED_MEMORY)))
-    if count:
+    where, why = f"in {SHARED_MEMORY}", "less than one slot is free there"
+    try:
+        kept = _take_over(folder, directory, ranges, plan, node)
+        count = max(kept, min(wanted, kept + _fitting(nbytes, SHARED_MEMORY)))
         paths = [_shared_slot(folder, slot, files, ranges) for slot in range(count)]
-        where = f"in {SHARED_MEMORY}"
-    elif _fitting(nbytes, None):
+    except OSError as error:  # it is not there, not for us, or was filled by others just now
+        count, why = 0, explain(error)
+    if not count:
+        forget(folder)
+        where = f"in anonymous memory, not {where}: {why}"
+    if not count and _fitting(nbytes, None):
         paths, count = [_anonymous_slot(files, ranges)], 1
-        where = f"in anonymous memory, as {SHARED_MEMORY} has less than one slot free"
-    else:
+    if not count:
         free = available_bytes()
         raise StorageError(
             f"checkpoints are copied to memory before they are written, which takes "

@@ -719,7 +719,8 @@ def _give_way() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent dies, however that happens."""
+    """Have the system kill this process when its parent dies, however that happens. To Linux the
+    parent is a thread: whoever starts a writer does so in one that lives as long as the run."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)

@@ -105,11 +105,7 @@ class Job:
 
     def writers(self) -> list[int]:
         """Writer processes that live now, in order of the ranks that started them."""
-        found = []
-        for rank in self.ranks:
-            for path in Path(f"/proc/{rank}/task").glob("*/children"):
-                with suppress(OSError):
-                    found += [int(child) for child in path.read_text().split()]
+        found = [child for rank in self.ranks for child in children(rank)]
         self._writers |= set(found)
         return found
 
@@ -117,6 +113,15 @@ class Job:
         """What a rank returned or raised; None if it did not."""
         path = self.results[rank]
         return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [int(child) for child in path.read_text().split()]
+    return found
 
 
 def _runs(pid: int) -> bool:

@@ -9,6 +9,7 @@ imports this file before all else. What happens there is said, as JSON, in WRITE
     who             "writer" dies alone, or "all": the rank that started it dies too
     once            a file; who finds it there does not die any more
     shared_memory   a folder to use in place of /dev/shm
+    free            bytes of memory that there seem to be
 
 The label of a point is the call and the file, without the owner: "fsync step-00000002.tmp" or
 "mkdir memory/slot-0".
@@ -98,3 +99,5 @@ if "shared_memory" in faults:
     from checkpointing import slots
 
     slots.SHARED_MEMORY = Path(faults["shared_memory"])
+    if "free" in faults:
+        slots.available_bytes = lambda: faults["free"]

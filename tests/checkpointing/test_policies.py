@@ -1,0 +1,161 @@
+"""What a run chooses: to skip or to wait, how fast to write, how much memory to take."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpointing import Checkpointer, CheckpointOptions, StorageError, slots
+from checkpointing.slots import RESERVE
+from tests.checkpointing.faults import children, load, parts, plant
+from tests.checkpointing.worlds import run_ranks, save_now
+
+SLOW = {"max_bandwidth": "10 KB", "max_shard_size": 700}
+"""A save of the tests' state, 3.9 kB in five files, takes some tenths of a second."""
+
+
+def test_a_save_that_comes_too_early_is_skipped_unless_it_is_to_wait(tmp_path):
+    with Checkpointer(tmp_path, CheckpointOptions(**SLOW), None) as checkpointer:
+        assert checkpointer.save(1, **parts(1))
+        assert not checkpointer.save(2, **parts(2))
+        (skipped,) = checkpointer.outcomes()
+        assert (skipped.step, skipped.path) == (2, None)
+        assert skipped.error == "step 2 is not saved: step 1 is still being saved"
+        assert checkpointer.save(3, **parts(3), wait=True), "the last save of a run waits"
+        (first,) = checkpointer.outcomes()
+        assert (first.step, first.error) == (1, None)
+        checkpointer.wait()
+        (last,) = checkpointer.outcomes()
+        assert last.path == str(tmp_path / "step-00000003")
+        assert last.nbytes > 3000
+        assert load(checkpointer) == 3
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_with_when_busy_wait_no_save_is_lost(number, tmp_path):
+    options = CheckpointOptions(**SLOW, when_busy="wait", slots=number, keep=0)
+    with Checkpointer(tmp_path, options, None) as checkpointer:
+        what = parts(1)
+        note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+        assert note.startswith(f"{number} checkpoint slot(s) of ")
+        assert all(checkpointer.save(step, **parts(step)) for step in (1, 2, 3))
+        checkpointer.wait()
+        assert [outcome.step for outcome in checkpointer.outcomes() if outcome.path] == [1, 2, 3]
+    for step in (3, 2, 1):  # each has its own bytes, though slots were used again
+        with Checkpointer(tmp_path, options, None) as checkpointer:
+            assert load(checkpointer) == step
+        (tmp_path / f"step-{step:08}").rename(tmp_path / f"seen-{step}")
+
+
+def test_ranks_that_are_not_quite_in_step_hear_the_same_answer(tmp_path):
+    """One rank asks for the next save while the other still looks how the one before is going."""
+
+    def work(rank):
+        options = CheckpointOptions(**SLOW)
+        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+            answers = [checkpointer.save(1, **parts(1, "rows-2"))]
+            what = parts(2, "rows-2")
+            dist.barrier()
+            if rank == 1:
+                deadline = time.monotonic() + 0.2
+                while time.monotonic() < deadline:
+                    assert checkpointer.outcomes() == []
+            answers.append(checkpointer.save(2, **what))
+            checkpointer.wait()
+            return answers
+
+    assert run_ranks(2, work, tmp_path / "ranks") == [[True, False]] * 2
+
+
+def test_bandwidth_is_kept(tmp_path):
+    options = CheckpointOptions(max_bandwidth="50 MB", max_writers=2, max_shard_size="8 MB")
+    model = {name: torch.ones(1_500_000) for name in "abcd"}  # 24 MB
+    with Checkpointer(tmp_path, options, None) as checkpointer:
+        save_now(checkpointer, 1, model=model, optimizer={}, state={}, files={})
+        (outcome,) = checkpointer.outcomes()
+    assert outcome.nbytes == pytest.approx(24e6, rel=0.01)
+    assert outcome.seconds >= 24 / 50
+    assert outcome.seconds < 2 * 24 / 50 + 1, "all writers together take what they may"
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_memory(tmp_path, monkeypatch) -> Iterator[Path]:
+    """64 kB instead of /dev/shm."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts filesystems, which root may")
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", mount], check=True)
+    monkeypatch.setattr(slots, "SHARED_MEMORY", mount)
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def test_little_shared_memory_does_for_one_slot(small_memory, tmp_path, monkeypatch):
+    """A slot of the tests' state takes two pages. What a slot holds cannot be said any more, and so
+    no restart begins from it; saves do well without."""
+    (small_memory / "filler").write_bytes(bytes(48 << 10))
+    plant(monkeypatch, shared_memory=str(small_memory))
+    with Checkpointer(tmp_path / "run", CheckpointOptions(), None) as checkpointer:
+        what = parts(1)
+        note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+        assert note.startswith("1 checkpoint slot(s) of ")
+        assert note.endswith("; 2 were asked for, but there is no memory for more")
+        (small_memory / "more").write_bytes(bytes(4 << 10))
+        for step in (1, 2):
+            save_now(checkpointer, step, **parts(step))
+            assert not list(small_memory.glob("*/slot-0.json"))
+
+
+@pytest.mark.parametrize(
+    ("filler", "why"),
+    [(60, "less than one slot is free there"), (64, "No space left on device (ENOSPC)")],
+)
+def test_without_shared_memory_slots_are_anonymous(
+    filler, why, small_memory, tmp_path, monkeypatch
+):
+    (small_memory / "filler").write_bytes(bytes(filler << 10))
+    plant(monkeypatch, shared_memory=str(small_memory))
+
+    def work(rank):
+        with Checkpointer(tmp_path / "run", CheckpointOptions(), dist.group.WORLD) as checkpointer:
+            what = parts(1, "rows-2")
+            note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+            for step in (1, 2):
+                save_now(checkpointer, step, **parts(step, "rows-2"))
+            dist.barrier()
+            if rank == 0:  # its writer takes the memory with it, and the next brings new
+                (writer,) = children(os.getpid())
+                os.kill(writer, 9)
+            dist.barrier()
+            save_now(checkpointer, 3, **parts(3, "rows-2"))
+            assert load(checkpointer, "rows-2") == 3
+            return note
+
+    for note in run_ranks(2, work, tmp_path / "ranks"):
+        assert note.startswith("1 checkpoint slot(s) of ")
+        assert f"in anonymous memory, not in {small_memory}: " in note
+        assert f"{why}; 2 were asked for" in note
+    assert [path.name for path in small_memory.iterdir()] == ["filler"]
+
+
+def test_too_little_memory_is_an_error_that_says_how_much_it_takes(tmp_path, monkeypatch):
+    (tmp_path / "shm").mkdir()
+    plant(monkeypatch, shared_memory=str(tmp_path / "shm"), free=RESERVE + 1000)
+    what = parts(1)
+    with (
+        Checkpointer(tmp_path / "run", CheckpointOptions(), None) as checkpointer,
+        pytest.raises(StorageError, match=r"takes 0\.00 GB on this node; only 0\.27 GB are free"),
+    ):
+        checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+    assert not list((tmp_path / "shm").iterdir())
