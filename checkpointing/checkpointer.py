@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -97,16 +97,21 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._note = ""
         self._addresses: list[tuple[str, int]] = []
-        self._running: int | None = None
-        """The step that is being saved."""
+        self._running: tuple[int, bool] | None = None
+        """The step that is being saved, and whether to memory only."""
         self._asked = 0
         """How many saves were asked for."""
         self._outcomes: list[SaveOutcome] = []
         self._damaged: set[str] = set()
         self._newest: int | None = None
         """Newest committed step, as far as is known here."""
+        self.loaded_from: Literal["memory", "storage"] | None = None
+        """Where `load` found what it loaded."""
         self.newer_than_storage = False
         """Whether `load` found a step in memory that is not committed: save it soon."""
+        self.memory_lasts = False
+        """Whether what `save` copies to memory outlives this process, on all ranks; known after
+        `prepare`."""
         if self._ranks.is_main:
             try:
                 collect(self.directory)
@@ -139,6 +144,7 @@ class Checkpointer:
         state: Mapping[str, Any],
         files: Mapping[str, bytes],
         wait: bool = False,
+        memory_only: bool = False,
     ) -> bool:
         """Begin to save; returns as soon as the copy has begun. `outcomes` tells how it ended.
 
@@ -151,6 +157,8 @@ class Checkpointer:
             files: other files by name, such as config.json; taken from rank 0.
             wait: if an earlier step is still being saved, wait for it to end, whatever
                 `options.when_busy` says.
+            memory_only: leave it at the copy in memory, for a restart to begin from; has no
+                outcome, and is skipped in silence while another save goes on.
 
         Returns:
             False, on all ranks, if the step is not saved, because an earlier one is still being
@@ -164,16 +172,19 @@ class Checkpointer:
         if self._ranks.is_main:
             payload = _payload(plan, state, files)
             payload |= {"damaged": sorted(self._damaged), "previous": self._newest}
-        wait = wait or self.options.when_busy == "wait"
+            payload |= {"memory_only": memory_only}
+        wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
             kind, _, *answer = self._ask(plan, ("begin", key, wait, payload))
         except (WriterGoneError, StorageError) as gone:
             kind, answer = "skip", [str(gone)]
+        if kind == "skip" and memory_only:
+            return False
         if kind == "skip":
             error = f"step {step} is not saved: {answer[0]}"
             self._outcomes.append(SaveOutcome(step, None, error))
             return False
-        self._running = step
+        self._running = step, memory_only
         tensors = by_section(model, optimizer)
         staging.copy(answer[0], tensors, lambda progress: self._copied(key, progress))
         return True
@@ -267,13 +278,13 @@ class Checkpointer:
                 if memory and load_memory(
                     self._ranks, memory, Puller(self._addresses, secret), specs, targets
                 ):
-                    self._newest = memory.newest
+                    self._newest, self.loaded_from = memory.newest, "memory"
                     self.newer_than_storage = memory.step != memory.newest
                     return memory.state
             for path in paths:
                 try:
                     state = load_step(self._ranks, path, specs, targets, self.options.verify)
-                    self._newest = parse_step(path.name)
+                    self._newest, self.loaded_from = parse_step(path.name), "storage"
                     return state
                 except RankError as failed:
                     if failed.kind is not DamagedCheckpoint:
@@ -306,10 +317,12 @@ class Checkpointer:
         try:
             self._plan = plan = self._make_plan(signature, model, optimizer)
             link = self._start()
-            slots = self._ranks.together(lambda: self._take_slots(link, plan))[self._ranks.place]
+            slots = self._ranks.each(lambda: self._take_slots(link, plan))
+            lasting = self._ranks.together(lambda: slots.lasting)
         except RankError as failed:
             self._plan = None
             raise failed.kind(failed.message) from failed.__cause__
+        self.memory_lasts = all(lasting)
         devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
         device = next(devices, torch.device("cpu"))
         files = [file.name for file in plan.shared.files]
@@ -337,7 +350,7 @@ class Checkpointer:
             ).hexdigest()
             return SavePlan(signature, shared, digest, pieces)
 
-        return self._ranks.together(make)[self._ranks.place]
+        return self._ranks.each(make)
 
     def _start(self) -> Link:
         """Start the writer of each node and connect to it, once."""
@@ -416,8 +429,10 @@ class Checkpointer:
         if message[0] != "outcome":
             return
         outcome = message[1]
-        if outcome.step == self._running:
+        if (outcome.step, outcome.memory_only) == self._running:
             self._running = None
+            if outcome.memory_only:
+                return
             self._outcomes.append(outcome)
             if outcome.path:
                 self._newest = outcome.step
@@ -425,7 +440,9 @@ class Checkpointer:
 
     def _lost_writer(self) -> None:
         if self._running is not None:
-            step, self._running = self._running, None
+            (step, memory_only), self._running = self._running, None
+            if memory_only:
+                return
             error = (
                 f"saving step {step} failed: the checkpoint writer process of this node died; "
                 "earlier checkpoints are untouched"

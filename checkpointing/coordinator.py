@@ -5,6 +5,8 @@ or sockets of its own; it lives in the writer process of rank 0's node.
   begin     every rank asks; the coordinator answers once for all: go (into which slot) or skip
   staged    how far a node's ranks have copied their pieces, in the order of files; what all nodes
             have staged may be written
+  remembered  a node's slot is whole, and a restart may begin from it; a save that is to stay in
+            memory ends here
   write     a writer is granted one unit of work at a time, and at most `limit` units are out
   written   its receipt: a checksum for each block
   commit    the commit record, after all receipts
@@ -82,6 +84,8 @@ class SaveOutcome:
     """Bytes of tensor files."""
     writers: int = 0
     """How many wrote at once."""
+    memory_only: bool = False
+    """It was not to be written."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,10 @@ class _Request:
     wait: bool
     payload: dict[str, Any] | None = None
 
+    @property
+    def is_durable(self) -> bool:
+        return self.payload is not None and not self.payload["memory_only"]
+
 
 Position = tuple[int, int]
 """A place in the order of all bytes: number of a file, byte in it."""
@@ -110,7 +118,7 @@ Key = tuple[int, int]
 class _Save:
     key: Key
     payload: dict[str, Any]
-    """Of rank 0: state, files, damaged."""
+    """Of rank 0: state, files, damaged, memory_only."""
     slot: int
     started: float
     target: Target | None = None
@@ -124,10 +132,16 @@ class _Save:
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     committing: bool = False
     turn: int = 0
+    remembered: set[int] = field(default_factory=set)
+    """Nodes from whose slot a restart may begin."""
 
     @property
     def step(self) -> int:
         return self.key[0]
+
+    @property
+    def memory_only(self) -> bool:
+        return bool(self.payload["memory_only"])
 
 
 class Host(Protocol):
@@ -241,7 +255,8 @@ class Coordinator:
         if request.payload is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
-            if not request.wait:
+            # What stays in memory is over in a moment; nobody skips a checkpoint for it.
+            if not request.wait and not (self._save.memory_only and request.is_durable):
                 reason = f"step {self._save.step} is still being saved"
                 self._answer(key, ("skip", key, reason))
             return  # one that waits is considered again when that save ends
@@ -277,7 +292,7 @@ class Coordinator:
 
     def _maybe_prepare(self) -> None:
         save = self._save
-        if save is None or save.target or save.preparing or self._clearing:
+        if save is None or save.target or save.preparing or self._clearing or save.memory_only:
             return
         save.preparing = True
         self._later(lambda: self._prepare(save), lambda target: self._prepared(save, target))
@@ -332,6 +347,15 @@ class Coordinator:
         if self._staged_to(save) == self._end_position and not save.staged_at:
             save.staged_at = time.monotonic()
         self._grant()
+
+    def _on_remembered(self, node: int, key: Key) -> None:
+        """A node's slot holds all of its part, and its checksums are known."""
+        save = self._save
+        if save is None or save.key != key:
+            return
+        save.remembered.add(node)
+        if save.memory_only and len(save.remembered) == self._nodes:
+            self._end(save, SaveOutcome(save.step, None, memory_only=True))
 
     @property
     def _end_position(self) -> Position:
@@ -475,6 +499,7 @@ class Coordinator:
             failure.file,
             failure.errno,
             time.monotonic() - save.started,
+            memory_only=save.memory_only,
         )
         # Writers stop at their next block; what they still write is in files that are gone.
         self._tell(("stop", save.key))

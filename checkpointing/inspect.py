@@ -18,6 +18,7 @@ from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageErro
 from checkpointing.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
+    LATEST,
     MODEL,
     TRAINER_STATE,
     CommitRecord,
@@ -238,7 +239,23 @@ def verify(path: str | Path) -> Verification:
         size, messages = _verify_step(step)
         result.size += size
         result.problems += [Problem(step, message) for message in messages]
+    result.problems += _verify_latest(result.checked)
     return result
+
+
+def _verify_latest(steps: Sequence[Path]) -> list[Problem]:
+    """Whether the pointer beside checkpoints, if it is there, names one of them."""
+    pointer = steps[0].with_name(LATEST)
+    if not pointer.exists():
+        return []
+    try:
+        with reading(pointer):
+            named = read_file(pointer).decode(errors="replace").strip()
+    except CheckpointError as error:
+        return [Problem(pointer, str(error))]
+    if named and (pointer.with_name(named) / COMMIT_RECORD).exists():
+        return []
+    return [Problem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
 
 def _verify_step(step: Path) -> tuple[int, list[str]]:

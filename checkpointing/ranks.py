@@ -87,6 +87,16 @@ class Ranks:
                 raise first from (cause if first.rank == self.rank else None)
         return [value for value, _ in outcomes]
 
+    def each(self, work: Callable[[], T]) -> T:
+        """work() on every rank, each with its own result: only whether it failed is exchanged.
+
+        Raises:
+            RankError: as `together`.
+        """
+        result: list[T] = []
+        self.together(lambda: result.append(work()))
+        return result[0]
+
     def nodes(self) -> Nodes:
         """The ranks of each node: those that share a machine and an elastic agent (torchrun's
         GROUP_RANK)."""
@@ -132,7 +142,7 @@ class Ranks:
         if len(set(self.together(digest))) == 1:
             return specs
         everyone = dict(zip(self.all, self.together(lambda: specs), strict=True))
-        return self.together(lambda: merge_specs(everyone))[self.place]
+        return self.each(lambda: merge_specs(everyone))
 
 
 def specs_digest(specs: Mapping[str, TensorSpec]) -> str:

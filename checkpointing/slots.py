@@ -58,6 +58,8 @@ class Slots:
     """Memory of one slot."""
     note: str
     """What to tell people about it."""
+    lasting: bool
+    """Whether they outlive this node's processes."""
 
 
 @dataclass
@@ -147,7 +149,8 @@ def make_slots(
         )
     few = f"; {wanted} were asked for, but there is no memory for more" if count < wanted else ""
     note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB {where}{few}"
-    return (None if "anonymous" in where else folder), Slots(paths, nbytes, note)
+    lasting = "anonymous" not in where
+    return (folder if lasting else None), Slots(paths, nbytes, note, lasting)
 
 
 def _fitting(nbytes: int, shared: Path | None) -> int:

@@ -635,8 +635,11 @@ class Writer:
         if len(current.staged) < len(self.nodes[self.node]):
             return
         all_ranks = min(current.staged.values())
-        if self._folder and all_ranks == (len(plan.files), 0):
-            self._remember(self._folder, plan, current)
+        if all_ranks == (len(plan.files), 0):
+            if self._folder:
+                self._remember(self._folder, plan, current)
+            else:
+                self._to_coordinator(("remembered", key))
         self._to_coordinator(("staged", key, all_ranks))
 
     def _remember(self, folder: Path, plan: NodePlan, current: _Current) -> None:
@@ -647,6 +650,7 @@ class Writer:
             # Checksums that took long may be those of bytes of two saves.
             if self._filled[current.slot] != current.key:
                 return
+            self._to_coordinator(("remembered", current.key))
             if isinstance(checksums, Exception):
                 logger.warning("a restart cannot use memory: %s", explain(checksums))
                 return

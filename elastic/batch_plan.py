@@ -3,6 +3,10 @@
 The global batch is the same at every world size. A share that does not divide evenly gives ranks
 different numbers of sequences but the same number of forward and backward passes, so that their
 collectives match; a rank that has nothing left to compute runs one sequence with weight 0.
+
+A plan is balanced or fixed. Balanced: ranks share the sequences as evenly as possible. Fixed: the
+global batch is cut into numbered micro-batches, the same ones at every world size, and ranks share
+these.
 """
 
 from collections.abc import Iterator
@@ -31,19 +35,31 @@ class BatchPlan:
     """Forward and backward passes that every rank runs per optimizer step."""
     micro_batch: int
     """Sequences in the largest of these passes."""
+    fixed: bool = False
+    """Whether micro-batches are the same at every world size."""
 
     @property
     def efficiency(self) -> float:
         """Share of the sequence slots that carry a sequence, in (0, 1]: the busiest rank sets the
         pace, and the others wait for it."""
         busiest = -(-self.global_batch // self.world_size)
+        if self.fixed:  # the first rank: only the last micro-batch may be smaller
+            busiest = min(self.passes * self.micro_batch, self.global_batch)
         return self.global_batch / (self.world_size * busiest)
 
     def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:
         """The passes of `rank` for the global batch whose first sequence has position `start`.
 
-        Ranks take every world_size-th sequence, so that each sees the same mixture of sources.
+        Ranks take every world_size-th sequence, so that each sees the same mixture of sources; in
+        a fixed plan every world_size-th micro-batch.
         """
+        if self.fixed:
+            size, end = self.micro_batch, start + self.global_batch
+            stride = self.world_size * size
+            for first in range(start + rank * size, start + self.passes * stride, stride):
+                positions = tuple(range(first, min(first + size, end)))
+                yield MicroBatch(positions or (start,), real=bool(positions))
+            return
         mine = range(start + rank, start + self.global_batch, self.world_size)
         whole, extra = divmod(len(mine), self.passes)
         taken = 0
@@ -56,9 +72,10 @@ class BatchPlan:
             taken += size
 
     def __str__(self) -> str:
+        size = "fixed micro-batches of" if self.fixed else "up to"
         text = (
             f"global batch {self.global_batch} = {self.world_size} rank(s) x {self.passes} "
-            f"pass(es) x up to {self.micro_batch} sequences"
+            f"pass(es) x {size} {self.micro_batch} sequences"
         )
         if self.efficiency < 0.95:
             text += (
@@ -68,16 +85,20 @@ class BatchPlan:
         return text
 
 
-def plan_batch(global_batch: int, world_size: int, micro_batch: int) -> BatchPlan:
+def plan_batch(
+    global_batch: int, world_size: int, micro_batch: int, *, fixed: bool = False
+) -> BatchPlan:
     """Spread `global_batch` sequences over `world_size` data-parallel ranks.
 
     Args:
         global_batch: sequences per optimizer step, over all ranks.
         world_size: number of data-parallel ranks.
-        micro_batch: most sequences one rank may hold in one forward pass.
+        micro_batch: most sequences one rank may hold in one forward pass; in a fixed plan, those
+            of every pass (the last micro-batch of a global batch takes what is left).
+        fixed: cut the global batch alike at every world size.
 
     Raises:
-        ValueError: fewer sequences than ranks, or a number below 1.
+        ValueError: fewer sequences (fixed: micro-batches) than ranks, or a number below 1.
     """
     if min(global_batch, world_size, micro_batch) < 1:
         raise ValueError(
@@ -90,6 +111,15 @@ def plan_batch(global_batch: int, world_size: int, micro_batch: int) -> BatchPla
             f"{world_size} data-parallel ranks without work; raise batch.global_batch to at least "
             f"{world_size} or start fewer ranks"
         )
+    if fixed:
+        numbered = -(-global_batch // micro_batch)
+        if numbered < world_size:
+            raise ValueError(
+                f"a global batch of {global_batch} sequences, in micro-batches of {micro_batch}, "
+                f"leaves {world_size - numbered} of {world_size} data-parallel ranks without work; "
+                f"start at most {numbered} ranks, or a new run with a smaller batch.micro_batch"
+            )
+        return BatchPlan(global_batch, world_size, -(-numbered // world_size), micro_batch, True)
     per_rank = -(-global_batch // world_size)
     passes = -(-per_rank // micro_batch)
     return BatchPlan(global_batch, world_size, passes, -(-per_rank // passes))

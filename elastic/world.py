@@ -1,15 +1,22 @@
 """The ranks of a run: a frozen `World`, read from the environment once; joining and leaving."""
 
-import ctypes
+import json
 import os
-import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+ROUND = "PERDURE_ROUND"
+"""Environment variable: the round of the membership that this rank belongs to."""
+GENERATION = "PERDURE_GENERATION"
+"""Environment variable: which generation of training processes of that round this one is of."""
+CAUSE = "PERDURE_CAUSE"
+"""Environment variable: the failure because of which this process was started, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +28,13 @@ class World:
     world_size: int
     local_world_size: int
     """Ranks on this node."""
-    attempt: int
-    """How often torchrun has restarted the group."""
+    nodes: int
+    round: int
+    """Which set of nodes this is, counted from 1; 0 without an agent of ours."""
+    generation: int
+    """How often the training processes of this round were started again."""
+    cause: Mapping[str, Any] | None
+    """The failure that made this start necessary: rank, node, step, why, at; None for others."""
     device: torch.device
 
     @property
@@ -31,32 +43,16 @@ class World:
         return self.rank == 0
 
 
-def read_environment() -> tuple[int, int, int, int, int]:
-    """(rank, local_rank, world_size, local_world_size, attempt) as torchrun set them; one process
-    without torchrun is a world of one."""
+def read_environment() -> tuple[int, int, int, int]:
+    """(rank, local_rank, world_size, local_world_size) as torchrun set them; one process without
+    torchrun is a world of one."""
     read = os.environ.get
     return (
         int(read("RANK", "0")),
         int(read("LOCAL_RANK", "0")),
         int(read("WORLD_SIZE", "1")),
         int(read("LOCAL_WORLD_SIZE", "1")),
-        int(read("TORCHELASTIC_RESTART_COUNT", "0")),
     )
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies (on Linux).
-
-    torchrun puts each rank into a session of its own, so a launcher that is killed with SIGKILL
-    leaves ranks behind that train on, and write where the restarted run writes.
-    """
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died just before
-        os._exit(1)
 
 
 def join_world(device: str, timeout_seconds: float) -> World:
@@ -68,7 +64,7 @@ def join_world(device: str, timeout_seconds: float) -> World:
 
     The default group carries CUDA tensors over NCCL and CPU tensors over gloo.
     """
-    rank, local_rank, world_size, local_world_size, attempt = read_environment()
+    rank, local_rank, world_size, local_world_size = read_environment()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device("cpu")
@@ -83,7 +79,18 @@ def join_world(device: str, timeout_seconds: float) -> World:
         rank=rank,
         world_size=world_size,
     )
-    return World(rank, local_rank, world_size, local_world_size, attempt, place)
+    read = os.environ.get
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        nodes=int(read("GROUP_WORLD_SIZE", "1")),
+        round=int(read(ROUND, "0")),
+        generation=int(read(GENERATION) or read("TORCHELASTIC_RESTART_COUNT", "0")),
+        cause=json.loads(read(CAUSE, "null")),
+        device=place,
+    )
 
 
 def _store() -> dist.Store | None:
@@ -91,14 +98,44 @@ def _store() -> dist.Store | None:
     read = os.environ.get
     if "RANK" not in os.environ:
         return dist.HashStore()  # nobody to meet
-    if read("TORCHELASTIC_USE_AGENT_STORE") == "True" and read("GROUP_WORLD_SIZE") == "1":
-        # torchrun 2.11 to 2.13 hands restarted ranks the store of the attempt before, with the
-        # addresses of dead peers in it. On one node the attempt's number keeps them apart; several
-        # nodes count attempts differently, and need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False)
-        return dist.PrefixStore(f"attempt-{read('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return None
+    if read("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    if ROUND in os.environ:  # the store is new in every round; generations share it
+        return dist.PrefixStore(f"generation-{read(GENERATION, '0')}", store)
+    # torchrun 2.11 to 2.13 hands restarted ranks the store of the attempt before, with the
+    # addresses of dead peers in it. On one node the attempt's number keeps them apart.
+    return dist.PrefixStore(f"attempt-{read('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Whether an error only says that another rank, or the store's host, is gone."""
+    gone = "Connection reset by peer", "Connection closed by peer", "Broken pipe"
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in gone)
+
+
+def supervised() -> bool:
+    """Whether this process was started by an agent of ours, which restarts it."""
+    return ROUND in os.environ
+
+
+def refuse_stale_store() -> str | None:
+    """Why this launch must not go on, None if it may.
+
+    On several nodes torchrun's own rendezvous gives restarted ranks a stale store, and they count
+    their restarts differently, so that nothing tells the attempts apart.
+    """
+    read = os.environ.get
+    shared = read("TORCHELASTIC_USE_AGENT_STORE") == "True" and ROUND not in os.environ
+    if not shared or int(read("GROUP_WORLD_SIZE", "1")) == 1:
+        return None
+    return (
+        "torchrun's c10d rendezvous hands restarted ranks of several nodes the addresses of dead "
+        "ones, and the job hangs; start it with --rdzv-backend perdure, or with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+    )
 
 
 def leave_world(code: int) -> NoReturn:

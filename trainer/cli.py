@@ -10,8 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from trainer.__main__ import EXIT_WRONG_INPUT, known_errors
+from elastic.exits import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    EXIT_WRONG_INPUT,
+)
+from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
+from trainer.errors import known_errors
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
 
@@ -43,7 +51,13 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main() -> None:
     """Entry point of the console command."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments, rest = parser.parse_known_args()
+    # argparse takes positional arguments in one go; overrides may also stand after options.
+    if any(word.startswith("-") for word in rest) or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         code = arguments.run(arguments)
     except known_errors() as error:
@@ -74,12 +88,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
+        default=30,
         metavar="N",
-        help="how often to start the ranks again by itself (default 0)",
+        help="failures of one hour that are answered by starting the ranks again (default 30)",
     )
+    train.add_argument("--local-addr", metavar="ADDRESS", help="of this node, as others reach it")
+    train.add_argument("--rdzv-conf", metavar="K=V,…", help="see elastic/rendezvous.py")
     train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
     train.set_defaults(run=_train)
+
+    store = _command(commands, "store", "host the store of jobs, outside of their nodes")
+    store.add_argument("--port", type=int, default=29400, help="default 29400; 0 for a free one")
+    store.set_defaults(run=_store)
 
     data = _command(commands, "data", "prepare and inspect data sets", DATA_EXAMPLES)
     _add_data_commands(data.add_subparsers(required=True, metavar="COMMAND"))
@@ -89,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_ckpt_commands(ckpt.add_subparsers(required=True, metavar="COMMAND"), _command)
 
+    add_chaos_command(commands, _command)
+
     generate = _command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument("checkpoint", type=Path, help="run, checkpoint or Hugging Face directory")
     generate.add_argument("--prompt", required=True, help="text to continue")
@@ -97,6 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest")
     generate.add_argument("--seed", type=int, default=0, help="default 0")
     generate.set_defaults(run=_generate)
+
+    report = _command(commands, "report", "what happened in a run, and whether nothing is lost")
+    report.add_argument("run_directory", type=Path, metavar="RUN", help="run directory")
+    report.add_argument(
+        "--check", action="store_true", help="only whether every sequence was consumed once; else 1"
+    )
+    report.add_argument("--html", type=Path, metavar="FILE", help="write a page with its curves")
+    report.set_defaults(run=_report)
 
     reference = _command(commands, "recipe", "the recipe reference or JSON Schema, made from code")
     reference.add_argument("what", choices=("reference", "schema"))
@@ -124,16 +154,20 @@ def _command(
 
 def _train(arguments: argparse.Namespace) -> int:
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
+    os.environ["PERDURE_PRELOAD"] = "trainer.worker"
+    # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         print(dump_recipe(recipe), end="")
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
     from trainer.preflight import check_inputs
+    from trainer.tasks import build_task
 
     ranks = arguments.nproc_per_node or _default_ranks(recipe.run.device)
     nodes = int(arguments.nnodes.split(":")[0])
-    check_inputs(recipe, 0, nodes * ranks, ranks)
+    check_inputs(recipe, build_task(recipe), 0, nodes * ranks, ranks)
     if arguments.dry_run:
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0
@@ -153,30 +187,47 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     """Hand over to torch's elastic agent, as torchrun does; returns the exit code of the run."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    # Otherwise torch's agents hand restarted ranks the store of the attempt before.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    endpoint = arguments.rdzv_endpoint or "localhost:0"  # a free port, for this node alone
-    torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
+    torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
-    torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts)]
+    # A worker of torchrun's is only a stand-in; what it loses does not count as a failure.
+    torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
+    options = [f"restarts={arguments.max_restarts}", *filter(None, [arguments.rdzv_conf])]
+    torchrun += ["--rdzv-conf", ",".join(options)]
+    if arguments.local_addr:
+        torchrun += ["--local-addr", arguments.local_addr]
     worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
     config, command, command_arguments = config_from_args(parse_args([*torchrun, *worker]))
     try:
         elastic_launch(config, command)(*command_arguments)
     except ChildFailedError as failed:
-        codes = [failure.exitcode for failure in failed.failures.values()]
-        if EXIT_WRONG_INPUT in codes:
-            return EXIT_WRONG_INPUT
-        return 93 if 93 in codes else 1
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        known = {EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE} & codes
+        return min(known, default=EXIT_FAILED)
+    except RendezvousError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except SignalException as stopped:
-        name = signal.Signals(stopped.sigval).name
-        print(f"stopped by {name}; the same command resumes from the newest checkpoint")
-        return 128 + stopped.sigval
-    return 0
+        if stopped.sigval == signal.SIGINT:
+            print("stopped by SIGINT; the same command resumes from the newest checkpoint")
+            return 128 + stopped.sigval
+        print(
+            f"{signal.Signals(stopped.sigval).name}: this node has left; the same command resumes"
+        )
+        return EXIT_REQUEUE
+    return EXIT_DONE
+
+
+def _store(arguments: argparse.Namespace) -> int:
+    from elastic.store import serve
+
+    serve(arguments.port)
+    return EXIT_DONE
 
 
 # --- data ------------------------------------------------------------------------------------
@@ -279,6 +330,32 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# --- report ----------------------------------------------------------------------------------
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from elastic.history import LedgerError, read_history
+    from trainer.report import check, report
+
+    directory = arguments.run_directory
+    try:
+        if arguments.check:
+            fine, text = check(read_history(directory))
+            print(text)
+            return EXIT_DONE if fine else EXIT_FAILED
+        if arguments.html:
+            from trainer.report_html import report_html
+
+            arguments.html.write_text(report_html(directory), encoding="utf-8")
+            print(f"{arguments.html}: open it in a browser")
+            return EXIT_DONE
+        print(report(directory))
+    except (LedgerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    return EXIT_DONE
+
+
 # --- recipe ----------------------------------------------------------------------------------
 
 
@@ -288,3 +365,7 @@ def _recipe(arguments: argparse.Namespace) -> int:
     else:
         print(json.dumps(recipe_schema(), indent=2))
     return 0
+
+
+if __name__ == "__main__":
+    main()

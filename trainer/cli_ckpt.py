@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from trainer.__main__ import EXIT_WRONG_INPUT
+from elastic.exits import EXIT_WRONG_INPUT
 
 EXIT_DIFFERENT = 1
 

@@ -1,4 +1,5 @@
-"""One record per log interval → console, metrics.jsonl, TensorBoard, Weights & Biases.
+"""One record per log interval → console, metrics.jsonl, TensorBoard, Weights & Biases; one line
+per step → the ledger.
 
 Only rank 0 holds a `Metrics`. Units: seconds, bytes, tokens; `tokens_per_second` counts target
 tokens over all ranks.
@@ -19,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from checkpointing import SaveOutcome
+from elastic import LEDGER, Ledger, Start
 from trainer.recipe import Recipe, resolved
 
 logger = logging.getLogger(__name__)
@@ -98,12 +100,15 @@ class Window:
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.waits: list[float] = []
+        self.computes: list[float] = []
         self.tokens = 0
 
-    def add(self, seconds: float, data_wait: float, tokens: int) -> None:
-        """One step: its duration, the part of it spent waiting for data, its target tokens."""
+    def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
+        """One step: its duration, the part of it spent waiting for data, one forward and
+        backward pass of this rank, its target tokens."""
         self.seconds.append(seconds)
         self.waits.append(data_wait)
+        self.computes.append(compute)
         self.tokens += tokens
 
     def summary(
@@ -137,15 +142,16 @@ def _percentile(ordered: list[float], share: float) -> float:
 class Metrics:
     """Sinks of rank 0; use as a context manager."""
 
-    def __init__(self, recipe: Recipe, resumed_step: int) -> None:
+    def __init__(self, recipe: Recipe, start: Start) -> None:
         """Open all sinks.
 
         Args:
             recipe: of the run.
-            resumed_step: newest step that survives; records after it are dropped, because the
-                steps they describe are computed again.
+            start: what this attempt begins with. Records of later steps are dropped, because the
+                steps they describe are computed again; the ledger keeps them.
         """
-        run_dir = Path(recipe.run.dir)
+        run_dir, resumed_step = Path(recipe.run.dir), start.step
+        self.ledger = Ledger(run_dir / LEDGER, start)
         self._path = run_dir / "metrics.jsonl"
         keep_records(self._path, resumed_step)
         self._file = self._path.open("a", encoding="utf-8")
@@ -172,7 +178,8 @@ class Metrics:
     def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self.ledger.__exit__(*error)
         self._bar.close()
         try:
             self._file.close()
@@ -189,9 +196,11 @@ class Metrics:
         print(text, flush=True)
         self._bar.refresh()
 
-    def progress(self, step: int) -> None:
-        """Move the progress bar."""
+    def done(self, step: int, first: int, after_last: int, seconds: float, skipped: bool) -> None:
+        """A step over the sequences from `first` to before `after_last` is done: move the progress
+        bar, and tell the ledger."""
         self._bar.update(step - self._bar.n)
+        self.ledger.step(step, first, after_last, seconds, skipped=skipped)
 
     def record(
         self,

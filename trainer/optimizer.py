@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.exact import ExactAdamW
 from trainer.recipe import Optimizer, Schedule
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], options: Optimizer
+    parameters: Mapping[str, nn.Parameter], options: Optimizer, *, exact: bool = False
 ) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019) whose state exists from the start.
+    """AdamW (Loshchilov & Hutter 2019) whose state exists from the start: fused, or exact.
 
     Matrices and embeddings decay, vectors (norms, biases) do not. State tensors are made here
     rather than at the first step, so that they can be loaded into and their memory is known.
@@ -26,12 +27,13 @@ def build_optimizer(
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    kind = ExactAdamW if exact else torch.optim.AdamW
+    optimizer = kind(
         [group for group in groups if group["params"]],
         lr=options.lr,
         betas=options.betas,
         eps=options.eps,
-        fused=True,
+        fused=not exact,
     )
     for parameter in trainable:
         optimizer.state[parameter] = {
@@ -71,8 +73,9 @@ def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> flo
 
 
 def square_sum(parameters: Iterable[nn.Parameter], world_size: int) -> torch.Tensor:
-    """This rank's share of the squared gradient norm: a float64 scalar whose sum over all ranks
-    counts every element once, whatever the meshes and however often it is replicated."""
+    """This rank's share of the squared gradient norm: one float64 number, shape (1,), whose sum
+    over all ranks counts every element once, whatever the meshes and replicas.
+    `exact.square_sums` is the slower variant whose result depends on neither."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -91,7 +94,7 @@ def square_sum(parameters: Iterable[nn.Parameter], world_size: int) -> torch.Ten
     for copies, gradients in by_copies.items():
         part = _squares(gradients) / copies
         total = part if total is None else total + part
-    return total if total is not None else torch.zeros((), dtype=torch.float64)
+    return total.reshape(1) if total is not None else torch.zeros(1, dtype=torch.float64)
 
 
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:

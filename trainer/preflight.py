@@ -9,14 +9,17 @@ from elastic import plan_batch
 from trainer.parallel.mesh import mesh_shape
 from trainer.provenance import check_resume
 from trainer.recipe import Recipe, RecipeError
-from trainer.tasks import Task, build_task
+from trainer.tasks import Task
 
 
-def check_inputs(recipe: Recipe, rank: int, world_size: int, local_world_size: int) -> Task:
-    """Open what the recipe names, and refuse what cannot work. Writes nothing.
+def check_inputs(
+    recipe: Recipe, task: Task, rank: int, world_size: int, local_world_size: int
+) -> None:
+    """Refuse what cannot work. Writes nothing.
 
     Args:
         recipe: to be checked.
+        task: what it trains.
         rank: of this process; rank 0 alone looks at the checkpoints, as thousands of ranks would
             be a burden to the filesystem.
         world_size: ranks that are going to run, at least.
@@ -28,15 +31,14 @@ def check_inputs(recipe: Recipe, rank: int, world_size: int, local_world_size: i
     _check_device(recipe, local_world_size)
     mesh_shape(recipe, world_size, local_world_size)
     try:
-        plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
+        batch = recipe.batch
+        plan_batch(batch.global_batch, world_size, batch.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
     _check_writable(Path(recipe.run.dir))
-    task = build_task(recipe)
     newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
     if newest:
         check_resume(read_state(newest), recipe, task, newest)
-    return task
 
 
 def _check_device(recipe: Recipe, local_world_size: int) -> None:

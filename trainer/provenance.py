@@ -17,7 +17,7 @@ def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
     return {
         "data": {"fingerprint": task.stream.fingerprint, "seq_len": recipe.data.seq_len},
         "seed": recipe.run.seed,
-        "rng": "derived from seed, step and rank; nothing to restore",
+        "rng": "derived from the seed and the position in the data; nothing to restore",
         "schedule": {
             **asdict(recipe.schedule),
             "steps": recipe.run.steps,

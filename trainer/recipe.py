@@ -49,6 +49,13 @@ class Run:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU, else the CPU."""
 
+    determinism: Literal["fast", "exact"] = "fast"
+    """exact: losses, weights and optimizer state are the same bit for bit at every world size and
+    under every sharding, also when ranks come and go (on one kind of device, with the same
+    batch.micro_batch). It costs time and memory: micro-batches never shrink to fit, gradients are
+    kept and reduced in float64, kernels are deterministic and slower, and a CPU rank has one
+    thread."""
+
     log_every: int = 10
     """Steps between console lines and between records in metrics.jsonl."""
 
@@ -257,6 +264,11 @@ class Recipe:
         return self.checkpoint.directory or str(Path(self.run.dir) / "checkpoints")
 
     @property
+    def exact(self) -> bool:
+        """Whether results must not depend on the world size in any bit."""
+        return self.run.determinism == "exact"
+
+    @property
     def sharding(self) -> Sharding:
         """What FSDP shards; DDP counts as NO_SHARD."""
         if self.strategy.name == "ddp":
@@ -455,6 +467,25 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"needs sharded parameters, but sharding is {recipe.sharding}; "
             "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
         )
+    if recipe.exact:
+        if recipe.sharding == "OPTIMIZER_STATE":
+            yield (
+                "strategy.sharding",
+                "OPTIMIZER_STATE (ZeRO-1) has no exact mode; use SHARD_GRAD_OP, which shards the "
+                "optimizer state too, or set run.determinism=fast",
+            )
+        if strategy.reduce_every_pass:
+            yield (
+                "strategy.reduce_every_pass",
+                "adds up gradients in float32, in an order that depends on the world size; remove "
+                "it, or set run.determinism=fast",
+            )
+        if recipe.precision.dtype == "fp16":
+            yield (
+                "precision.dtype",
+                "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
+                "bf16 or fp32, or set run.determinism=fast",
+            )
     if schedule.warmup_steps >= run.steps and schedule.warmup_steps > 0:
         yield "schedule.warmup_steps", f"{schedule.warmup_steps} is not below run.steps={run.steps}"
     if schedule.name == "wsd" and not 0 < schedule.decay_steps <= run.steps - schedule.warmup_steps:

@@ -1,5 +1,6 @@
 """The page: build, restore, loop. `train_step` below it is one optimizer step."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,25 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, load_model, optimizer_tensors
-from elastic import BatchPlan, Verdict, World, judge_step, plan_batch
+from checkpointing import Checkpointer, SaveFailed, load_model, optimizer_tensors
+from elastic import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_DONE,
+    EXIT_PAUSED,
+    PAUSE_TO_LEAVE,
+    BatchPlan,
+    Pace,
+    Pulse,
+    Start,
+    Verdict,
+    World,
+    compare_ranks,
+    judge_step,
+    plan_batch,
+)
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
+from trainer.exact import snap_loss, square_sums
 from trainer.metrics import (
     Metrics,
     Startup,
@@ -38,9 +54,6 @@ from trainer.provenance import run_state
 from trainer.recipe import Recipe
 from trainer.seeds import stable_seed
 from trainer.tasks import Task
-
-EXIT_DONE = 0
-EXIT_DO_NOT_REQUEUE = 93
 
 Batches = Iterator[dict[str, torch.Tensor]]
 
@@ -84,27 +97,34 @@ class StepResult:
     verdict: Verdict
     seconds: float
     data_wait: float
+    compute: float
+    """One forward and backward pass of this rank, on average."""
+    pause: float
+    """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
 
 
-def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
+def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Startup) -> int:
     """Train to `run.steps`, from the newest checkpoint if there is one; returns the exit code.
 
     Called on all ranks. A restart takes the same path as a start: it only finds state to load.
     """
-    plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
+    batch = recipe.batch
+    plan = plan_batch(batch.global_batch, world.world_size, batch.micro_batch, fixed=recipe.exact)
     mesh = build_mesh(recipe, world)
     model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
-    optimizer = build_optimizer(model.optimized, recipe.optimizer)
+    optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
     startup.mark("model")
     group = dist.group.WORLD
     with Checkpointer(recipe.checkpoint_directory, recipe.checkpoint, group) as checkpointer:
+        pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe)
         state = TrainState(model, optimizer, progress)
         memory = checkpointer.prepare(
             model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
         )
         startup.mark("checkpoint")
-        with Metrics(recipe, progress.step) if world.is_main else nullcontext() as metrics:
+        start = attempt(checkpointer, progress, plan, recipe, world, startup)
+        with Metrics(recipe, start) if world.is_main else nullcontext() as metrics:
             startup.mark("trackers")
             say(metrics, f"{describe(recipe, task, world, plan, progress)}\n{memory}")
             batches = load(
@@ -116,26 +136,33 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
             startup.mark("data")
             if checkpointer.newer_than_storage:
                 save(checkpointer, state, recipe, task, world)
+            gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
-            window = Window()
+            window, pace = Window(), Pace()
             while progress.step < last_step:
+                pulse.report(progress.step + 1, "step")
                 result = train_step(
-                    state, batches, plan, recipe, world, before_update=checkpointer.wait_staged
+                    state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
                 )
                 if result.verdict.action == "stop":
                     say(metrics, f"stopped: {result.verdict.reason}")
-                    return EXIT_DO_NOT_REQUEUE
+                    return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
                 if result.verdict.action == "skip":
                     say(metrics, f"warning: {result.verdict.reason}")
                 if progress.step == first_step:
                     startup.mark("first step")
                     say(metrics, str(startup))
+                    if metrics:
+                        metrics.ledger.phases(startup.parts)
                 else:  # the first step also warms up, and would spoil the averages
                     tokens = plan.global_batch * recipe.data.seq_len
-                    window.add(result.seconds, result.data_wait, tokens)
+                    window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if metrics:
-                    metrics.progress(progress.step)
+                    skipped = result.verdict.action == "skip"
+                    first = progress.sequences - plan.global_batch
+                    metrics.done(progress.step, first, progress.sequences, result.seconds, skipped)
                 if due(progress.step, recipe.run.log_every, last_step):
+                    pace = name_stragglers(pace, window, world, progress, metrics)
                     if metrics:
                         values = step_record(progress, result, window, recipe, task, world)
                         metrics.record(
@@ -143,16 +170,26 @@ def train(recipe: Recipe, task: Task, world: World, startup: Startup) -> int:
                         )
                     window = Window()
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
+                    pulse.report(progress.step, "evaluate")
                     values = evaluate(model, task.validation, recipe, world)
                     progress.validation_loss = values["validation_loss"]
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
                 if due(progress.step, recipe.checkpoint.every, last_step):
+                    pulse.report(progress.step, "save")
                     save(checkpointer, state, recipe, task, world)
+                elif due(progress.step, recipe.elastic.snapshot_every, last_step):
+                    save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics)
+                if result.pause and progress.step < last_step:
+                    pulse.report(progress.step, "save")
+                    leaving = result.pause >= PAUSE_TO_LEAVE
+                    pause(checkpointer, state, recipe, task, world, metrics, leaving)
+                    return end(metrics, EXIT_PAUSED, "a node leaves" if leaving else "a node joins")
+            pulse.report(progress.step, "end")
             batches.close()
             finish_saves(checkpointer, progress, metrics)
-    return EXIT_DONE
+            return end(metrics, EXIT_DONE, "finished")
 
 
 def train_step(
@@ -161,6 +198,7 @@ def train_step(
     plan: BatchPlan,
     recipe: Recipe,
     world: World,
+    pulse: Pulse,
     before_update: Callable[[], None],
 ) -> StepResult:
     """One optimizer step over one global batch. Called on all ranks; moves `state` on.
@@ -170,9 +208,6 @@ def train_step(
     model, optimizer, progress = state.model, state.optimizer, state.progress
     started, data_wait = time.perf_counter(), 0.0
     step, options = progress.step + 1, recipe.optimizer
-    # A user's model may draw random numbers (dropout); what it draws depends on nothing earlier.
-    torch.manual_seed(stable_seed(recipe.run.seed, "step", step, world.rank))
-
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     micro_batches = list(plan.micro_batches(world.rank, progress.sequences))
     for number, micro_batch in enumerate(micro_batches):
@@ -181,21 +216,31 @@ def train_step(
             key: tensor.to(world.device, non_blocking=True) for key, tensor in next(batches).items()
         }
         data_wait += time.perf_counter() - waiting
+        # A user's model may draw random numbers (dropout); they depend on these sequences alone.
+        torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
         # Every sequence has the same number of targets, so the mean over the global batch is the
         # sum of each micro-batch's mean times its share of the sequences.
         share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
         with model.accumulate(last=number == len(micro_batches) - 1):
             loss = model(inputs) * share
             (loss * progress.loss_scale.value).backward()
-        loss_sum += loss.detach()
+        loss_sum += snap_loss(loss.detach())
 
-    # One small all-reduce tells every rank the loss, the gradient norm, and whether both are good.
+    compute = (time.perf_counter() - started - data_wait) / len(micro_batches)
+
+    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good, and
+    # whether any rank is asked to pause.
     model.collect_gradients()
-    squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
-    word = torch.stack([loss_sum, squares])
+    pulse.report(step, "reduce")
+    if recipe.exact:
+        squares = square_sums(list(model.optimized.values()), world.device)
+    else:
+        squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
+    asked = torch.tensor([pulse.asked_to_pause], dtype=torch.float64, device=world.device)
+    word = torch.cat([loss_sum.reshape(1), squares, asked])
     dist.all_reduce(word)
-    mean_loss, square = word.tolist()
-    grad_norm = square**0.5 / progress.loss_scale.value
+    mean_loss, *square_parts, pausing = word.tolist()
+    grad_norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
     verdict = judge(progress, recipe, mean_loss, grad_norm, loss_sum)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
@@ -215,7 +260,24 @@ def train_step(
     progress.sequences += plan.global_batch
     progress.tokens += plan.global_batch * recipe.data.seq_len
     seconds = time.perf_counter() - started
-    return StepResult(mean_loss, grad_norm, lr, verdict, seconds, data_wait)
+    return StepResult(mean_loss, grad_norm, lr, verdict, seconds, data_wait, compute, pausing)
+
+
+def name_stragglers(
+    pace: Pace, window: Window, world: World, progress: Progress, metrics: Metrics | None
+) -> Pace:
+    """Compare the ranks' compute times of a log interval, and tell of one that is slow. On all
+    ranks."""
+    mine = sum(window.computes) / max(1, len(window.computes))
+    times = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
+    times[world.rank] = mine
+    dist.all_reduce(times)
+    pace, sentences = compare_ranks(pace, times.tolist())
+    if metrics:
+        for sentence in sentences:
+            metrics.say(f"warning: {sentence}")
+            metrics.ledger.event("straggler", step=progress.step, what=sentence)
+    return pace
 
 
 def judge(
@@ -288,6 +350,36 @@ def step_record(
     return values
 
 
+def attempt(
+    checkpointer: Checkpointer,
+    progress: Progress,
+    plan: BatchPlan,
+    recipe: Recipe,
+    world: World,
+    startup: Startup,
+) -> Start:
+    """What this start begins with, for the ledger."""
+    return Start(
+        step=progress.step,
+        sequences=progress.sequences,
+        global_batch=plan.global_batch,
+        world_size=world.world_size,
+        nodes=world.nodes,
+        round=world.round,
+        generation=world.generation,
+        source=checkpointer.loaded_from or ("init" if recipe.model.init_from else "none"),
+        cause=world.cause,
+        phases=dict(startup.parts),
+    )
+
+
+def end(metrics: Metrics | None, code: int, reason: str) -> int:
+    """Note in the ledger how this attempt ended; returns the exit code."""
+    if metrics:
+        metrics.ledger.end(code, reason)
+    return code
+
+
 def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress: Progress) -> str:
     """What is about to run, with the arithmetic of the batch."""
     strategy = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
@@ -338,10 +430,17 @@ def restore(
 
 
 def save(
-    checkpointer: Checkpointer, state: TrainState, recipe: Recipe, task: Task, world: World
+    checkpointer: Checkpointer,
+    state: TrainState,
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    *,
+    wait: bool = False,
+    memory_only: bool = False,
 ) -> None:
     """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
-    all ranks. The last one is always made, whatever is still being written."""
+    all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
     optimized = state.model.optimized
     checkpointer.save(
         state.progress.step,
@@ -353,8 +452,33 @@ def save(
             **run_state(recipe, task, world),
         },
         files=task.files,
-        wait=state.progress.step >= recipe.run.steps,
+        wait=wait or state.progress.step >= recipe.run.steps,
+        memory_only=memory_only,
     )
+
+
+def pause(
+    checkpointer: Checkpointer,
+    state: TrainState,
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    metrics: Metrics | None,
+    leaving: bool,
+) -> None:
+    """Save the step just done, and wait until it is safe: this world is about to end. On all ranks.
+
+    If all nodes stay, their memory is enough; if one leaves, its part goes with it.
+    """
+    memory_only = checkpointer.memory_lasts and not leaving
+    where = "in memory" if memory_only else "to storage"
+    say(metrics, f"pausing after step {state.progress.step}: saving it {where}")
+    try:
+        save(checkpointer, state, recipe, task, world, wait=True, memory_only=memory_only)
+        finish_saves(checkpointer, state.progress, metrics)
+    except SaveFailed as error:  # the checkpoints before are as they were
+        say(metrics, f"warning: {error}")
+    checkpointer.close(keep_memory=True)
 
 
 def report_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:
@@ -362,6 +486,7 @@ def report_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metric
     for outcome in checkpointer.outcomes():
         if metrics:
             metrics.record(progress.step, *save_record(outcome))
+            metrics.ledger.save(outcome.step, outcome.seconds, error=outcome.error)
 
 
 def finish_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:

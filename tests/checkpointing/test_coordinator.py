@@ -232,7 +232,13 @@ class World:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked
             node.awaited = None
         elif node.awaited and node.alive:
-            payload = {"state": b"", "files": {}, "damaged": [], "previous": None}
+            payload = {
+                "state": b"",
+                "files": {},
+                "damaged": [],
+                "previous": None,
+                "memory_only": False,
+            }
             wait = self.saves[node.asked - 1][1]
             node.outbox.append(("begin", node.awaited, wait, None if node.number else payload))
 

@@ -100,6 +100,10 @@ DAMAGES = {
         "model-00001-of-00002.safetensors",
         lambda p: swap(p, p.with_name(MODEL_2)),
     ),
+    "swapped with an optimizer file": (
+        "model-00001-of-00002.safetensors",
+        lambda p: swap(p, p.with_name("optimizer") / "optimizer-00001-of-00003.safetensors"),
+    ),
     "stale file": (
         MODEL_2,
         lambda p: shutil.copy(p.parents[1] / "step-00000001" / MODEL_2, p),
@@ -127,6 +131,16 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(damage, run, caplog
         save_now(checkpointer, 2, model=model, optimizer=optimizer, state=state, files={})
         assert load(checkpointer) == 2
     assert not verify(run).problems
+
+
+def test_a_pointer_to_nowhere_is_named_and_nobody_follows_it(run):
+    (run / "latest").write_text("step-00000009\n")
+    (problem,) = verify(run).problems
+    assert problem.message == f"{run / 'latest'}: names 'step-00000009', which is no checkpoint"
+    with Checkpointer(run, OPTIONS, None) as checkpointer:
+        assert load(checkpointer) == 2
+    (run / "latest").write_text("")
+    assert "latest" in verify(run).problems[0].message
 
 
 def test_a_flipped_bit_anywhere_is_found(run):

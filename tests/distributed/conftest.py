@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from checkpointing.owners import is_alive
-from checkpointing.slots import SHARED_MEMORY, forget
 from tests.distributed.jobs import RECIPE, ROOT, Job
 from trainer.data.prepare import prepare
 
@@ -23,16 +21,6 @@ def workspace(tmp_path_factory):
         (corpus / f"{number:03}.txt").write_text(Path(path).read_text())
     prepare([str(corpus)], folder / "data", tokenizer="bytes", validation_fraction=0.1)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def no_memory_left():
-    """Runs that a test kills leave their slots in shared memory, for a restart: not here."""
-    before = set(SHARED_MEMORY.glob("perdure-*"))
-    yield
-    for folder in set(SHARED_MEMORY.glob("perdure-*")) - before:
-        if is_alive(folder.name) is False:
-            forget(folder)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from trainer.exact import snap_gradients
 from trainer.recipe import Recipe
 
 
@@ -27,14 +28,15 @@ def apply_fsdp(
 
     Works on the meta device. `dtype` is that of gathered parameters; gradients are reduced in
     float32, summed rather than averaged: the loss is already divided by the global number of
-    target tokens.
+    target tokens. In exact mode they are snapped to a grid and reduced in float64; groups of one
+    rank then make this DDP.
     """
     offload = OffloadPolicy()
     if recipe.strategy.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.float64 if recipe.exact else torch.float32,
         # Blocks pass on activations that are in `dtype` already; what they get in float32 beside
         # them (rotary tables) is meant to stay so.
         cast_forward_inputs=False,
@@ -47,6 +49,9 @@ def apply_fsdp(
             offload_policy=offload,
             reshard_after_forward=recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"),
         )
+    if recipe.exact:
+        terms = -(-recipe.batch.global_batch // recipe.batch.micro_batch)
+        snap_gradients((*blocks, model), terms)
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own.
         module.set_gradient_divide_factor(1.0)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.exact import use_exact_kernels
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedCopy, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
@@ -108,12 +109,16 @@ def parallelize(
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     data_parallel = mesh[DATA_PARALLEL]
     blocks = list(blocks)
+    if recipe.exact:
+        use_exact_kernels(device)
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
     if strategy.compile:
         for block in blocks or [model]:
             block.compile()
-    sharded_by_fsdp = strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
+    sharded_by_fsdp = recipe.exact or (
+        strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
+    )
     if sharded_by_fsdp:
         apply_fsdp(model, blocks, data_parallel, recipe, dtype)
     home = torch.device("cpu") if strategy.cpu_offload else device

@@ -1,0 +1,315 @@
+"""What faults cost a run: this trainer against torchrun with torch.distributed.checkpoint.
+
+The same small FSDP job, with the same decoder and batch, runs on nodes that are agents on this
+machine, one rank each: under stock torchrun with default flags, under stock torchrun tuned by hand,
+and under Perdure. Each fault is done to a job that trains; what it costs is read from what rank 0
+prints.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from benchmarks.peers.stock_elastic import Task
+from benchmarks.support import ROOT, arguments, heading, print_table, spread, write_json
+from benchmarks.support.elastic_job import Job, Recovery
+from benchmarks.support.faults import SCENARIOS, UNCOUNTED, join
+from checkpointing.slots import run_id
+from elastic.local_nodes import LocalNodes
+from trainer.data.prepare import prepare
+
+TITLE = "Recovery from faults: this trainer, torchrun with DCP"
+LEGEND = """\
+Fault to first new step: seconds until a step is done that had not been done before. Median
+(min-max). For a join: since the new agent has registered, and since its launch.
+Steps redone: steps done a second time, because the state they led to was lost. Faults come 1, 3, 5,
+7 and 9 steps after a checkpoint, of which there is one every 10 steps.
+Recovered: of the faults that were done. After one that cost more than --patience seconds, or once
+they cost that much together (peers only), no more of the kind are done.
+
+Stock    torchrun --rdzv-backend c10d with default flags, except that restarts are unlimited; the
+         first node hosts the store
+Tuned    the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, last_call_timeout=1,
+         keep_alive_interval=1, keep_alive_max_attempt=2, process group timeout 10 s, and the store
+         outside of the nodes
+Perdure  torchrun --rdzv-backend perdure, the store outside of the nodes; a snapshot in memory every
+         step, and a copy of it on the next node. The memory of a node that is killed is deleted
+
+worker   kill -9 of one rank; 2 nodes          node   kill -9 of all of a node without rank 0; of 2
+join     a node joins; from 1 to 2             first  the same, with rank 0; of 3
+notice   SIGTERM to an agent; of 2 nodes       hang   SIGSTOP of a rank; 2 nodes
+store    kill -9 of the store's host, which comes back after 1 s; 1 s later kill -9 of one rank,
+         from which is counted. Stock: kill -9 of the node that hosts it"""
+
+SAVE_EVERY = 10
+STEPS = 1_000_000
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "vocab_size": 257,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+SEQ_LEN, GLOBAL_BATCH = 128, 12
+RECIPE = {
+    "run": {"dir": "run", "steps": STEPS, "log_every": 1, "device": "cpu"},
+    "model": {"architecture": ARCHITECTURE},
+    "data": {"sources": [{"path": "data"}], "seq_len": SEQ_LEN, "validation_sequences": 1},
+    "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH},
+    "optimizer": {"lr": 3e-4},
+    "schedule": {"name": "constant"},
+    "precision": {"dtype": "fp32"},
+    "checkpoint": {"every": SAVE_EVERY, "slots": 2, "peer_copy": True},
+    "elastic": {"snapshot_every": 1},
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """One of those that are compared."""
+
+    title: str
+    backend: str
+    register: str
+    """Key of the store under which nodes register."""
+    store_outside: bool = True
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout: float = 0.0
+    """Of the process group, in seconds; 0: the default."""
+    hang_limit: float = 60.0
+    """Seconds to wait for the end of a hang."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is Perdure."""
+        return self.backend == "perdure"
+
+    def job(self, folder: Path, most_nodes: int) -> Job:
+        """A job of 1 to `most_nodes` nodes that leaves its files in `folder`."""
+        folder.mkdir()
+        task = Task(
+            architecture=ARCHITECTURE,
+            seq_len=SEQ_LEN,
+            global_batch=GLOBAL_BATCH,
+            steps=STEPS,
+            save_every=SAVE_EVERY,
+            directory=str(folder / "checkpoints"),
+            timeout=self.timeout,
+        )
+        peer = str(ROOT / "benchmarks/peers/stock_elastic.py")
+        (folder / "data").symlink_to(folder.parent / "data")
+        (folder / "recipe.yaml").write_text(json.dumps(RECIPE), encoding="utf-8")
+        nodes = LocalNodes(
+            ["-m", "trainer", "recipe.yaml"] if self.ours else [peer, json.dumps(asdict(task))],
+            folder=folder,
+            nnodes=f"1:{most_nodes}",
+            logs=folder,
+            environment={"PYTHONPATH": str(ROOT), "TMPDIR": str(folder.parent), **self.environment},
+            options=self.options,
+            backend=self.backend,
+            store_outside=self.store_outside,
+        )
+        memory = f"perdure-{run_id(str(folder / 'run/checkpoints'))}-*-{{pid}}-*"
+        run = folder / "run"
+        return Job(
+            nodes,
+            register=self.register,
+            memory=memory if self.ours else "",
+            ledger=run / "ledger.jsonl" if self.ours else None,
+        )
+
+
+SYSTEMS = {
+    "stock": System(
+        "Stock", "c10d", "torch.rendezvous.local", store_outside=False, hang_limit=20.0
+    ),
+    "tuned": System(
+        "Tuned",
+        "c10d",
+        "torch.rendezvous.local",
+        options=(
+            "--rdzv-conf",
+            "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2",
+        ),
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        timeout=10.0,
+    ),
+    "perdure": System("Perdure", "perdure", "perdure/local/state", hang_limit=30.0),
+}
+
+
+# --- the course of it ------------------------------------------------------------------------
+
+
+def main() -> None:
+    description = (__doc__ or "").partition("\n\n")[0]
+    options = arguments(
+        description,
+        faults=5,
+        limit=60,
+        patience=30,
+        systems=",".join(SYSTEMS),
+        scenarios=",".join(SCENARIOS),
+        logs="",
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left on any way out
+    heading(TITLE)
+    print(LEGEND)
+    print(f"\nLoad of this machine before: {os.getloadavg()[0]:.1f}")
+    figures: dict[str, dict[str, list[Recovery]]] = {}
+    begun = time.monotonic()
+    with TemporaryDirectory(prefix="perdure-bench-") as scratch, ExitStack() as at_end:
+        if options.logs:  # what the nodes printed
+            ignore = shutil.ignore_patterns("checkpoints", "data", "corpus", "torchelastic*")
+            at_end.callback(
+                shutil.copytree, scratch, options.logs, ignore=ignore, dirs_exist_ok=True
+            )
+        _prepare_data(Path(scratch))
+        for system in options.systems.split(","):
+            figures[system] = {}
+            for scenario in options.scenarios.split(","):
+                found = _run(SYSTEMS[system], scenario, options, Path(scratch))
+                for kind, recoveries in found.items():
+                    figures[system].setdefault(kind, []).extend(recoveries)
+    print(f"\n{time.monotonic() - begun:.0f} s in all\n")
+    _print(figures)
+    write_json(
+        TITLE,
+        {s: {k: [asdict(r) for r in rs] for k, rs in of.items()} for s, of in figures.items()},
+        options.json,
+    )
+
+
+def _prepare_data(scratch: Path) -> None:
+    """This repository's own texts, as bytes."""
+    corpus = scratch / "corpus"
+    corpus.mkdir()
+    for number, path in enumerate(sorted((ROOT / "trainer").rglob("*.py"))):
+        (corpus / f"{number:03}.txt").write_text(path.read_text(encoding="utf-8"))
+    prepare([str(corpus)], scratch / "data", tokenizer="bytes", validation_fraction=0.1)
+
+
+def _run(
+    system: System, name: str, options: argparse.Namespace, scratch: Path
+) -> dict[str, list[Recovery]]:
+    """Faults of one kind → what each cost, by kind (joins are a kind of their own)."""
+    scenario = SCENARIOS[name]
+    found: dict[str, list[Recovery]] = {}
+    limit = system.hang_limit if name == "hang" else float(options.limit)
+    spent = 0.0
+    with ExitStack() as stack:
+        job: Job | None = None
+        for number in range(options.faults):
+            if job is None:
+                folder = scratch / f"{system.title}-{name}-{number}"
+                job = stack.enter_context(system.job(folder, scenario.nodes))
+                failure = job.start(scenario.nodes)
+                if failure:
+                    _note(found, name, Recovery(None, failure=f"at the start: {failure}"), system)
+                    break
+            recoveries = _one(job, name, number, limit)
+            for kind, recovery in recoveries.items():
+                _note(found, kind, recovery, system)
+            cost = sum(recovery.waited for recovery in recoveries.values())
+            spent += cost
+            if cost > options.patience or (not system.ours and spent > options.patience):
+                break
+            if any(recovery.failure for recovery in recoveries.values()):
+                stack.close()  # the next fault needs a job of its own
+                job = None
+    return found
+
+
+def _one(job: Job, name: str, number: int, limit: float) -> dict[str, Recovery]:
+    """One fault, and the return of the node that it took."""
+    scenario, after_save = SCENARIOS[name], (1 + 2 * number) % SAVE_EVERY
+    job.steady(scenario.nodes, limit, after_save, SAVE_EVERY)
+    recoveries = {name: scenario.fault(job, number, limit)}
+    left = scenario.nodes - (1 if scenario.rejoin else 0)
+    if recoveries[name].failure:
+        return recoveries
+    failure = job.steady(left, limit, after_save, SAVE_EVERY)
+    if failure:
+        recoveries[name] = replace(recoveries[name], seconds=None, failure=f"then: {failure}")
+    elif scenario.rejoin:
+        recovery = join(job, number, limit)
+        failure = recovery.failure or job.steady(scenario.nodes, limit, after_save, SAVE_EVERY)
+        recoveries[scenario.rejoin] = replace(recovery, failure=failure)
+    return recoveries
+
+
+def _note(found: dict[str, list[Recovery]], kind: str, recovery: Recovery, system: System) -> None:
+    if kind != UNCOUNTED or recovery.failure:
+        found.setdefault(kind, []).append(recovery)
+    seconds = "" if recovery.seconds is None else f"{recovery.seconds:.2f} s, "
+    result = recovery.failure or f"{recovery.redone} steps redone; {_split([recovery])}"
+    print(f"{system.title}, {kind}: {seconds}{result}", file=sys.stderr, flush=True)
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def _print(figures: Mapping[str, Mapping[str, Sequence[Recovery]]]) -> None:
+    kinds = list(dict.fromkeys(kind for of in figures.values() for kind in of))
+    rows, splits = [], []
+    for kind in kinds:
+        medians = {}
+        for system, of_system in figures.items():
+            recoveries = of_system.get(kind, [])
+            good = [recovery for recovery in recoveries if not recovery.failure]
+            seconds = [recovery.seconds for recovery in good if recovery.seconds is not None]
+            if seconds:
+                medians[system] = median(seconds)
+            failures = dict.fromkeys(recovery.failure for recovery in recoveries)
+            rows.append(
+                {
+                    "fault": kind,
+                    "system": SYSTEMS[system].title,
+                    "recovered": f"{len(good)} of {len(recoveries)}",
+                    "fault to first new step, s": spread(seconds) if seconds else "never",
+                    "steps redone": spread([r.redone for r in good], 0) if good else "",
+                    "of stock's time": _ratio(medians, system, "stock"),
+                    "of tuned's time": _ratio(medians, system, "tuned"),
+                    "otherwise": "; ".join(failure for failure in failures if failure),
+                }
+            )
+            if good:
+                splits.append(f"{kind:7} {SYSTEMS[system].title:8} {_split(good)}")
+    print_table(rows)
+    print("\nWhere the time went, medians in seconds\n")
+    print("\n".join(splits))
+
+
+def _ratio(medians: Mapping[str, float], system: str, peer: str) -> str:
+    if system == peer or system not in medians:
+        return ""
+    return f"{medians[system] / medians[peer]:.3f}" if peer in medians else "peer never did"
+
+
+def _split(recoveries: Sequence[Recovery]) -> str:
+    """Medians of the phases that take long enough to be seen, and of other figures."""
+    parts = []
+    for name in dict.fromkeys(name for r in recoveries for name in (*r.phases, *r.more)):
+        values = [{**r.phases, **r.more}.get(name, 0.0) for r in recoveries]
+        if median(values) >= 0.005:
+            parts.append(f"{name} {median(values):.2f}")
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The faults that benchmarks/recovery.py does to a job, and what each cost."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from benchmarks.support.elastic_job import Job, Recovery
+from elastic.local_nodes import LocalNode
+
+
+def kill_worker(job: Job, number: int, limit: float) -> Recovery:
+    """kill -9 of one rank, of rank 0 every other time."""
+    node = (job.main, job.other)[number % 2]
+    mark = job.mark()
+    os.kill(job.workers(node)[0], signal.SIGKILL)
+    return job.recovery(mark, limit)
+
+
+def lose_node(job: Job, number: int, limit: float) -> Recovery:
+    """Power loss of a node without rank 0."""
+    return _lose(job, job.other, limit)
+
+
+def lose_first(job: Job, number: int, limit: float) -> Recovery:
+    """Power loss of the node with rank 0."""
+    return _lose(job, job.main, limit)
+
+
+def _lose(job: Job, node: LocalNode, limit: float) -> Recovery:
+    mark = job.mark()
+    job.lose(node)
+    return job.recovery(mark, limit)
+
+
+def notice(job: Job, number: int, limit: float) -> Recovery:
+    """SIGTERM to the agent of a node without rank 0."""
+    leaving, mark = job.other, job.mark()
+    leaving.process.send_signal(signal.SIGTERM)
+    recovery = job.recovery(mark, limit)
+    job.wait(lambda: leaving.process.poll() is not None, limit)
+    recovery.more["seconds until the agent is gone, at most"] = time.time() - mark.at
+    return recovery
+
+
+def join(job: Job, number: int, limit: float) -> Recovery:
+    """A node joins."""
+    mark = job.mark()
+    node = job.nodes.add()
+    failure = job.wait(lambda: job.registered(node), limit)
+    registered = time.time() - mark.at
+    if failure:
+        return Recovery(None, failure=f"{failure}: did not register", waited=registered)
+    recovery = job.recovery(mark, limit)
+    if recovery.seconds is not None:
+        recovery.more["since launch"] = recovery.seconds
+        recovery.seconds -= registered
+        recovery.phases["restart"] -= registered
+    return recovery
+
+
+def kill_store(job: Job, number: int, limit: float) -> Recovery:
+    """kill -9 of the store's host, and its return; then a rank is killed."""
+    mark = job.mark()
+    if not job.nodes.store_outside:
+        job.lose(job.nodes.nodes[0])
+        return job.recovery(mark, limit)
+    job.nodes.kill_store()
+    time.sleep(1)
+    job.nodes.start_store()
+    failure = job.wait(lambda: time.time() > mark.at + 2, limit, least_nodes=2)
+    times = [time for time in job.step_times if time > mark.at - 1]
+    pauses = [after - before for before, after in pairwise(times)]
+    if failure or job.mark().attempts != mark.attempts:
+        return Recovery(
+            None, failure=failure or "the store's loss restarted it", waited=time.time() - mark.at
+        )
+    recovery = kill_worker(job, number, limit)
+    recovery.more["longest time between steps while the store was away"] = max(pauses, default=0.0)
+    return recovery
+
+
+def hang(job: Job, number: int, limit: float) -> Recovery:
+    """SIGSTOP of a rank that is not rank 0."""
+    rank, mark = job.workers(job.other)[0], job.mark()
+    os.kill(rank, signal.SIGSTOP)
+    return job.recovery(mark, limit)
+
+
+Fault = Callable[[Job, int, float], Recovery]
+
+UNCOUNTED = "join, uncounted"
+"""A join that only prepares the next fault."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A kind of fault."""
+
+    nodes: int
+    fault: Fault
+    rejoin: str = ""
+    """What to call the join that makes up for a node that is gone."""
+
+
+SCENARIOS = {
+    "worker": Scenario(2, kill_worker),
+    "node": Scenario(2, lose_node, rejoin="join"),
+    "notice": Scenario(2, notice, rejoin=UNCOUNTED),
+    "first": Scenario(3, lose_first, rejoin=UNCOUNTED),
+    "store": Scenario(2, kill_store),
+    "hang": Scenario(2, hang),
+}

@@ -1,0 +1,293 @@
+"""Notices of the cloud that this machine will be taken away, and a trigger file for all others.
+
+A cloud tells through its metadata service, an HTTP server that only the machine itself reaches. One
+thread per node asks it every few seconds; on a machine that is in no known cloud nothing is asked.
+
+    AWS    2 min ahead, recommends to leave sooner
+           docs.aws.amazon.com/AWSEC2/latest/UserGuide: spot-instance-termination-notices.html,
+           rebalance-recommendations.html, configuring-instance-metadata-service.html
+    GCP    30 s ahead; cloud.google.com/compute/docs/instances/preemptible
+    Azure  30 s ahead; learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
+"""
+
+import json
+import logging
+import threading
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "http://169.254.169.254"
+"""Of the metadata service; the same in all three clouds."""
+DMI = Path("/sys/class/dmi/id")
+AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
+"""The vendor and product of an Azure machine are those of any Hyper-V guest; this is not."""
+
+POLL_SECONDS = 2.0
+"""Two of the three clouds tell only 30 s ahead; a question takes a few milliseconds."""
+REQUEST_SECONDS = 2.0
+"""For each wait for the service."""
+MAX_ANSWER = 1 << 16
+
+# No handlers for proxies and redirects: the service is next to this machine, or it is not the
+# service. None for errors: each status is an answer.
+_opener = urllib.request.OpenerDirector()
+_opener.add_handler(urllib.request.HTTPHandler())
+
+
+@dataclass(frozen=True)
+class Notice:
+    """This machine is going to be taken away."""
+
+    source: str
+    """Who says so: "aws", "gcp", "azure" or "file:<path>"."""
+    what: str
+    """AWS: "terminate", "stop", "hibernate", or "rebalance" (it may be taken soon). GCP: "preempt".
+    Azure: "preempt" or "terminate". A file: "trigger"."""
+    seconds: float | None
+    """Until it is taken, by this machine's clock; None if that was not said."""
+
+
+class Source(Protocol):
+    """Something that may have a notice."""
+
+    name: str
+
+    def look(self) -> Notice | None:
+        """The notice that stands now, None if there is none. Blocks for a few seconds at most when
+        the service is slow; raises anything when it cannot be asked or answers nonsense."""
+
+
+@dataclass
+class TriggerFile:
+    """A notice once a file exists."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.name = f"file:{self.path}"
+
+    def look(self) -> Notice | None:
+        return Notice(self.name, "trigger", None) if self.path.exists() else None
+
+
+@dataclass
+class Aws:
+    """EC2 spot instances, through the instance metadata service, version 2."""
+
+    address: str
+    name: str = "aws"
+    _token: str = field(default="", repr=False)
+
+    def look(self) -> Notice | None:
+        answer = self._get("spot/instance-action")
+        if answer is not None:
+            action = _json_object(answer)
+            if action.get("action") not in ("terminate", "stop", "hibernate"):
+                raise ValueError(f"spot/instance-action is {answer[:80]!r}")
+            seconds = _seconds_until(datetime.fromisoformat, action.get("time"))
+            return Notice(self.name, action["action"], seconds)
+        answer = self._get("events/recommendations/rebalance")
+        if answer is not None:
+            if "noticeTime" not in _json_object(answer):
+                raise ValueError(f"events/recommendations/rebalance is {answer[:80]!r}")
+            return Notice(self.name, "rebalance", None)
+        return None
+
+    def _get(self, path: str) -> str | None:
+        """None when it is not there, which is how the service says that there is no notice."""
+        url = f"{self.address}/latest/meta-data/{path}"
+        status, answer = _ask(url, self._token_header())
+        if status not in (200, 404):
+            self._token = ""  # 401: it has expired; with others it may never have been one
+            status, answer = _ask(url, self._token_header())
+        return None if status == 404 else _expect_ok(url, status, answer)
+
+    def _token_header(self) -> dict[str, str]:
+        if not self._token:
+            url = f"{self.address}/latest/api/token"
+            longest = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+            self._token = _expect_ok(url, *_ask(url, longest, "PUT")).strip()
+        return {"X-aws-ec2-metadata-token": self._token}
+
+
+@dataclass
+class Gcp:
+    """Compute Engine spot and preemptible machines."""
+
+    address: str
+    name: str = "gcp"
+
+    def look(self) -> Notice | None:
+        url = f"{self.address}/computeMetadata/v1/instance/preempted"
+        answer = _expect_ok(url, *_ask(url, {"Metadata-Flavor": "Google"})).strip()
+        if answer not in ("TRUE", "FALSE"):
+            raise ValueError(f"instance/preempted is {answer[:80]!r}")
+        # The service says no time. The machine is stopped 30 s after the answer becomes TRUE.
+        return Notice(self.name, "preempt", 30.0) if answer == "TRUE" else None
+
+
+@dataclass
+class Azure:
+    """Scheduled events of Azure machines."""
+
+    address: str
+    name: str = "azure"
+
+    def look(self) -> Notice | None:
+        document = _json_object(self._get("scheduledevents?api-version=2020-07-01"))
+        for event in document["Events"]:
+            if event["EventType"] in ("Preempt", "Terminate") and self._is_ours(event):
+                started = event.get("EventStatus") == "Started"
+                when = _seconds_until(parsedate_to_datetime, event.get("NotBefore"))
+                return Notice(self.name, event["EventType"].lower(), 0.0 if started else when)
+        return None
+
+    def _is_ours(self, event: dict[str, Any]) -> bool:
+        """A machine hears of the events of its whole scale set."""
+        machine = self._get("instance/compute/name?api-version=2021-02-01&format=text")
+        return machine.strip().lower() in [str(name).lower() for name in event["Resources"]]
+
+    def _get(self, path: str) -> str:
+        url = f"{self.address}/metadata/{path}"
+        return _expect_ok(url, *_ask(url, {"Metadata": "true"}))
+
+
+CLOUDS: dict[str, Callable[[str], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+
+
+def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[Source]:
+    """The sources that a recipe names. Asks none of them.
+
+    Args:
+        text: "aws", "gcp", "azure", "file:<path>" and "auto", separated by commas; may be empty.
+            "auto" is the cloud that this machine is in, or nothing if it is in none of the three.
+        address: of the metadata service.
+        dmi: folder with what the firmware says of the machine.
+
+    Raises:
+        ValueError: another word.
+    """
+    sources: dict[str, Source] = {}
+    for word in (part.strip() for part in text.split(",")):
+        name = guess_cloud(dmi) if word == "auto" else word
+        if not name:
+            continue
+        if name in CLOUDS:
+            sources[name] = CLOUDS[name](address)
+        elif name.startswith("file:") and name != "file:":
+            sources[name] = TriggerFile(Path(name.removeprefix("file:")))
+        else:
+            raise ValueError(
+                f"{name!r} is no source of notices: name aws, gcp, azure, file:<path> or auto, "
+                "separated by commas"
+            )
+    return list(sources.values())
+
+
+def guess_cloud(dmi: Path = DMI) -> str | None:
+    """The cloud that this machine is in, by what its firmware says; None if it is none of ours."""
+
+    def read(name: str) -> str:
+        try:
+            return (dmi / name).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+    # Machines of EC2's older Xen generation, such as P3, name Amazon only in the BIOS version.
+    if read("sys_vendor") == "Amazon EC2" or "amazon" in read("bios_version").lower():
+        return "aws"
+    if read("product_name") == "Google Compute Engine":
+        return "gcp"
+    if read("chassis_asset_tag") == AZURE_ASSET_TAG:
+        return "azure"
+    return None
+
+
+def watch(
+    sources: Sequence[Source],
+    tell: Callable[[Notice], None],
+    stop: threading.Event,
+    poll_seconds: float = POLL_SECONDS,
+) -> threading.Thread | None:
+    """Look at the sources until `stop` is set, in a daemon thread. Once per node, not per rank.
+
+    A source that cannot be asked is logged once, and asked again at each turn.
+
+    Args:
+        sources: as of `parse_sources`.
+        tell: called in the thread, once for each `what` of a source. Must not raise.
+        stop: ends the thread, after the question that it is in.
+        poll_seconds: between two turns.
+
+    Returns:
+        The thread; None if there are no sources, and so nothing to do.
+    """
+    if not sources:
+        return None
+    thread = threading.Thread(
+        target=_watch, args=(sources, tell, stop, poll_seconds), name="perdure-cloud", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _watch(
+    sources: Sequence[Source],
+    tell: Callable[[Notice], None],
+    stop: threading.Event,
+    poll_seconds: float,
+) -> None:
+    told: set[tuple[str, str]] = set()
+    complained: set[str] = set()
+    while not stop.is_set():
+        for source in sources:
+            try:
+                notice = source.look()
+            except Exception as error:  # whatever a service does, it must not cost us the others
+                if source.name not in complained:
+                    complained.add(source.name)
+                    reason = f"{type(error).__name__}: {error}"
+                    logger.warning("no notices from %s now, still trying: %s", source.name, reason)
+                continue
+            if notice and (notice.source, notice.what) not in told:
+                told.add((notice.source, notice.what))
+                tell(notice)
+        stop.wait(poll_seconds)
+
+
+def _ask(url: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
+    """Status and text of an answer."""
+    request = urllib.request.Request(url, headers=headers, method=method)
+    with _opener.open(request, timeout=REQUEST_SECONDS) as response:
+        return response.status, response.read(MAX_ANSWER).decode()
+
+
+def _expect_ok(url: str, status: int, answer: str) -> str:
+    if status != 200:
+        raise OSError(f"{url} answered with status {status}")
+    return answer
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text[:80]!r} is no JSON object")
+    return found
+
+
+def _seconds_until(parse: Callable[[str], datetime], text: object) -> float | None:
+    """None for a time that cannot be read: the notice counts nevertheless."""
+    try:
+        when = parse(str(text))
+    except ValueError:
+        return None
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=UTC)
+    return max(0.0, (when - datetime.now(UTC)).total_seconds())

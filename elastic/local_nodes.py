@@ -1,0 +1,231 @@
+"""Several nodes on one machine: agents with loopback addresses of their own, and the means to kill
+them. For tests, benchmarks and `perdure chaos`. All that is started dies with this process."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from elastic.machine import Machine
+from elastic.progress import Progress, ProgressPage
+
+RUN = sys.executable, "-m", "elastic.process"
+
+
+@dataclass
+class LocalNode:
+    """One agent, which stands for a machine."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    machine: Machine | None = None
+    """None: it shares the memory of this one."""
+    _page: tuple[int, ProgressPage] | None = None
+
+    def zygote(self) -> int | None:
+        """Process id of what forks its training processes."""
+        for child in children(self.process.pid):
+            with suppress(OSError):
+                if b"elastic.zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return child
+        return None
+
+    def trainers(self) -> list[int]:
+        """Process ids of its training processes, by local rank."""
+        zygote = self.zygote()
+        return children(zygote) if zygote else []
+
+    def progress(self, local_rank: int) -> Progress | None:
+        """How far a rank is; None if the agent is not there, or not ready."""
+        pid = self.process.pid
+        try:
+            if self._page is None or self._page[0] != pid:
+                self._page = pid, _open_page(pid)
+            return self._page[1].read(local_rank)
+        except OSError:
+            return None
+
+    def kill_agent(self) -> None:
+        """SIGKILL to the agent; what it started goes with it, the machine stays."""
+        self.process.kill()
+        self.process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to all of it at once, as when a machine loses power."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        if self.machine:
+            self.machine.kill()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the agent and to all that it has started."""
+        if self.process.poll() is None:
+            for pid in [self.process.pid, *self.family()]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def family(self) -> list[int]:
+        """Process ids of everything that it has started."""
+        found, todo = [], [self.process.pid]
+        while todo:
+            more = children(todo.pop())
+            found += more
+            todo += more
+        return found
+
+    def text(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(errors="replace")
+
+
+@dataclass
+class LocalNodes:
+    """A store outside of the nodes, and nodes that come and go.
+
+    Args:
+        worker: what each rank runs, such as `["-m", "trainer", "recipe.yaml"]`.
+        folder: working directory of the nodes; their output goes to `node-N.log` in `logs`.
+        nnodes: as `--nnodes` of torchrun.
+        logs: where to put output.
+        ranks: training processes per node.
+        environment: added to that of this process.
+        options: more options of torchrun.
+        backend: as `--rdzv-backend` of torchrun.
+        store_outside: start a store outside of the nodes; else the first node hosts it.
+        launcher: module that takes these options, and what it needs before them; torchrun unless
+            given.
+        own_memory: each node has shared memory of its own, which is lost with it (root only).
+    """
+
+    worker: Sequence[str]
+    folder: Path
+    nnodes: str
+    logs: Path
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
+    backend: str = "perdure"
+    store_outside: bool = True
+    launcher: Sequence[str] = ()
+    own_memory: bool = False
+    nodes: list[LocalNode] = field(default_factory=list)
+    port: int = 0
+    _store: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self.store_outside:
+            self.start_store()
+        else:
+            with socket.create_server(("", 0)) as free:
+                self.port = free.getsockname()[1]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.kill()
+        self.kill_store()
+
+    def start_store(self) -> None:
+        """Start the store, unless it runs; on the port it had before, if it was killed."""
+        if self._store:
+            return
+        self._store = subprocess.Popen(
+            [*RUN, "elastic.store", str(self.port)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self._environment(),
+        )
+        line = self._store.stdout.readline() if self._store.stdout else ""
+        match = re.search(r"port (\d+)", line)
+        if not match:
+            raise RuntimeError(f"the store did not start: {line!r}")
+        self.port = int(match[1])
+
+    def kill_store(self) -> None:
+        """SIGKILL to the store."""
+        if self._store:
+            self._store.kill()
+            self._store.wait()
+            if self._store.stdout:
+                self._store.stdout.close()
+            self._store = None
+
+    def add(self) -> LocalNode:
+        """Start another node, with an address of its own."""
+        number = len(self.nodes)
+        log = self.logs / f"node-{number}.log"
+        machine = Machine.start() if self.own_memory else None
+        self.nodes.append(LocalNode(number, self._start_agent(number, log, machine), log, machine))
+        return self.nodes[-1]
+
+    def restart(self, node: LocalNode) -> None:
+        """Start the agent of a node again, on the same machine, after it was killed."""
+        node.process = self._start_agent(node.number, node.log, node.machine)
+
+    def _start_agent(
+        self, number: int, log: Path, machine: Machine | None
+    ) -> subprocess.Popen[bytes]:
+        torchrun = ["torch.distributed.run", "--rdzv-backend", self.backend]
+        address = f"127.0.0.{number + 11}"
+        with open(log, "ab") as output:
+            return subprocess.Popen(
+                [
+                    *(machine.run if machine else RUN),
+                    *(self.launcher or torchrun),
+                    *("--rdzv-endpoint", f"127.0.0.1:{self.port}"),
+                    *("--rdzv-id", "local", "--nnodes", self.nnodes),
+                    *("--nproc-per-node", str(self.ranks), "--local-addr", address),
+                    *("--max-restarts", "1000000", *self.options, *self.worker),
+                ],
+                cwd=self.folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait(self, seconds: float) -> list[int]:
+        """Exit codes of all nodes, once they have ended.
+
+        Raises:
+            TimeoutError: some run on.
+        """
+        deadline = time.monotonic() + seconds
+        for node in self.nodes:
+            try:
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"node {node.number} runs on:\n{node.text()[-3000:]}") from None
+        return [node.process.returncode for node in self.nodes]
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+
+
+def _open_page(agent: int) -> ProgressPage:
+    """The memory that an agent shares with its ranks."""
+    for path in Path(f"/proc/{agent}/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(path).startswith("/memfd:perdure-progress"):
+                page = ProgressPage(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                os.close(page.descriptor)  # the memory stays mapped
+                return page
+    raise FileNotFoundError(f"agent {agent} has no such memory yet")
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of all threads of a process, oldest first."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return sorted(found)

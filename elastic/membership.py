@@ -1,0 +1,277 @@
+"""Who is in the job: rounds, leases, generations, as pure functions on one JSON document.
+
+[Note: membership] The nodes of a job share one document in the store and change it by
+compare-and-swap. A *round* is a set of nodes with group ranks; its ranks run *generation* after
+generation of training processes. A process that fails costs a generation; a node that is lost,
+leaves or joins costs a round.
+
+A node that wants to be in the next round puts itself among the arrivals. The next round begins when
+every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes are
+there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
+and arrived as well.
+
+Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
+for the length of a lease, on its own monotonic clock, takes that node out of the document. No
+clocks are compared between machines.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+BEAT_SECONDS = 0.4
+"""How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
+NODES_PER_BEAT = 256
+MISSED_BEATS = 3
+OBSERVERS = 3
+"""So many nodes, the first in order, watch all; the others watch only these."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A training process that ended as it should not have, or a node that was lost."""
+
+    node: str
+    rank: int | None
+    """None: all of a node."""
+    step: int
+    """Step it was working on; 0 before the first, or not known."""
+    why: str
+    at: float
+    """Unix time, by the clock of its node."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The end of the job."""
+
+    code: int
+    """Exit code of every process."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The document."""
+
+    version: int = 0
+    """Raised by every change, so that it is known which of two copies is the newer."""
+    round: int = 0
+    """Number of the newest round; 0: none yet."""
+    members: tuple[str, ...] = ()
+    """Nodes of this round that are still in it, in the order of their group ranks."""
+    size: int = 0
+    """Nodes this round began with."""
+    address: str = ""
+    """host:port of the store of this round's ranks, which group rank 0 hosts."""
+    generation: int = 0
+    """Of this round."""
+    arrived: tuple[str, ...] = ()
+    """Nodes that want to be in the next round."""
+    lost: Failure | None = None
+    """The last node of this round that was lost, if any was."""
+    cause: Failure | None = None
+    """The node whose loss ended the round before."""
+    failures: tuple[Failure, ...] = ()
+    """The latest failures of training processes."""
+    alarm: bool = False
+    """A rank of this generation seems to hang, and every node is to say where its ranks stand."""
+    standings: tuple[tuple[str, str], ...] = ()
+    """(node, where its ranks stand, as JSON), of the nodes that have said so."""
+    closed: Closed | None = None
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> "Membership":
+        """From JSON."""
+        body: dict[str, Any] = json.loads(data)
+        body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
+        body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
+        body["standings"] = tuple((node, text) for node, text in body["standings"])
+        for key in ("lost", "cause"):
+            body[key] = Failure(**body[key]) if body[key] else None
+        body["closed"] = Closed(**body["closed"]) if body["closed"] else None
+        return Membership(**body)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a job may be sized, and how failures are judged."""
+
+    minimum: int
+    """Nodes of a round, at least."""
+    maximum: int
+    first_call: float = 3.0
+    """Seconds that the first round waits for more nodes than `minimum`, after each arrival."""
+    settle: float = 0.3
+    """The same for later rounds, where everybody is already there."""
+    restarts: int = 30
+    """Failures of one hour that are answered by a new generation; the next one ends the job."""
+    same_step: int = 3
+    """Failures in a row of one rank in one step that end the job."""
+
+
+def arrive(state: Membership, node: str) -> Membership:
+    """`node` wants to be in the next round."""
+    if node in state.arrived:
+        return state
+    return replace(state, arrived=(*state.arrived, node))
+
+
+def leave(state: Membership, node: str) -> Membership:
+    """`node` is in no round from now on."""
+    return replace(
+        state,
+        members=tuple(member for member in state.members if member != node),
+        arrived=tuple(other for other in state.arrived if other != node),
+    )
+
+
+def lose(state: Membership, node: str, now: float) -> Membership:
+    """`node` gave no sign of life; `now` is Unix time."""
+    if node not in state.members:
+        return leave(state, node)
+    return replace(leave(state, node), lost=Failure(node, None, 0, "node lost", now))
+
+
+def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
+    """Begin the next round, if it is time.
+
+    Args:
+        state: now.
+        limits: of the job.
+        quiet: seconds for which the arrivals have been the same.
+
+    Nodes that were in the round before keep their order, so that group rank 0 and the neighbours of
+    a node change as little as possible. Arrivals beyond `maximum` go on waiting, as spares.
+    """
+    if state.closed or not set(state.members) <= set(state.arrived):
+        return state
+    order = [member for member in state.members if member in state.arrived]
+    order += sorted(set(state.arrived) - set(order))
+    if len(order) < limits.minimum:
+        return state
+    if len(order) < limits.maximum and quiet < (
+        limits.settle if state.round else limits.first_call
+    ):
+        return state
+    chosen = tuple(order[: limits.maximum])
+    return replace(
+        state,
+        round=state.round + 1,
+        members=chosen,
+        size=len(chosen),
+        address="",
+        generation=0,
+        arrived=tuple(order[limits.maximum :]),
+        lost=None,
+        cause=state.lost,
+        alarm=False,
+        standings=(),
+    )
+
+
+def room(state: Membership, limits: Limits) -> int:
+    """How many nodes wait that the next round could take beyond those of this one."""
+    waiting = len(set(state.arrived) - set(state.members))
+    return max(0, min(waiting, limits.maximum - len(state.members)))
+
+
+def fail(
+    state: Membership, round: int, generation: int, failure: Failure, limits: Limits
+) -> Membership:
+    """A training process failed: the next generation, or the end of the job, with the reason.
+
+    Later reports on the same generation change nothing: one failure makes the others fail too.
+    """
+    if state.closed or (state.round, state.generation) != (round, generation):
+        return state
+    failures = (*state.failures, failure)[-limits.restarts - 1 :]
+    recent = [item for item in failures if item.at > failure.at - 3600]
+    same = failures[-limits.same_step :]
+    if len(same) == limits.same_step and len({(item.rank, item.step) for item in same}) == 1:
+        reason = (
+            f"rank {failure.rank} failed {limits.same_step} times in a row in step "
+            f"{failure.step}, the last time so: {failure.why}. A restart will not mend it"
+        )
+        return replace(state, failures=failures, closed=Closed(93, reason))
+    if len(recent) > limits.restarts:
+        reason = (
+            f"{len(recent)} failures within an hour, more than the {limits.restarts} allowed "
+            f"(--max-restarts), the last on rank {failure.rank}: {failure.why}"
+        )
+        return replace(state, failures=failures, closed=Closed(93, reason))
+    return replace(state, generation=generation + 1, failures=failures, alarm=False, standings=())
+
+
+def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
+    """A rank seems to hang."""
+    if state.closed or (state.round, state.generation) != (round, generation):
+        return state
+    return replace(state, alarm=True)
+
+
+def stand(state: Membership, round: int, generation: int, node: str, text: str) -> Membership:
+    """`node` says where its ranks stand, once an alarm."""
+    if (state.round, state.generation) != (round, generation) or not state.alarm:
+        return state
+    if node in dict(state.standings):
+        return state
+    return replace(state, standings=(*state.standings, (node, text)))
+
+
+def calm(state: Membership) -> Membership:
+    """It was no hang, or not yet."""
+    return replace(state, alarm=False, standings=())
+
+
+# --- leases ----------------------------------------------------------------------------------
+
+
+def beat_seconds(nodes: int) -> float:
+    """How often a node of a job of so many nodes raises its counter."""
+    return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
+
+
+def watched(state: Membership, node: str) -> list[str]:
+    """Whose counters a node reads: so that a large job does not read each of all."""
+    everybody = list(dict.fromkeys((*state.members, *state.arrived)))
+    if node in everybody[OBSERVERS:]:
+        everybody = everybody[:OBSERVERS]
+    return [other for other in everybody if other != node]
+
+
+@dataclass
+class Leases:
+    """Counters of other nodes, as one node saw them change."""
+
+    seen: dict[str, tuple[bytes | None, float]] = field(default_factory=dict)
+    """By node: the counter, and when it was first seen in this value."""
+
+    def lapsed(self, counters: Mapping[str, bytes | None], now: float, seconds: float) -> list[str]:
+        """Nodes whose counter has stood still for `seconds`."""
+        self.seen = {
+            node: self.seen[node]
+            if node in self.seen and self.seen[node][0] == counter
+            else (counter, now)
+            for node, counter in counters.items()
+        }
+        return [node for node, (_, since) in self.seen.items() if now - since > seconds]
+
+    def forgive(self) -> None:
+        """Begin all leases anew: this node itself was cut off, and saw nobody's counter."""
+        self.seen.clear()
+
+
+def newer(mine: Membership | None, stored: Membership | None) -> Membership | None:
+    """The copy to go on with: a store that was lost comes back empty or behind, and is then brought
+    up to date by the first node that has a newer copy. None: there is none yet."""
+    copies: Sequence[Membership] = [copy for copy in (mine, stored) if copy is not None]
+    return max(copies, key=lambda copy: copy.version, default=None)
+
+
+Change = Callable[[Membership], Membership]

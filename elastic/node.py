@@ -1,0 +1,431 @@
+"""What a node's agent does besides torchrun's own loop: it runs the training processes of its
+ranks.
+
+[Note: node] torchrun starts a stand-in per rank (standin.py), and restarts them when the membership
+changes. Each stand-in asks the agent, over a Unix socket, to run its job; the agent has the zygote
+fork it. When a training process fails, the agent reports it to the membership, which begins a new
+generation; the agents of all nodes then kill what still runs of the old one and fork the ranks
+again. The stand-ins, and so torchrun, notice nothing.
+
+One thread does all of it, one message at a time. It never waits for the store: the membership has a
+thread of its own, and wakes this one when something has changed.
+"""
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic.exits import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PAUSED,
+    EXIT_REQUEUE,
+    EXIT_WRONG_INPUT,
+)
+from elastic.membership import Closed, Failure, Membership, calm, leave, raise_alarm, stand
+from elastic.progress import PROGRESS, Progress, ProgressPage
+from elastic.standin import NODE_SOCKET
+from elastic.watchdog import PhaseTimes, Standing, blame, overdue, standings, take_dumps
+from elastic.world import CAUSE, GENERATION, ROUND
+from elastic.zygote import MAX_MESSAGE, Job
+
+logger = logging.getLogger(__name__)
+
+FINAL = (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE)
+
+PRELOAD = "PERDURE_PRELOAD"
+LOOK_SECONDS = 0.1
+LOOK_AGAIN_SECONDS = 1.0
+"""After an alarm for which nobody was to blame yet."""
+
+
+class Group(Protocol):
+    """The membership, as the node sees it."""
+
+    name: str
+    state: Membership
+
+    def change(self, change: Callable[[Membership], Membership]) -> None:
+        """Apply a change to the shared document soon."""
+
+    def report(self, round: int, generation: int, failure: Failure) -> None:
+        """Tell of a failure."""
+
+
+@dataclass
+class Rank:
+    """One rank of this node: its stand-in, and its training process."""
+
+    connection: socket.socket
+    descriptors: list[int]
+    """The job, stdin, stdout, stderr."""
+    round: int
+    rank: int = 0
+    local_rank: int = 0
+    key: str | None = None
+    """Of the training process that runs, None while there is none."""
+    pid: int = 0
+    dumps: int = -1
+    """File in memory for its stack dumps."""
+    code: int | None = None
+    """How the last one ended."""
+
+
+@dataclass
+class Node:
+    """The ranks of this node. Made in the main thread; `start` starts the thread that runs it.
+
+    Args:
+        group: the membership.
+    """
+
+    group: Group
+    leaving: bool = False
+    """This node was told to go."""
+    _ranks: dict[int, Rank] = field(default_factory=dict)
+    _generation: tuple[int, int] = (0, 0)
+    """(round, generation) that the ranks are to be in."""
+    _asked: bool = False
+    """The ranks are asked to pause."""
+    _times: PhaseTimes = field(default_factory=PhaseTimes)
+    _stood: bool = False
+    """This node has told where its ranks stand, since the alarm."""
+    _quiet_until: float = 0.0
+    """No alarm before."""
+    _last_dumps: dict[int, str] = field(default_factory=dict)
+    _expecting_stop: bool = False
+    """torchrun was told of a change, and is going to end the stand-ins."""
+
+    def __post_init__(self) -> None:
+        self.page = ProgressPage.make()
+        self.socket_name = f"perdure-node-{os.getpid()}-{os.urandom(4).hex()}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{self.socket_name}")
+        self._listener.listen(64)
+        self._waker, self._wakened = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wakened, selectors.EVENT_READ, None)
+        self._end = False
+        self._start_zygote()
+        os.environ[NODE_SOCKET] = self.socket_name
+        self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the node look at the membership now. From any thread."""
+        self._waker.send(b"w")
+
+    def stop(self) -> None:
+        """End all training processes, and the zygote. From any thread."""
+        self._end = True
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._zygote.kill()
+        self._zygote.wait()
+
+    def paused(self) -> bool:
+        """Whether all ranks have ended because they were asked to."""
+        ranks = list(self._ranks.values())
+        return bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
+
+    def expect_stop(self) -> None:
+        """torchrun is going to end the stand-ins: their SIGTERM is no notice to this node."""
+        self._expecting_stop = True
+
+    def told_to_go(self, how: str) -> None:
+        """This machine is going to be taken away. From any thread, or a signal handler."""
+        if not self.leaving:
+            logger.warning("this node was told to go (%s): saving after this step", how)
+        self.leaving = True
+        self.wake()
+
+    def pause(self) -> None:
+        """Ask the ranks to pause: all ranks of the job end after the same step, with their state
+        saved."""
+        self._asked = True
+        for local_rank in list(self._ranks):
+            self.page.ask_to_pause(local_rank, leaving=self.leaving)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._end:
+            try:
+                for key, _ in self._selector.select(LOOK_SECONDS):
+                    if key.fileobj is self._listener:
+                        connection, _ = self._listener.accept()
+                        self._selector.register(connection, selectors.EVENT_READ, "stand-in")
+                    elif key.fileobj is self._wakened:
+                        self._wakened.recv(4096)
+                    elif key.data == "zygote":
+                        self._hear_zygote()
+                    else:
+                        self._hear_stand_in(key.fileobj)  # type: ignore[arg-type]
+                self._look()
+            except Exception:
+                logger.exception("node: an error of ours; the ranks are not supervised well")
+                time.sleep(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        """Follow the membership, and notices that ranks got."""
+        state = self.group.state
+        if state.closed and state.closed.code != EXIT_DONE:
+            for rank in list(self._ranks.values()):
+                self._dismiss(rank, state.closed.code)
+            return
+        for rank in list(self._ranks.values()):
+            if not self.leaving and self.page.read(rank.local_rank).noticed:
+                self.told_to_go("a signal")
+        wanted = state.round, state.generation
+        if wanted != self._generation and self._generation[0] == state.round:
+            self._generation = wanted
+            self._asked = False
+            for rank in self._ranks.values():
+                rank.code = None
+                self._kill(rank)
+            self._launch()
+        self._watch(state)
+        if self.leaving:
+            self.pause()
+            if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
+                self.group.change(lambda state: leave(state, self.group.name))
+                for rank in list(self._ranks.values()):
+                    code = EXIT_REQUEUE if rank.code == EXIT_PAUSED else rank.code
+                    self._dismiss(rank, code or 0)
+
+    def _hear_stand_in(self, connection: socket.socket) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 8)
+        except OSError:
+            data, descriptors = b"", []
+        message = json.loads(data) if data else {}
+        if "run" in message:
+            self._admit(connection, descriptors)
+        elif "notice" in message:
+            if not self._expecting_stop:
+                self.told_to_go(message["notice"])
+            else:
+                self._forget(connection)
+        else:
+            self._forget(connection)
+
+    def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
+        environment = Job.unpack(descriptors[0]).environment
+        rank = Rank(
+            connection,
+            descriptors,
+            int(environment[ROUND]),
+            int(environment["RANK"]),
+            int(environment["LOCAL_RANK"]),
+        )
+        rank.dumps = os.memfd_create("perdure-dumps")
+        old = self._ranks.pop(rank.local_rank, None)
+        if old:
+            self._kill(old)
+            self._close(old)
+        self._ranks[rank.local_rank] = rank
+        state = self.group.state
+        if rank.round != state.round:  # torchrun is going to end it: its round is over already
+            return
+        if self._generation[0] != rank.round:
+            self._asked = self._expecting_stop = False
+            self._generation = rank.round, state.generation
+        self._launch()
+
+    def _forget(self, connection: socket.socket) -> None:
+        """A stand-in is gone, or is to go: so does its training process."""
+        for local_rank, rank in list(self._ranks.items()):
+            if rank.connection is connection:
+                self._kill(rank)
+                del self._ranks[local_rank]
+                self._close(rank)
+                return
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _dismiss(self, rank: Rank, code: int) -> None:
+        """End a rank for good: its stand-in leaves with `code`."""
+        self._kill(rank)
+        self._ranks.pop(rank.local_rank, None)
+        with suppress(OSError):  # the stand-in was faster
+            rank.connection.send(json.dumps({"code": code}).encode())
+        self._close(rank)
+
+    def _close(self, rank: Rank) -> None:
+        try:
+            self._selector.unregister(rank.connection)
+        except KeyError:
+            return
+        rank.connection.close()
+        for descriptor in (*rank.descriptors, rank.dumps):
+            os.close(descriptor)
+
+    # --- hangs -------------------------------------------------------------------------------
+
+    def _watch(self, state: Membership) -> None:
+        """See watchdog.py [Note: hang]."""
+        running = {rank.rank: rank for rank in self._ranks.values() if rank.key is not None}
+        progress = {rank: self.page.read(running[rank].local_rank) for rank in running}
+        now = time.monotonic()
+        self._times.follow(progress, now)
+        if (state.round, state.generation) != self._generation or len(state.members) < state.size:
+            return
+        names = [node for node, _ in state.standings]
+        if not state.alarm:
+            self._stood = False
+            if now > self._quiet_until and overdue(progress, now, self._times):
+                self.group.change(lambda state: raise_alarm(state, *self._generation))
+        elif not self._stood:
+            self._stood = True
+            self._stand(running, progress)
+        elif set(names) >= set(state.members):
+            self._judge(state, running)
+
+    def _stand(self, running: Mapping[int, Rank], progress: Mapping[int, Progress]) -> None:
+        """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
+        generation = self._generation
+        ranks = {
+            number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
+            for number, rank in running.items()
+        }
+
+        def work() -> None:
+            self._last_dumps = take_dumps(ranks)
+            ours = standings(progress, time.monotonic(), self._times, self._last_dumps)
+            text = json.dumps([asdict(one) for one in ours])
+            self.group.change(lambda state: stand(state, *generation, self.group.name, text))
+
+        threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
+
+    def _judge(self, state: Membership, running: Mapping[int, Rank]) -> None:
+        """All nodes have told where their ranks stand: end the rank that the others wait for."""
+        everyone = [Standing(**one) for _, text in state.standings for one in json.loads(text)]
+        found = blame(everyone) if everyone else None
+        self._quiet_until = time.monotonic() + LOOK_AGAIN_SECONDS
+        if found is None:
+            self.group.change(calm)
+            return
+        logger.warning("a hang: %s", found.reason)
+        mine = [rank for rank in found.ranks if rank in running]
+        for rank in mine or ([] if found.ranks else sorted(running)[:1]):
+            logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
+            step = self.page.read(running[rank].local_rank).step
+            failure = Failure(self.group.name, rank, step, f"hang: {found.reason}", time.time())
+            self.group.report(*self._generation, failure)
+
+    # --- training processes ------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        """Fork every rank that has no process and none that ended well."""
+        round, generation = self._generation
+        for local_rank, rank in self._ranks.items():
+            if rank.key is not None or rank.code is not None or rank.round != round:
+                continue
+            rank.key = f"{round}.{generation}.{local_rank}"
+            self.page.clear(local_rank)
+            self._times.begin(rank.rank)
+            if self._asked or self.leaving:
+                self.page.ask_to_pause(local_rank, leaving=self.leaving)
+            state = self.group.state
+            cause = state.failures[-1] if generation else state.cause
+            environment = {
+                GENERATION: str(generation),
+                PROGRESS: f"{self.page.descriptor}:{local_rank}",
+                CAUSE: json.dumps(cause and asdict(cause)),
+            }
+            files = [*rank.descriptors, rank.dumps]
+            self._tell({"spawn": rank.key, "env": environment}, files)
+
+    def _kill(self, rank: Rank) -> None:
+        if rank.key is not None:
+            self._tell({"kill": rank.key})
+            rank.key = None  # what is heard of it later is about a process of the past
+
+    def _hear_zygote(self) -> None:
+        try:
+            data = self._zygote_socket.recv(MAX_MESSAGE)
+        except OSError:
+            data = b""
+        if not data:
+            if not self._end:
+                self._replace_zygote()
+            return
+        message = json.loads(data)
+        if "started" in message:
+            for rank in self._ranks.values():
+                if rank.key == message["started"]:
+                    rank.pid = message["pid"]
+        else:
+            for rank in list(self._ranks.values()):
+                if rank.key == message["ended"]:
+                    self._ended(rank, message["code"])
+
+    def _ended(self, rank: Rank, code: int) -> None:
+        rank.key, rank.code = None, code
+        state = self.group.state
+        if code == EXIT_DONE or (state.closed and state.closed.code == EXIT_DONE):
+            if code != EXIT_DONE:
+                logger.warning("rank %d ended with code %d after the last step", rank.rank, code)
+            self.group.change(lambda state: _close(state, EXIT_DONE, "the run is finished"))
+            self._dismiss(rank, EXIT_DONE)
+        elif code in FINAL:
+            reason = f"rank {rank.rank} ended with exit code {code}"
+            self.group.change(lambda state: _close(state, code, reason))
+        elif code != EXIT_PAUSED:
+            progress = self.page.read(rank.local_rank)
+            why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            failure = Failure(self.group.name, rank.rank, progress.step, why, time.time())
+            logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
+            self.group.report(*self._generation, failure)
+
+    # --- zygote ------------------------------------------------------------------------------
+
+    def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._zygote_socket = ours
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "elastic.zygote", str(theirs.fileno())],
+            pass_fds=[theirs.fileno(), self.page.descriptor],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._selector.register(ours, selectors.EVENT_READ, "zygote")
+        for module in ("torch", os.environ.get(PRELOAD)):
+            if module:
+                self._tell({"preload": module})
+
+    def _replace_zygote(self) -> None:
+        """It died, and its forks with it."""
+        self._selector.unregister(self._zygote_socket)
+        self._zygote_socket.close()
+        logger.warning("the zygote died (%s); starting another", self._zygote.wait())
+        self._start_zygote()
+        for rank in self._ranks.values():
+            if rank.key is not None:
+                self._ended(rank, EXIT_FAILED)
+
+    def _tell(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
+        with suppress(OSError):  # it died, which the selector says in a moment
+            socket.send_fds(self._zygote_socket, [json.dumps(message).encode()], descriptors or [])
+
+
+def _close(state: Membership, code: int, reason: str) -> Membership:
+    return state if state.closed else replace(state, closed=Closed(code, reason))

@@ -1,0 +1,31 @@
+"""Processes that end when the one that started them does.
+
+`python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
+"""
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies (on Linux).
+
+    torchrun puts each rank into a session of its own, so a launcher that is killed with SIGKILL
+    leaves ranks behind that train on, and write where the restarted run writes.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died just before
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,115 @@
+"""A page of shared memory between the ranks of a node and its agent: how far each rank is, and
+whether it is asked to pause. Reading and writing costs no system call."""
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from typing import Self
+
+RANKS = 64
+"""Most ranks of one node."""
+_ENTRY = 64
+_ASKED, _NOTICED, _STEP, _PHASE, _AT = 0, 4, 8, 16, 24
+PROGRESS = "PERDURE_PROGRESS"
+"""Environment variable: descriptor of the page, and local rank."""
+PHASES = ("start", "init", "load", "step", "reduce", "save", "evaluate", "end")
+"""What a rank does; "reduce" is from the step's all-reduce on, where it waits for the others."""
+
+PAUSE = 1
+PAUSE_TO_LEAVE = 1 << 20
+"""Requests of all ranks are summed: this is more than all ranks that ask for the other."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank said last."""
+
+    step: int
+    phase: str
+    at: float
+    """By time.monotonic(), which all processes of a machine share."""
+    noticed: bool
+    """It was told by a signal that its time is over."""
+
+
+class ProgressPage:
+    """The page, as file descriptor and mapping.
+
+    Args:
+        descriptor: of the memory; `make` makes one.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, RANKS * _ENTRY)
+
+    @classmethod
+    def make(cls) -> Self:
+        """A page in memory without a name: it goes when the last process that has it goes."""
+        descriptor = os.memfd_create("perdure-progress")
+        os.ftruncate(descriptor, RANKS * _ENTRY)
+        return cls(descriptor)
+
+    def clear(self, local_rank: int) -> None:
+        """Forget a rank. By the agent, before the rank starts."""
+        start = local_rank * _ENTRY
+        self._map[start : start + _ENTRY] = bytes(_ENTRY)
+        struct.pack_into("d", self._map, start + _AT, time.monotonic())
+
+    def ask_to_pause(self, local_rank: int, *, leaving: bool) -> None:
+        """Ask a rank, and with it all ranks of the job, to end after their step. By the agent.
+
+        Args:
+            local_rank: which.
+            leaving: this node goes, and what is in its memory with it.
+        """
+        asked = PAUSE_TO_LEAVE if leaving else PAUSE
+        struct.pack_into("I", self._map, local_rank * _ENTRY + _ASKED, asked)
+
+    def read(self, local_rank: int) -> Progress:
+        """How far a rank is. By the agent."""
+        start = local_rank * _ENTRY
+        (noticed,) = struct.unpack_from("I", self._map, start + _NOTICED)
+        (step,) = struct.unpack_from("Q", self._map, start + _STEP)
+        (phase,) = struct.unpack_from("I", self._map, start + _PHASE)
+        (at,) = struct.unpack_from("d", self._map, start + _AT)
+        return Progress(step, PHASES[phase], at, bool(noticed))
+
+
+class Pulse:
+    """A rank's part of the page.
+
+    Args:
+        page: shared with the node's agent, or one of its own where there is no such agent.
+        local_rank: whose part.
+    """
+
+    def __init__(self, page: ProgressPage, local_rank: int) -> None:
+        self._map, self._start = page._map, local_rank * _ENTRY
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The pulse of this process."""
+        descriptor, _, local_rank = os.environ.get(PROGRESS, "").partition(":")
+        if not descriptor:
+            return cls(ProgressPage.make(), 0)
+        return cls(ProgressPage(int(descriptor)), int(local_rank))
+
+    def report(self, step: int, phase: str) -> None:
+        """Say how far this rank is: the step it works on, and one of PHASES."""
+        struct.pack_into("Q", self._map, self._start + _STEP, step)
+        struct.pack_into("I", self._map, self._start + _PHASE, PHASES.index(phase))
+        struct.pack_into("d", self._map, self._start + _AT, time.monotonic())
+
+    def notice(self) -> None:
+        """Say that this rank was told to go."""
+        struct.pack_into("I", self._map, self._start + _NOTICED, 1)
+
+    @property
+    def asked_to_pause(self) -> int:
+        """Whether the agent asks this rank to end after its step, or it was told to go: 0, PAUSE or
+        PAUSE_TO_LEAVE."""
+        asked, noticed = struct.unpack_from("II", self._map, self._start + _ASKED)
+        return PAUSE_TO_LEAVE if noticed else int(asked)

@@ -1,0 +1,493 @@
+"""The rendezvous handler `perdure` of torchrun: `torchrun --rdzv-backend perdure …`.
+
+It is registered through torch's entry point group `torchrun.handlers`, implements torch's public
+`RendezvousHandler`, and uses no private class. torch's own handlers reuse the workers' store over
+rounds (restarted ranks read the addresses of dead ones), learn of lost nodes only when somebody
+re-joins, and cannot let a node in without ending the job; here every round has a store of its own,
+and membership.py says who is in it.
+
+`--rdzv-conf` takes: is_host (0 or 1: host the store here; default: if the endpoint is an address of
+this machine and nobody hosts one there), join_timeout (seconds, default 600; a job that was trained
+before waits an hour), first_call (seconds, default 3), lease (seconds, default 1.2),
+restarts (failures of one hour that are answered by a new generation, default 30).
+"""
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from elastic.cloud import Notice, parse_sources, watch
+from elastic.exits import EXIT_REQUEUE, EXIT_WRONG_INPUT
+from elastic.health import check_node
+from elastic.membership import (
+    MISSED_BEATS,
+    Change,
+    Closed,
+    Failure,
+    Leases,
+    Limits,
+    Membership,
+    arrive,
+    beat_seconds,
+    complete,
+    fail,
+    leave,
+    lose,
+    newer,
+    room,
+    watched,
+)
+from elastic.node import Node
+from elastic.store import LOST, StoreClient, StoreLostError, host_store
+from elastic.world import ROUND
+
+logger = logging.getLogger(__name__)
+
+NOTICES = "PERDURE_NOTICES"
+"""Environment variable: where to look for notices that this machine will be taken away: auto
+(default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
+TICK_SECONDS = 0.05
+"""How often a node of a small job reads the document."""
+REJOIN_SECONDS = 3600.0
+STORE_PATIENCE = 5.0
+
+
+def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point."""
+    return create_handler
+
+
+def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
+    """Make the handler of this node; connects to the store, or hosts it."""
+    host, _, port = parameters.endpoint.rpartition(":")
+    if not host:
+        raise ValueError(f"--rdzv-endpoint {parameters.endpoint!r}: give HOST:PORT")
+    hosted = _host_if_ours(host, int(port), parameters.get_as_bool("is_host"))
+    limits = Limits(
+        parameters.min_nodes,
+        parameters.max_nodes,
+        first_call=float(parameters.get("first_call", Limits.first_call)),
+        restarts=int(parameters.get("restarts", Limits.restarts)),
+    )
+    return PerdureRendezvous(
+        run_id=parameters.run_id,
+        client=StoreClient(host, hosted.port if hosted else int(port), STORE_PATIENCE),
+        hosted=hosted,
+        limits=limits,
+        local_address=parameters.local_addr or _address_towards(host),
+        join_timeout=float(parameters.get("join_timeout", 600)),
+        lease=float(parameters.get("lease", 0)) or None,
+    )
+
+
+class JobClosed(SystemExit):
+    """There will be no next round for this node: ends torchrun with the exit code of the job, which
+    its own errors would turn into 1 and a traceback.
+
+    Args:
+        closed: how the job ended.
+    """
+
+    def __init__(self, closed: Closed) -> None:
+        super().__init__(closed.code)
+        if closed.code != EXIT_WRONG_INPUT:  # there the rank has said what is wrong
+            print(closed.reason, file=sys.stderr, flush=True)
+
+
+class Member:
+    """This node's part in the membership: a thread that keeps its lease, follows the document and
+    applies this node's changes to it.
+
+    Args:
+        client: of the store; used by the thread only.
+        prefix: of the job's keys.
+        name: of this node; unique in the job.
+        limits: of the job.
+        changed: called from the thread after the document has changed.
+        lease: seconds without a beat after which a node is lost; None: by the number of nodes.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        prefix: str,
+        name: str,
+        limits: Limits,
+        changed: Callable[[], None],
+        lease: float | None,
+    ) -> None:
+        self.name, self.limits = name, limits
+        self.state = Membership()
+        self.unreachable_since: float | None = None
+        self._client, self._prefix, self._changed = client, prefix, changed
+        self._lease = lease
+        self._known: Membership | None = None
+        self._wanted: list[Change] = []
+        self._lock = threading.Lock()
+        self._news = threading.Condition()
+        self._wake = threading.Event()
+        self._leases = Leases()
+        self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
+        self._beats, self._next_beat, self._end = 0, 0.0, False
+        self._connections = 0
+        self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
+
+    def start(self) -> None:
+        """Begin to follow the document."""
+        self._thread.start()
+
+    def change(self, change: Change) -> None:
+        """Apply a change to the document soon: again if another node was faster, so it must come to
+        the same whatever was done in between."""
+        with self._lock:
+            self._wanted.append(change)
+        self._wake.set()
+
+    def report(self, round: int, generation: int, failure: Failure) -> None:
+        """Tell of a training process that failed."""
+        self.change(lambda state: fail(state, round, generation, failure, self.limits))
+
+    def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
+        """Wait until the document meets a condition; False after `timeout` seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: condition(self.state), timeout)
+
+    def stop(self, last: Change, timeout: float) -> None:
+        """Apply a last change, if the store answers within `timeout` seconds, and end."""
+        self._client.patience = min(self._client.patience, timeout)
+        self.change(last)
+        deadline = time.monotonic() + timeout
+        while self._wanted and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._end = True
+        self._wake.set()
+        self._thread.join(timeout=1)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._end:
+            self._wake.wait(TICK_SECONDS * max(1.0, self.state.size / 64))
+            self._wake.clear()
+            try:
+                self._follow()
+                if self.unreachable_since is not None:
+                    logger.warning("the store answers again")
+                    self.unreachable_since = None
+            except StoreLostError as lost:
+                if self.unreachable_since is None:
+                    self.unreachable_since = time.monotonic()
+                    logger.warning("%s; training goes on, joins and restarts wait", lost)
+            except Exception:
+                logger.exception("membership: an error of ours")
+                time.sleep(1)
+
+    def _follow(self) -> None:
+        """One look at the store."""
+        now = time.monotonic()
+        lapsed: list[str] = []
+        if now >= self._next_beat:
+            lapsed = self._beat(now)
+        key = f"{self._prefix}/state"
+        data = self._client.get(key)
+        stored = Membership.decode(data) if data else None
+        best = newer(self._known, stored) or Membership()
+        with self._lock:
+            wanted = list(self._wanted)
+        state = best
+        for change in wanted:
+            state = change(state)
+        for node in lapsed:
+            if node in state.members or node in state.arrived:
+                logger.warning("node %s is lost: no sign of life", node)
+                state = lose(state, node, time.time())
+        if state.arrived != self._arrivals[0]:
+            self._arrivals = state.arrived, now
+        if self.name in state.arrived:
+            state = complete(state, self.limits, now - self._arrivals[1])
+        if state != best or (stored is None or best.version > stored.version):
+            state = replace(state, version=best.version + 1)
+            written = self._client.swap(key, data, state.encode())
+            if written != state.encode():
+                self._wake.set()  # another was faster
+                return
+        with self._lock:
+            del self._wanted[: len(wanted)]
+            if self._wanted:
+                self._wake.set()
+        self._known = state
+        if state != self.state:
+            with self._news:
+                self.state = state
+                self._news.notify_all()
+            self._changed()
+
+    def _beat(self, now: float) -> list[str]:
+        """Keep our lease; returns the nodes that did not keep theirs."""
+        seconds = beat_seconds(self.state.size)
+        self._next_beat = now + seconds
+        self._beats += 1
+        self._client.set(f"{self._prefix}/beat/{self.name}", str(self._beats))
+        others = watched(self.state, self.name)
+        counters = self._client.get_all([f"{self._prefix}/beat/{node}" for node in others])
+        late = time.monotonic() - now > seconds
+        if self._client.connections != self._connections or late:
+            self._connections = self._client.connections
+            self._leases.forgive()
+        lease = self._lease or seconds * MISSED_BEATS
+        return self._leases.lapsed(
+            dict(zip(others, counters, strict=True)), time.monotonic(), lease
+        )
+
+
+class PerdureRendezvous(RendezvousHandler):
+    """See the module. Made by `create_handler`, in the agent's main thread."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        client: StoreClient,
+        hosted: dist.TCPStore | None,
+        limits: Limits,
+        local_address: str,
+        join_timeout: float,
+        lease: float | None,
+    ) -> None:
+        self._run_id, self._hosted = run_id, hosted
+        self._store_address = client.host, client.port
+        self._address, self._timeout = local_address, join_timeout
+        self._round, self._size = 0, 0
+        self._round_store: dist.TCPStore | None = None
+        self._stopped = False
+        name = f"{socket.gethostname()}/{local_address}/{os.getpid()}"
+        self._member = Member(client, f"perdure/{run_id}", name, limits, self._wake_node, lease)
+        self._node = Node(self._member)
+        self._member.start()
+        self._node.start()
+        self._end = threading.Event()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, lambda *_: self._node.told_to_go("SIGUSR1"))
+        watch(parse_sources(os.environ.get(NOTICES, "auto")), self._noticed, self._end)
+        atexit.register(self.shutdown)
+
+    def _noticed(self, notice: Notice) -> None:
+        """The cloud says that this machine will be taken away, or may be."""
+        left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
+        if notice.what == "rebalance":  # a risk, which may last for days
+            logger.warning("%s: this machine may be taken away soon", notice.source)
+        else:
+            self._node.told_to_go(f"{notice.source}: {notice.what}{left}")
+
+    def _wake_node(self) -> None:
+        self._node.wake()
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler."""
+        return "perdure"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet in the store of their round, which the agent of group rank 0 hosts."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round that this node is in. See RendezvousHandler."""
+        if not self._round:
+            self._check_health()
+        timeout = REJOIN_SECONDS if self._round else self._timeout
+        deadline = time.monotonic() + timeout
+        while True:
+            state = self._next_round(self._round, timeout, deadline)
+            self._round, self._size = state.round, state.size
+            info = self._meet(state)
+            if info:
+                os.environ[ROUND] = str(state.round)
+                return info
+
+    def _check_health(self) -> None:
+        """Refuse to join with a machine that would fail the others."""
+
+        def round_trip() -> float:
+            started = time.monotonic()
+            StoreClient(*self._store_address, STORE_PATIENCE).get("health")
+            return time.monotonic() - started
+
+        problems = check_node(None, 0, round_trip, "auto")
+        for problem in problems:
+            logger.warning("health check: %s", problem)
+        if any(problem.check != "gpu" for problem in problems):
+            raise RendezvousConnectionError(
+                f"this node does not join: {'; '.join(map(str, problems))}"
+            )
+
+    def _next_round(self, before: int, timeout: float, deadline: float) -> Membership:
+        """Wait for a round after `before`."""
+        member, name = self._member, self._member.name
+        if self._node.leaving:
+            raise JobClosed(Closed(EXIT_REQUEUE, "this node was told to go"))
+
+        def in_next(state: Membership) -> bool:
+            return state.round > before and name in state.members
+
+        member.change(lambda state: state if in_next(state) else arrive(state, name))
+        begun = member.wait_for(
+            lambda state: bool(state.closed) or in_next(state),
+            max(0.0, deadline - time.monotonic()),
+        )
+        state = member.state
+        if state.closed:
+            raise JobClosed(state.closed)
+        if not begun:
+            raise RendezvousTimeoutError(
+                f"{len(state.arrived)} node(s) are here, at least {member.limits.minimum} are "
+                f"needed, and no more came within {timeout:.0f} s; start more, or lower "
+                "--nnodes MIN:MAX"
+            )
+        return state
+
+    def _meet(self, state: Membership) -> RendezvousInfo | None:
+        """Meet the other nodes of a round in its store; None if one was lost meanwhile."""
+        member, place = self._member, state.members.index(self._member.name)
+        if place == 0:
+            self._round_store = host_store(self._address, 0)
+            address = f"{self._address}:{self._round_store.port}"
+            member.change(
+                lambda now: replace(now, address=address) if now.round == state.round else now
+            )
+
+        def over(now: Membership) -> bool:
+            return bool(now.closed) or now.round != state.round or len(now.members) < state.size
+
+        member.wait_for(lambda now: bool(now.address) or over(now), 30)
+        while not over(member.state) and member.state.address:
+            host, _, port = member.state.address.rpartition(":")
+            try:
+                store = dist.TCPStore(
+                    host,
+                    int(port),
+                    is_master=False,
+                    timeout=timedelta(seconds=30),
+                    wait_for_workers=False,
+                )
+                store.add("nodes", 1)
+                while int(store.add("nodes", 0)) < state.size and not over(member.state):
+                    time.sleep(0.01)
+                if over(member.state):
+                    return None
+                return RendezvousInfo(
+                    dist.PrefixStore("agent", store),
+                    place,
+                    state.size,
+                    RendezvousStoreInfo(host, int(port)),
+                )
+            except LOST:
+                time.sleep(0.1)  # its host is dead, which the leases tell in a moment
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        """Whether torchrun is to end its workers and come to the next round: 1 for yes.
+
+        Nodes that are lost, or have left, are a reason at once. For nodes that have come, the ranks
+        are asked to pause, and are ended when they have.
+        """
+        state = self._member.state
+        ours = state.round == self._round and self._member.name in state.members
+        if state.closed:
+            return 0
+        if not ours or len(state.members) < self._size or self._node.paused():
+            if self._node.leaving:
+                return 0  # this node goes, and its stand-ins end by themselves
+            self._node.expect_stop()
+            return 1
+        if room(state, self._member.limits):
+            self._node.pause()
+        return 0
+
+    def is_closed(self) -> bool:
+        """See RendezvousHandler."""
+        return self._member.state.closed is not None
+
+    def set_closed(self) -> None:
+        """See RendezvousHandler."""
+        closed = Closed(1, "the job was closed")
+        self._member.change(lambda state: replace(state, closed=state.closed or closed))
+
+    @property
+    def verdict(self) -> Closed | None:
+        """How the job ended, None while it goes on."""
+        return self._member.state.closed
+
+    def get_run_id(self) -> str:
+        """See RendezvousHandler."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Leave. The job goes on without this node."""
+        if not self._stopped:
+            self._stopped = True
+            self._end.set()
+            self._node.stop()
+            self._member.stop(lambda state: leave(state, self._member.name), timeout=2.0)
+        return True
+
+
+def _host_if_ours(host: str, port: int, wanted: bool | None) -> dist.TCPStore | None:
+    """Host the store, if it is for this node to do."""
+    if wanted is False:
+        return None
+    if wanted is None and port and (not _is_ours(host) or _answers(host, port)):
+        return None
+    try:
+        return host_store(host, port)
+    except OSError:
+        if wanted or not _answers(host, port):
+            raise
+        return None  # another agent of this machine was faster
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+        return True
+    except OSError:
+        return False
+
+
+def _is_ours(host: str) -> bool:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+        return True
+    except OSError:
+        return False
+
+
+def _address_towards(host: str) -> str:
+    """The address of this machine on the way to `host`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RendezvousConnectionError(f"--rdzv-endpoint: no way to {host}: {error}") from error

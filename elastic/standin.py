@@ -1,0 +1,39 @@
+"""What torchrun starts in each rank when the agent is ours: it stands in for the training process,
+which the node's agent forks from a warm one (node.py), again after every failure, while torchrun
+sees a worker that runs. Imports nothing heavy."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import NoReturn
+
+from elastic.exits import EXIT_INTERRUPTED
+from elastic.process import die_with_parent
+from elastic.zygote import MAX_MESSAGE, Job
+
+NODE_SOCKET = "PERDURE_NODE"
+"""Environment variable: name of the abstract Unix socket of the node's agent."""
+
+
+def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
+    """Have the node's agent run a job as this rank, and leave with the exit code that it gets in
+    the end. For the arguments see `Job`."""
+    die_with_parent()
+    agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.connect(f"\0{os.environ[NODE_SOCKET]}")
+
+    def told(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)  # and the agent kills the training process
+        agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, told)
+    job = Job(entry, prepare, arguments, dict(os.environ), os.getcwd())
+    socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])
+    data = agent.recv(MAX_MESSAGE)
+    sys.stdout.flush()
+    os._exit(json.loads(data)["code"] if data else 1)

@@ -1,0 +1,151 @@
+"""The small key-value store through which the nodes of a job find each other.
+
+It is torch's TCPStore, on a node of the job or outside of it (`perdure store`). A client outlives
+the host: it connects again when the host is back, also to an empty store; what must not be lost is
+then put back by those who know it (rendezvous.py).
+"""
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
+from tenacity.wait import wait_random_exponential
+
+T = TypeVar("T")
+
+CONNECT_SECONDS = 5.0
+LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
+"""Errors of a store that is not there, or not there any more."""
+
+
+class StoreLostError(Exception):
+    """The store could not be reached for as long as one was willing to wait."""
+
+
+class StoreClient:
+    """A client that survives its host.
+
+    Args:
+        host: of the store.
+        port: of the store.
+        patience: seconds to go on trying when the store does not answer.
+
+    Methods raise StoreLostError when `patience` has passed.
+    """
+
+    def __init__(self, host: str, port: int, patience: float) -> None:
+        self.host, self.port, self.patience = host, port, patience
+        self._store: dist.TCPStore | None = None
+        self.connections = 0
+        """How often a connection was made: more than once, and the store may be a new one."""
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, None if it has none."""
+        return self._retried(lambda store: store.get(key) if store.check([key]) else None)
+
+    def set(self, key: str, value: str) -> None:
+        """Give a key a value."""
+        self._retried(lambda store: store.set(key, value))
+
+    def swap(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
+        """Replace `old` (None: no value) by `new` unless the value is another by now; returns the
+        value that the key has afterwards."""
+
+        def swap(store: dist.TCPStore) -> bytes | None:
+            found = store.compare_set(key, (old or b"").decode(), new.decode())
+            # For a key without a value the store answers with what was expected.
+            return store.get(key) if store.check([key]) else None if found != new else new
+
+        return self._retried(swap)
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values of several keys."""
+
+        def read(store: dist.TCPStore) -> list[bytes | None]:
+            try:
+                return (
+                    list(store.multi_get(list(keys)))
+                    if store.check(list(keys))
+                    else one_by_one(store)
+                )
+            except dist.DistStoreError:
+                return one_by_one(store)
+
+        def one_by_one(store: dist.TCPStore) -> list[bytes | None]:
+            return [store.get(key) if store.check([key]) else None for key in keys]
+
+        return self._retried(read) if keys else []
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._store = None
+
+    def _retried(self, action: Callable[[dist.TCPStore], T]) -> T:
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type(LOST),
+                wait=wait_random_exponential(multiplier=0.05, max=1.0),
+                stop=stop_after_delay(self.patience),
+            ):
+                with attempt:
+                    try:
+                        return action(self._connected())
+                    except LOST:
+                        self._store = None
+                        raise
+        except RetryError as error:
+            cause = error.last_attempt.exception()
+            raise StoreLostError(
+                f"the store at {self.host}:{self.port} did not answer for {self.patience:.0f} s: "
+                f"{str(cause).splitlines()[0]}"
+            ) from cause
+        raise AssertionError  # Retrying ends by return or raise
+
+    def _connected(self) -> dist.TCPStore:
+        if self._store is None:
+            # TCPStore's own wait for a host that is not there is long and cannot be interrupted.
+            socket.create_connection((self.host, self.port), timeout=CONNECT_SECONDS).close()
+            self._store = dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=False,
+                timeout=timedelta(seconds=CONNECT_SECONDS),
+                wait_for_workers=False,
+            )
+            self.connections += 1
+        return self._store
+
+
+def host_store(host: str, port: int) -> dist.TCPStore:
+    """Host a store in this process, for as long as the result lives.
+
+    Args:
+        host: address to tell clients; the store listens on every interface.
+        port: 0 for a free one; `.port` tells.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except (dist.DistNetworkError, RuntimeError) as error:
+        raise OSError(
+            f"cannot host a store on port {port}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def serve(port: int) -> None:
+    """Host a store until the process is ended."""
+    store = host_store("0.0.0.0", port)
+    print(f"store: listening on port {store.port}", flush=True)
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

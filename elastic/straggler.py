@@ -1,0 +1,88 @@
+"""Which rank is slow: the compute times of all ranks, window by window → sentences. Pure.
+
+A slow rank does not fail, it makes all others wait. Only time that a rank spends for itself shows
+it: up to the step's all-reduce, which all ranks leave together. FSDP waits for peers inside the
+forward and backward pass as well, so where parameters are sharded over all ranks the times are
+alike, and a straggler shows only in what it does outside of these waits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+SLOWER = 1.3
+"""Times the median: less does not deserve a message."""
+ODD = 3.5
+"""Robust z above which a value is an outlier (Iglewicz and Hoaglin, 1993)."""
+WINDOWS = 3
+"""So many in a row make a straggler, and end one."""
+WEIGHT = 0.5
+"""Of the newest window in the moving average."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What is known of the ranks after a window; the empty one is the beginning."""
+
+    smoothed: tuple[float, ...] = ()
+    """By rank, moving average of the seconds."""
+    contrary: tuple[int, ...] = ()
+    """By rank, for how many windows in a row it has not been what it is called."""
+    named: frozenset[int] = frozenset()
+    """Ranks that are called slow."""
+
+
+def compare_ranks(pace: Pace, seconds: Sequence[float]) -> tuple[Pace, list[str]]:
+    """Judge one more window; every rank that calls it with the same values gets the same result.
+
+    Args:
+        pace: after the window before.
+        seconds: by rank, compute time of this window without waits for other ranks. Per sequence,
+            where ranks have different numbers of them.
+
+    Returns the new pace, and a sentence for each rank that became slow or is no longer: slow is a
+    rank that is more than SLOWER times the median and an outlier, both in this window and in the
+    average, for WINDOWS windows in a row. A change of the number of ranks begins anew.
+    """
+    if len(pace.smoothed) != len(seconds):
+        pace = Pace(tuple(seconds), (0,) * len(seconds))
+    smoothed = tuple(
+        WEIGHT * new + (1 - WEIGHT) * old for old, new in zip(pace.smoothed, seconds, strict=True)
+    )
+    slow = outliers(seconds) & outliers(smoothed)
+    contrary = tuple(
+        count + 1 if (rank in slow) != (rank in pace.named) else 0
+        for rank, count in enumerate(pace.contrary)
+    )
+    changed = {rank for rank, count in enumerate(contrary) if count >= WINDOWS}
+    median = median_low(smoothed) if smoothed else 0.0
+    sentences = []
+    for rank in sorted(changed):
+        times = f"{smoothed[rank]:.3g} s, median of all ranks {median:.3g} s"
+        if rank in pace.named:
+            sentences.append(f"rank {rank} is no longer slow ({times})")
+        else:
+            sentences.append(
+                f"rank {rank} is slow, and all others wait for it: {smoothed[rank] / median:.1f} "
+                f"times the median for {WINDOWS} log intervals in a row ({times}); look for "
+                "other processes, heat, or lowered clocks on its machine"
+            )
+    contrary = tuple(0 if rank in changed else count for rank, count in enumerate(contrary))
+    return Pace(smoothed, contrary, pace.named ^ changed), sentences
+
+
+def outliers(seconds: Sequence[float]) -> set[int]:
+    """Ranks that are both much slower than the median and far from it by the usual spread.
+
+    The low median makes two ranks comparable: the slower one is measured by the faster.
+    """
+    if not seconds:
+        return set()
+    median = median_low(seconds)
+    spread = median_low([abs(value - median) for value in seconds])
+    # 0.6745 makes the median absolute deviation comparable to a standard deviation.
+    return {
+        rank
+        for rank, value in enumerate(seconds)
+        if value > SLOWER * median > 0 and 0.6745 * (value - median) > ODD * spread
+    }

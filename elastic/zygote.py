@@ -1,0 +1,172 @@
+"""The warm process of a node that training processes are forked from: `python -m elastic.zygote`.
+
+It has imported what they need and started nothing: no threads, no CUDA, no process group. So a
+training process is there in milliseconds instead of the seconds that importing torch takes, at the
+start and after every failure, and the ranks of a node share the memory of the code.
+
+It is told what to do by the node's agent (node.py) over a socket, one JSON object a message:
+`{"preload": module}`, `{"spawn": key, "env": {…}}` with the file descriptors of a job (see `Job`),
+and `{"kill": key}`; it answers `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When
+the agent goes, so does it, and with it every process it forked.
+"""
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elastic.process import die_with_parent
+
+MAX_MESSAGE = 1 << 16
+DUMPS = "PERDURE_DUMPS"
+"""Environment variable: where a training process is to write stack dumps for its agent."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank runs, as its stand-in (standin.py) describes it."""
+
+    entry: str
+    """module:function, called with `arguments`; its process ends when it returns."""
+    prepare: str
+    """module:function, called with the tuple of `arguments` in the zygote, so that its forks find
+    what it has cached; if it fails, it will again in the fork, where people see it."""
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+
+    def pack(self) -> int:
+        """As a file in memory, whose descriptor is returned: no message is large enough."""
+        descriptor = os.memfd_create("perdure-job")
+        with open(os.dup(descriptor), "wb") as file:
+            file.write(json.dumps(self.__dict__).encode())
+        return descriptor
+
+    @staticmethod
+    def unpack(descriptor: int) -> "Job":
+        """What `pack` packed."""
+        size = os.fstat(descriptor).st_size
+        return Job(**json.loads(os.pread(descriptor, size, 0)))
+
+
+def main(descriptor: int) -> NoReturn:
+    """Serve the agent at the other end of the socket `descriptor` until it goes."""
+    die_with_parent()
+    # Ctrl-C reaches every process of the terminal; here the agent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent = socket.socket(fileno=descriptor)
+    selector = selectors.DefaultSelector()
+    selector.register(agent, selectors.EVENT_READ, None)
+    children: dict[str, int] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.data is None:
+                message, descriptors = _receive(agent)
+                if message is None:
+                    os._exit(0)
+                _obey(message, descriptors, agent, selector, children)
+                for received in descriptors:
+                    os.close(received)
+            else:
+                name, pid = key.data
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, status = os.waitpid(pid, 0)
+                del children[name]
+                _send(agent, {"ended": name, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _obey(
+    message: Mapping[str, Any],
+    descriptors: list[int],
+    agent: socket.socket,
+    selector: selectors.BaseSelector,
+    children: dict[str, int],
+) -> None:
+    if "preload" in message:
+        _preload(message["preload"])
+    elif "kill" in message:
+        if message["kill"] in children:
+            os.kill(children[message["kill"]], signal.SIGKILL)
+    else:
+        name = message["spawn"]
+        job = Job.unpack(descriptors[0])
+        _prepare(job)
+        pid = os.fork()
+        if pid == 0:
+            selector.close()
+            agent.close()
+            _become(job, message["env"], descriptors[1:])
+        children[name] = pid
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (name, pid))
+        _send(agent, {"started": name, "pid": pid})
+
+
+def _preload(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception:  # the process that needs it will say so, where people see it
+        sys.modules.pop(module, None)
+
+
+def _prepare(job: Job) -> None:
+    """Do once what every fork would do again."""
+    module, _, function = job.prepare.partition(":")
+    _preload(module)
+    with suppress(Exception):
+        os.chdir(job.directory)
+        getattr(importlib.import_module(module), function)(tuple(job.arguments))
+    # A collection would look at all of it in every fork, and so copy its pages.
+    gc.freeze()
+
+
+def _become(job: Job, environment: Mapping[str, str], streams: list[int]) -> NoReturn:
+    """Turn this fork into the process that runs a job; its streams become those of the stand-in."""
+    code = 1
+    try:
+        die_with_parent()
+        os.setsid()
+        *standard, dumps = streams
+        for target, stream in enumerate(standard):
+            os.dup2(stream, target)
+        os.environ.clear()
+        os.environ.update({**job.environment, **environment, DUMPS: f"/proc/self/fd/{dumps}"})
+        os.chdir(job.directory)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [job.entry.partition(":")[0], *job.arguments]
+        module, _, function = job.entry.partition(":")
+        getattr(importlib.import_module(module), function)(job.arguments)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _receive(agent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(agent, MAX_MESSAGE, 8)
+    return (json.loads(data) if data else None), descriptors
+
+
+def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
+    try:
+        agent.send(json.dumps(message).encode())
+    except OSError:  # the agent is gone; the kernel ends us
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

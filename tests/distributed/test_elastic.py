@@ -1,0 +1,109 @@
+"""Processes and nodes that die, leave and join: the run goes on, and its losses do not change."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from elastic.local_nodes import LocalNodes
+from tests.distributed.jobs import ROOT, losses, records
+
+STEPS = 200
+RECIPE = [f"run.steps={STEPS}", "optimizer.lr=3e-4"]
+
+
+@pytest.fixture
+def cluster(workspace, tmp_path):
+    """cluster(nnodes, *overrides, ranks=…) → LocalNodes, still without a node."""
+    started = []
+
+    def cluster(nnodes, *overrides, ranks=1):
+        nodes = LocalNodes(
+            ["-m", "trainer", "recipe.yaml", *RECIPE, *overrides],
+            folder=workspace,
+            nnodes=nnodes,
+            logs=tmp_path,
+            ranks=ranks,
+            environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+        )
+        started.append(nodes.__enter__())
+        return nodes
+
+    yield cluster
+    for nodes in started:
+        nodes.__exit__()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(workspace):
+    """Losses by step of a single process that nothing happens to."""
+    import subprocess
+    import sys
+
+    subprocess.run(
+        [sys.executable, "-m", "trainer", "recipe.yaml", "run.dir=alone", *RECIPE],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{workspace}"},
+        check=True,
+        capture_output=True,
+    )
+    return losses(workspace, "alone")
+
+
+def wait_for_step(workspace, run, step, nodes, seconds=60):
+    """Until the run has logged `step`."""
+    deadline = time.monotonic() + seconds
+    while max(losses(workspace, run), default=0) < step:
+        texts = "\n".join(node.text()[-2000:] for node in nodes.nodes)
+        assert any(node.process.poll() is None for node in nodes.nodes), texts
+        assert time.monotonic() < deadline, f"step {step} did not come\n{texts}"
+        time.sleep(0.02)
+
+
+def same_losses(workspace, run, expected):
+    found = losses(workspace, run)
+    assert found.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=1e-4), step
+
+
+def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
+    nodes = cluster("1", "run.dir=rank", "elastic.snapshot_every=1", "checkpoint.slots=2", ranks=2)
+    node = nodes.add()
+    stand_ins = None
+    for step in (10, 25):
+        wait_for_step(workspace, "rank", step, nodes)
+        before = [pid for pid in node.family() if pid not in node.trainers()]
+        stand_ins = stand_ins or before[:2]
+        os.kill(node.trainers()[step % 2], signal.SIGKILL)
+        done = max(losses(workspace, "rank"))
+        wait_for_step(workspace, "rank", done + 3, nodes)
+        assert node.text().count("restored step") == (1 if step == 10 else 2)
+    assert nodes.wait(60) == [0], node.text()
+    same_losses(workspace, "rank", undisturbed)
+
+
+def test_nodes_are_lost_and_join(cluster, workspace, undisturbed):
+    nodes = cluster("1:3", "run.dir=nodes", "checkpoint.every=5")
+    first, second = nodes.add(), nodes.add()
+    wait_for_step(workspace, "nodes", 12, nodes)
+    first.kill()
+    wait_for_step(workspace, "nodes", max(losses(workspace, "nodes")) + 5, nodes)
+    nodes.add()
+    wait_for_step(workspace, "nodes", max(losses(workspace, "nodes")) + 5, nodes)
+    assert nodes.wait(60)[1:] == [0, 0], second.text()
+    same_losses(workspace, "nodes", undisturbed)
+
+
+def test_a_node_that_is_told_to_go_loses_no_step(cluster, workspace, undisturbed):
+    nodes = cluster("1:2", "run.dir=notice")
+    first, second = nodes.add(), nodes.add()
+    wait_for_step(workspace, "notice", 12, nodes)
+    second.process.send_signal(signal.SIGTERM)
+    second.process.wait(20)
+    assert nodes.wait(60)[0] == 0, first.text()
+    assert "pausing after step" in first.text() + second.text()
+    steps = [record["step"] for record in records(workspace, "notice") if "loss" in record]
+    assert steps == sorted(set(steps)), "a step was done twice"
+    same_losses(workspace, "notice", undisturbed)

@@ -1,0 +1,178 @@
+"""A machine that is fit finds nothing, fast; one that is not is found out, and never waited for."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic import health
+from elastic.health import (
+    GOLDEN,
+    admit,
+    check_compute,
+    check_gpus,
+    check_node,
+    check_storage,
+    pattern,
+)
+
+
+def check(directory=None, shm=1, store=None, device="cpu", **options):
+    return [str(found) for found in check_node(directory, shm, store, device, **options)]
+
+
+def problems(findings):
+    return [f"{at}: {problem}" for at, problem in findings if problem]
+
+
+def test_a_healthy_machine_has_no_problem_and_is_done_soon(tmp_path):
+    best = 9.0
+    for _ in range(3):
+        started = time.monotonic()
+        assert check(tmp_path / "not" / "there" / "yet", store=lambda: 0.01) == []
+        best = min(best, time.monotonic() - started)
+    assert best < 1.0  # 0.5 s on a machine that does nothing else
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_problem_is_told_at_once():
+    def lost():
+        raise OSError("nobody there")
+
+    found = check(Path("/proc/self"), shm=1 << 60, store=lost)
+    assert len(found) == 3
+    assert found[0].startswith("/dev/shm: ")
+    assert "in a container, raise --shm-size" in found[0]
+    assert found[1].startswith("/proc/self: cannot write a file")
+    assert found[2] == "store: OSError: nobody there"
+
+
+def test_a_slow_store_is_a_problem_and_a_hanging_one_is_not_waited_for():
+    assert check(store=lambda: 3.0) == ["store: a round trip takes 3.0 s, more than 1 s"]
+    started = time.monotonic()
+    assert check(store=lambda: time.sleep(20) or 0.0, seconds=1) == ["store: no answer within 1 s"]
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="needs /dev/fuse")
+def test_a_hung_filesystem_is_found_and_not_waited_for(tmp_path):
+    """The server of the filesystem is stopped: whoever touches it waits and cannot be killed."""
+    mount, control = tmp_path / "mount", tmp_path / "control"
+    (tmp_path / "root").mkdir()
+    mount.mkdir()
+    control.write_text("{}")
+    command = [sys.executable, "-m", "tests.checkpointing.faulty_fs"]
+    server = subprocess.Popen(
+        [*command, str(tmp_path / "root"), str(mount), str(control)],
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not mount.is_mount():
+            if server.poll() is not None or time.monotonic() > deadline:
+                pytest.skip("cannot mount a filesystem")
+            time.sleep(0.02)
+        assert check(mount) == []
+        server.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert check(mount, seconds=1.5) == [f"{mount}: no answer within 1.5 s"]
+        assert time.monotonic() - started < 3
+    finally:
+        server.send_signal(signal.SIGCONT)
+        subprocess.run(["fusermount", "-uz", str(mount)], check=False, stderr=subprocess.DEVNULL)
+        server.kill()
+        server.wait()
+
+
+def test_a_full_disk_and_one_that_loses_what_is_written_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "FREE_BYTES", 1 << 60)
+    assert "MiB free" in problems(check_storage(tmp_path))[0]
+    monkeypatch.setattr(health, "FREE_BYTES", 0)
+    monkeypatch.setattr(os, "pread", lambda *_: bytes(health.PROBE_BYTES))
+    assert "not what was written" in problems(check_storage(tmp_path))[0]
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "No space left" in problems(check_storage(tmp_path))[0]
+
+
+def test_no_more_processes_is_a_problem(monkeypatch):
+    def refused(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert check() == ["compute: BlockingIOError: [Errno 11] Resource temporarily unavailable"]
+
+
+def test_a_check_that_dies_is_a_problem(monkeypatch):
+    monkeypatch.setattr(health.sys, "executable", "/bin/false")
+    assert check() == ["compute: its process ended with code 1: no message"]
+
+
+def test_golden_values_follow_from_integers_alone():
+    for size, golden in GOLDEN.items():
+        left, right, rows, columns = pattern(size, np)
+        assert int((rows @ left) @ (right @ columns)) == golden
+    left, right, rows, columns = (part[:9].tolist() for part in pattern(512, np))
+    assert [row[:3] for row in left[:2]] == [[-8, -3, 2], [-5, 1, 7]]
+
+
+def test_a_core_that_computes_wrongly_is_named(monkeypatch):
+    assert problems(check_compute()) == []
+    monkeypatch.setitem(GOLDEN, health.SIZE, GOLDEN[health.SIZE] + 1)
+    cores = sorted(os.sched_getaffinity(0))
+    assert problems(check_compute()) == [
+        f"core {core}: a multiplication of matrices gave a wrong result; take this machine out"
+        for core in cores
+    ]
+
+
+def test_gpus():
+    """In this process there is a GPU or there is none; in both cases the check knows."""
+    import torch
+
+    if torch.cuda.is_available():
+        assert check(device="cuda") == []
+    else:
+        assert problems(check_gpus("auto")) == []
+        assert problems(check_gpus("cuda"))[0].startswith("gpu: none is visible")
+
+
+# --- strikes ---------------------------------------------------------------------------------
+
+
+def test_one_strike_is_forgiven_and_two_within_an_hour_are_not():
+    assert admit([], 0) == (True, "")
+    assert admit([0], 1)[0]
+    assert admit([0, 3601], 3602)[0]
+    fine, reason = admit([0, 3000], 3001)
+    assert not fine
+    assert "2 failures of this node in a row" in reason
+    assert "in 10 min" in reason
+    assert admit([0, 3000], 3601)[0]
+
+
+def test_who_fails_again_soon_after_it_is_back_stays_away_twice_as_long():
+    strikes = [0.0, 10.0]  # back at 610
+    assert "in 20 min" in admit([*strikes, 2000], 2000)[1]
+    assert "in 20 min" in admit([*strikes, 4100], 4100)[1]
+    assert admit([*strikes, 4211], 4211)[0]
+    many = [1000.0 * number for number in range(50)]
+    assert "in 1440 min" in admit(many, many[-1])[1]
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=20), st.floats(0, 1e6))
+def test_every_node_may_come_back_in_a_day(strikes, now):
+    fine, reason = admit(strikes, now)
+    assert fine == (reason == "")
+    assert admit(strikes, 1e6 + health.LONGEST_BACK_OFF + 1)[0]

@@ -1,0 +1,192 @@
+"""Rounds, leases and generations: whatever happens in whatever order, nodes end up in one round."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.membership import (
+    Closed,
+    Failure,
+    Leases,
+    Limits,
+    Membership,
+    arrive,
+    complete,
+    fail,
+    leave,
+    lose,
+    newer,
+    room,
+    watched,
+)
+
+LIMITS = Limits(minimum=2, maximum=3)
+
+
+def begin(*nodes, limits=LIMITS, state=None):
+    """The round after `state` with these nodes."""
+    state = state or Membership()
+    for node in nodes:
+        state = arrive(state, node)
+    return complete(state, limits, quiet=99)
+
+
+def failure(rank=0, step=5, at=0.0):
+    return Failure("a", rank, step, "SIGKILL", at)
+
+
+def test_a_full_round_begins_at_once_and_a_small_one_after_the_call():
+    two = arrive(arrive(Membership(), "b"), "a")
+    assert complete(two, LIMITS, quiet=1).round == 0
+    assert complete(two, LIMITS, quiet=4).members == ("a", "b")
+    assert complete(arrive(two, "c"), LIMITS, quiet=0).members == ("a", "b", "c")
+    assert complete(arrive(Membership(), "a"), LIMITS, quiet=99).round == 0
+
+
+def test_a_newcomer_waits_until_everybody_has_come_again():
+    state = arrive(begin("b", "c"), "a")
+    assert room(state, LIMITS) == 1
+    assert complete(state, LIMITS, quiet=99) == state
+    state = arrive(state, "b")
+    assert complete(state, LIMITS, quiet=99) == state
+    after = complete(arrive(state, "c"), LIMITS, quiet=0)
+    assert (after.round, after.members, after.arrived) == (2, ("b", "c", "a"), ())
+
+
+def test_who_is_too_many_waits_as_a_spare_and_takes_the_place_of_a_lost_node():
+    state = begin("a", "b", "c", "d")
+    assert state.members == ("a", "b", "c")
+    assert state.arrived == ("d",)
+    assert room(state, LIMITS) == 0
+    state = lose(state, "b", now=7.0)
+    assert len(state.members) < state.size
+    after = begin("a", "c", state=state)
+    assert after.members == ("a", "c", "d")
+    assert after.cause == Failure("b", None, 0, "node lost", 7.0)
+
+
+def test_below_the_minimum_nothing_begins_until_a_node_comes():
+    state = begin("a", state=leave(begin("a", "b"), "b"))
+    assert state.round == 1
+    assert begin("c", state=state).members == ("a", "c")
+
+
+def test_one_failure_is_one_generation_however_many_ranks_report_it():
+    state = begin("a", "b")
+    after = fail(state, 1, 0, failure(), LIMITS)
+    assert after.generation == 1
+    assert fail(after, 1, 0, failure(rank=1), LIMITS) == after
+    assert begin("a", "b", state=after).generation == 0
+
+
+def test_a_rank_that_always_dies_in_the_same_step_ends_the_job():
+    state = begin("a", "b")
+    for generation in range(3):
+        assert state.closed is None
+        state = fail(state, 1, generation, failure(rank=1, step=7), LIMITS)
+    assert state.closed
+    assert state.closed.code == 93
+    assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
+
+
+def test_failures_are_counted_over_an_hour():
+    limits = replace(LIMITS, restarts=3)
+    often, seldom = begin("a", "b"), begin("a", "b")
+    for number in range(4):
+        often = fail(often, 1, number, failure(step=number, at=number * 60.0), limits)
+        seldom = fail(seldom, 1, number, failure(step=number, at=number * 2000.0), limits)
+    assert often.closed
+    assert "4 failures within an hour" in often.closed.reason
+    assert seldom.closed is None
+    assert seldom.generation == 4
+
+
+def test_leases_lapse_when_a_counter_stands_still_and_not_when_we_were_away():
+    leases = Leases()
+    assert leases.lapsed({"a": b"1", "b": None}, now=0, seconds=1) == []
+    assert leases.lapsed({"a": b"2", "b": None}, now=0.9, seconds=1) == []
+    assert leases.lapsed({"a": b"2", "b": None}, now=1.1, seconds=1) == ["b"]
+    leases.forgive()
+    assert leases.lapsed({"a": b"2", "b": None}, now=9, seconds=1) == []
+
+
+def test_everybody_is_watched_by_somebody():
+    state = Membership(members=tuple("abcdef"), arrived=("g", "h"))
+    for node in "abcdefgh":
+        observers = {other for other in "abcdefgh" if node in watched(state, other)}
+        assert len(observers) >= 2
+    assert watched(state, "g") == ["a", "b", "c"]
+
+
+def test_the_newer_copy_wins_over_an_empty_or_older_store():
+    old, new = Membership(version=3), Membership(version=4, round=2)
+    assert newer(new, None) == newer(new, old) == newer(old, new) == new
+    assert newer(None, None) is None
+
+
+def test_the_document_survives_encoding():
+    state = fail(begin("a", "b"), 1, 0, failure(), LIMITS)
+    state = replace(state, closed=Closed(93, "because"), address="h:1", arrived=("z",))
+    assert Membership.decode(state.encode()) == state
+
+
+NODES = "abcde"
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["come", "die", "fail", "wait"]), st.sampled_from(NODES)),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS)
+def test_whatever_happens_the_living_end_up_in_one_round(events):
+    """Nodes follow the rules of the handler: they come again when their round has changed."""
+    limits = Limits(minimum=1, maximum=4, restarts=1000, same_step=1000)
+    state, alive, rounds = Membership(), set(), {}
+
+    def follow(state):
+        for node in sorted(alive):
+            mine = rounds.get(node)
+            broken = mine != state.round or node not in state.members
+            if broken or len(state.members) < state.size or room(state, limits):
+                state = arrive(state, node) if node not in state.arrived else state
+        return state
+
+    def turn(state, quiet):
+        before = state
+        state = complete(follow(state), limits, quiet)
+        if state.round != before.round:
+            assert state.round == before.round + 1
+            assert 1 <= len(state.members) <= limits.maximum
+            assert not set(state.members) & set(state.arrived)
+            survivors = [node for node in before.members if node in state.members]
+            assert list(state.members[: len(survivors)]) == survivors
+            rounds.update(dict.fromkeys(state.members, state.round))
+        return state
+
+    for event, node in events:
+        if event == "come" and node not in alive:
+            alive.add(node)
+            state = arrive(state, node)
+        elif event == "die" and node in alive:
+            alive.discard(node)
+            rounds.pop(node, None)
+            state = leave(state, node)
+        elif event == "fail":
+            state = fail(state, state.round, state.generation, failure(), limits)
+        state = turn(state, 0.1)
+    for _ in range(3):
+        state = turn(state, 99)
+    if alive:
+        assert set(state.members) <= alive
+        assert len(state.members) == min(len(alive), limits.maximum)
+        assert set(state.members) | set(state.arrived) == alive
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_full_job_is_left_alone(size):
+    nodes = NODES[:size]
+    state = begin(*nodes, limits=Limits(1, size))
+    assert complete(state, Limits(1, size), 99) == state

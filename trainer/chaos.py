@@ -1,0 +1,227 @@
+"""`perdure chaos`: a run of a recipe that a plan of faults happens to, beside one in a single
+process that nothing happens to, and the verdict whether both come to the same."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.inspect import find_checkpoint, table
+from checkpointing.layout import StoredTensor
+from checkpointing.slots import run_id
+from checkpointing.source import Source, TensorReader, open_source
+from checkpointing.storage import location
+from checkpointing.tensors import TORCH_DTYPES
+from elastic import machine
+from elastic.chaos import MARK, Chaos, Outcome, gone, left_memory, left_processes
+from elastic.chaos_plan import Plan
+from elastic.goodput import goodput
+from elastic.history import LedgerError, read_history
+from elastic.ledger import LEDGER
+from elastic.local_nodes import LocalNodes
+from trainer.recipe import RecipeError, load_recipe
+from trainer.report import check, read_metrics
+
+NODE = ("trainer.cli", "train")
+GONE_SECONDS = 5.0
+
+
+@dataclass
+class Verdict:
+    """What came of a run, and whether it is as it should be."""
+
+    outcomes: list[Outcome]
+    problems: list[str]
+    """Promises that were not kept; empty: all were."""
+    facts: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [["fault", "target", "at step", "recovery", "steps lost"]]
+        rows += [
+            [
+                f"{outcome.fault}{' (not met)' if outcome.missed else ''}",
+                outcome.target,
+                str(outcome.step),
+                "-" if outcome.recovery is None else f"{outcome.recovery:.2f} s",
+                str(outcome.lost),
+            ]
+            for outcome in self.outcomes
+        ]
+        lines = [table(rows), *self.facts, *(f"problem: {problem}" for problem in self.problems)]
+        broken = f"FAILED: {len(self.problems)} problem(s)"
+        return "\n".join([*lines, broken if self.problems else "PASSED"])
+
+
+def run_chaos(
+    recipe_path: str,
+    overrides: Sequence[str],
+    plan: Plan,
+    *,
+    ranks: int = 1,
+    tolerance: float = 1e-4,
+    patience: float = 60.0,
+    environment: dict[str, str] | None = None,
+    say: Callable[[str], None] = print,
+) -> Verdict:
+    """Carry out a plan.
+
+    Everything lies in `<run.dir>-chaos`: `undisturbed` and `run` (run directories) and `logs`.
+
+    Args:
+        recipe_path: YAML file.
+        overrides: of the recipe, for both runs.
+        plan: all faults drawn.
+        ranks: training processes per node.
+        tolerance: largest relative difference of losses, and of tensors of the final weights.
+        patience: seconds without a step after which the run is given up.
+        environment: added to that of this process for what is started.
+        say: is told one line per event.
+
+    Raises:
+        RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    folder = Path(f"{recipe.run.dir}-chaos").absolute()
+    if folder.exists():
+        raise RecipeError(f"{folder}: is there already; delete it, or set another run.dir")
+    if plan.last_step >= recipe.run.steps:
+        raise RecipeError(
+            f"run.steps: the last fault comes at step {plan.last_step}, but the run has only "
+            f"{recipe.run.steps}; set more, or plan fewer faults"
+        )
+    logs, mark = folder / "logs", secrets.token_hex(8)
+    logs.mkdir(parents=True)
+    # Nodes of one machine cannot share a GPU: NCCL refuses two ranks on one.
+    shared = [*overrides, "run.device=cpu", "run.log_every=1", "checkpoint.directory=null"]
+
+    def of(name: str) -> list[str]:
+        return [recipe_path, *shared, f"run.dir={folder / name}"]
+
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
+    say(f"undisturbed run of {recipe.run.steps} steps in one process")
+    _undisturbed(of("undisturbed"), logs / "undisturbed.log", environment)
+
+    run = folder / "run"
+    checkpoints = run / "checkpoints"
+    with LocalNodes(
+        of("run"),
+        folder=Path.cwd(),
+        nnodes=f"{min(plan.counts)}:{max(plan.counts)}",
+        logs=logs,
+        ranks=ranks,
+        environment=environment,
+        launcher=NODE,
+        own_memory=machine.possible(),
+    ) as nodes:
+        if not nodes.own_memory:
+            say("not root: all nodes share the memory of this machine")
+        chaos = Chaos(
+            nodes,
+            plan,
+            run / LEDGER,
+            saving=lambda: any(checkpoints.glob("step-*.tmp-*")),
+            patience=patience,
+            say=say,
+        )
+        chaos.run()
+        nodes.kill_store()
+        verdict = Verdict(chaos.outcomes, chaos.problems)
+        if not chaos.problems:
+            left = gone(lambda: left_processes(mark), GONE_SECONDS)
+            verdict.problems += [f"a process is left: {process}" for process in left]
+            pattern = f"perdure-{run_id(str(location(checkpoints).absolute()))}-*"
+            left = left_memory(chaos.finished, pattern)
+            verdict.problems += [f"shared memory is left: {item}" for item in left]
+    _judge(verdict, run, folder / "undisturbed", recipe.run.steps, tolerance)
+    return verdict
+
+
+def _undisturbed(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+    with log.open("wb") as output:
+        code = subprocess.run(
+            [sys.executable, "-m", "elastic.process", "trainer", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    if code:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise RecipeError(f"the undisturbed run failed ({log}): {' '.join(last)}")
+
+
+def _judge(verdict: Verdict, run: Path, undisturbed: Path, steps: int, tolerance: float) -> None:
+    """Add what the files of both runs tell."""
+    try:
+        history = read_history(run)
+    except LedgerError as error:
+        verdict.problems.append(str(error))
+        return
+    fine, text = check(history)
+    (verdict.facts if fine else verdict.problems).append(text)
+    if history.step != steps:
+        verdict.problems.append(f"the run ended at step {history.step} of {steps}")
+    account = goodput(history)
+    times = [outcome.recovery for outcome in verdict.outcomes if outcome.recovery is not None]
+    lost = sum(outcome.lost for outcome in verdict.outcomes)
+    verdict.facts.append(
+        f"goodput {account.share_of_uptime:.1%} of {account.wall:.1f} s; {len(times)} recoveries, "
+        f"median {sorted(times)[len(times) // 2]:.2f} s, longest {max(times):.2f} s; "
+        f"{lost} step(s) done again"
+        if times
+        else f"goodput {account.share_of_uptime:.1%} of {account.wall:.1f} s"
+    )
+    if verdict.problems:
+        return
+    _same_losses(verdict, run, undisturbed, tolerance)
+    try:
+        _same_weights(verdict, run, undisturbed, tolerance)
+    except CheckpointError as error:
+        verdict.problems.append(str(error))
+
+
+def _same_losses(verdict: Verdict, run: Path, undisturbed: Path, tolerance: float) -> None:
+    expected = {item["step"]: item["loss"] for item in read_metrics(undisturbed) if "loss" in item}
+    found = [(item["step"], item["loss"]) for item in read_metrics(run) if "loss" in item]
+    # Of a step that was done again every record counts: the first must not have been wrong either.
+    worst = max(((abs(loss / expected[step] - 1), step) for step, loss in found), default=(0.0, 0))
+    text = f"largest relative difference of a loss: {worst[0]:.1e}, of step {worst[1]}"
+    good = worst[0] <= tolerance  # which NaN is not
+    (verdict.facts if good else verdict.problems).append(text)
+
+
+def _same_weights(verdict: Verdict, run: Path, undisturbed: Path, tolerance: float) -> None:
+    """‖a - b‖ / ‖b‖ of every tensor of the final weights."""
+    worst = (0.0, "")
+    with (
+        open_source(find_checkpoint(run)) as ours,
+        open_source(find_checkpoint(undisturbed)) as theirs,
+        TensorReader(ours.path, ours.records) as reader,
+        TensorReader(theirs.path, theirs.records) as other,
+    ):
+        if _step(ours) != _step(theirs) or ours.model.keys() != theirs.model.keys():
+            verdict.problems.append(f"{ours.path} and {theirs.path} are not of the same step")
+            return
+        for name, stored in theirs.model.items():
+            expected = _read(other, stored)
+            error = (_read(reader, ours.model[name]) - expected).norm() / expected.norm()
+            worst = max(worst, (error.nan_to_num(torch.inf).item(), name))
+    text = f"largest relative difference of a weight tensor: {worst[0]:.1e}, of {worst[1]}"
+    (verdict.facts if worst[0] <= tolerance else verdict.problems).append(text)
+
+
+def _step(source: Source) -> int | None:
+    return None if source.state is None else source.state["step"]
+
+
+def _read(reader: TensorReader, stored: StoredTensor) -> torch.Tensor:
+    data = torch.empty(stored.meta.nbytes, dtype=torch.uint8)
+    reader.read(stored, 0, data.numpy().data)
+    return data.view(TORCH_DTYPES[stored.meta.dtype]).double()

@@ -1,0 +1,115 @@
+"""A training process: argv → Recipe → process group → train → exit code.
+
+Imported by the warm process that ranks are forked from, so it imports here all that a rank needs,
+and starts nothing: no thread, no CUDA.
+"""
+
+import logging
+import os
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+from checkpointing import SaveFailed
+from elastic import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PAUSED,
+    EXIT_REQUEUE,
+    EXIT_WRONG_INPUT,
+    Pulse,
+    die_with_parent,
+    register_dumps,
+    watch_signals,
+)
+from elastic.world import (
+    is_lost_peer,
+    join_world,
+    leave_world,
+    read_environment,
+    refuse_stale_store,
+    supervised,
+)
+from elastic.zygote import DUMPS
+from trainer.errors import known_errors
+from trainer.metrics import Startup
+from trainer.preflight import check_inputs
+from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
+from trainer.tasks import Task, build_task
+from trainer.train import train
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run one rank; never returns."""
+    startup = Startup()
+    rank, local_rank, world_size, local_world_size = read_environment()
+    if world_size > 1:
+        die_with_parent()
+    pulse = Pulse.from_environment()
+    watch_signals(pulse)
+    if DUMPS in os.environ:
+        register_dumps(Path(os.environ[DUMPS]))
+    logging.basicConfig(format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
+    if not arguments:
+        print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
+        leave_world(EXIT_WRONG_INPUT)
+    try:
+        recipe, task = prepare(tuple(arguments))
+        startup.mark("inputs")
+        stale = refuse_stale_store()
+        if stale:
+            raise RecipeError(stale)
+        check_inputs(recipe, task, rank, world_size, local_world_size)
+        startup.mark("checks")
+        if rank == 0:
+            prepare_run_directory(recipe)
+        pulse.report(0, "init")
+        world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
+        startup.mark("rendezvous")
+        code = train(recipe, task, world, pulse, startup)
+    except KeyboardInterrupt:
+        leave_world(EXIT_INTERRUPTED)  # the launcher says so, once
+    except SaveFailed as error:  # the last one: nothing is wrong with the input
+        if rank == 0:
+            print(f"error: {error}; the same command resumes", file=sys.stderr, flush=True)
+        leave_world(EXIT_FAILED)
+    except known_errors() as error:
+        if local_rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # The first rank that leaves ends all; let that be the one that speaks.
+            time.sleep(10)
+        leave_world(EXIT_WRONG_INPUT)
+    except RuntimeError as error:
+        if not (supervised() and is_lost_peer(error)):
+            raise
+        print(f"rank {rank}: a peer is gone", file=sys.stderr, flush=True)
+        os._exit(EXIT_FAILED)  # at once: others wait for this rank's connections to close
+    leave_world(EXIT_REQUEUE if code == EXIT_PAUSED and not supervised() else code)
+
+
+@cache
+def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task]:
+    """Read a recipe and open what it names. The warm process does it once for all its forks.
+
+    Raises:
+        RecipeError, DataError, ConfigError: what is wrong, in one line.
+    """
+    recipe = load_recipe(arguments[0], arguments[1:])
+    return recipe, build_task(recipe)
+
+
+def prepare_run_directory(recipe: Recipe) -> None:
+    """Make the run directory and leave the resolved recipe in it. On rank 0."""
+    directory = Path(recipe.run.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        aside = directory / f"recipe.yaml.{os.getpid()}"
+        aside.write_text(dump_recipe(recipe), encoding="utf-8")
+        os.replace(aside, directory / "recipe.yaml")
+    except OSError as error:
+        raise RecipeError(
+            f"run.dir: cannot write to {directory}: {error.strerror}; choose another run.dir"
+        ) from error
