@@ -40,8 +40,9 @@ they cost that much together (peers only), no more of the kind are done.
 Stock    torchrun --rdzv-backend c10d with default flags, except that restarts are unlimited; the
          first node hosts the store
 Tuned    the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, last_call_timeout=1,
-         keep_alive_interval=1, keep_alive_max_attempt=2, process group timeout 10 s, and the store
-         outside of the nodes
+         keep_alive_interval=1, keep_alive_max_attempt=3, process group timeout 10 s, and the store
+         outside of the nodes (at 2 attempts, an agent that sat through a last call takes itself for
+         dead and stops its heartbeats; the next node to join then begins a second world)
 Perdure  torchrun --rdzv-backend perdure, the store outside of the nodes; a snapshot in memory every
          step, and a copy of it on the next node. The memory of a node that is killed is deleted
 
@@ -144,7 +145,7 @@ SYSTEMS = {
         "torch.rendezvous.local",
         options=(
             "--rdzv-conf",
-            "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2",
+            "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
         ),
         environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         timeout=10.0,

@@ -31,6 +31,7 @@ _HOME = {
     "Pace": "straggler",
     "compare_ranks": "straggler",
     "register_dumps": "watchdog",
+    "diverged_ranks": "replicas",
     "World": "world",
     "join_world": "world",
     "leave_world": "world",

@@ -43,8 +43,9 @@ class BatchPlan:
         """Share of the sequence slots that carry a sequence, in (0, 1]: the busiest rank sets the
         pace, and the others wait for it."""
         busiest = -(-self.global_batch // self.world_size)
-        if self.fixed:  # the first rank: only the last micro-batch may be smaller
-            busiest = min(self.passes * self.micro_batch, self.global_batch)
+        if self.fixed:  # the first rank, which has the last micro-batch if all others have fewer
+            rounds, rest = divmod(self.global_batch, self.world_size * self.micro_batch)
+            busiest = rounds * self.micro_batch + min(rest, self.micro_batch)
         return self.global_batch / (self.world_size * busiest)
 
     def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:

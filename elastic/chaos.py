@@ -6,21 +6,25 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.chaos_plan import OF_WORKERS, Fault, Plan
+from elastic.chaos_plan import LASTING, OF_WORKERS, Fault, Plan
 from elastic.exits import EXIT_DONE, EXIT_REQUEUE
 from elastic.local_nodes import LocalNode, LocalNodes
 
-LOOK_SECONDS = 0.005
+LOOK_SECONDS = 0.01
 PHASE_SECONDS = 10.0
 """A phase that does not come for so long is not waited for any more."""
 END_SECONDS = 30.0
 """How long after the first node has ended, or was told to, all must have."""
 TURN_SECONDS = 0.05
+SETTLE_SECONDS = 30.0
+"""What is to follow a fault is not waited for any longer."""
+STOPPED_SECONDS = 0.5
+"""So long after a process was stopped no step can be under way any more."""
 PHASES = {"init": ("init",), "load": ("load",), "step": ("step", "reduce"), "save": ("save",)}
 """What a rank says it does (progress.py), by the phase of a plan."""
 MARK = "PERDURE_CHAOS"
@@ -39,6 +43,11 @@ class Outcome:
     """Newest step done before it."""
     missed: bool
     """It did not come in the phase that it was planned for."""
+    settled: Callable[[], bool]
+    """Whether what is to follow has: a new attempt, the node trains, or has left. A step that was
+    under way when the fault came does not count as recovery."""
+    beyond: int
+    """Newest step done when it was settled: recovery ends with a later one."""
     recovery: float | None = None
     """Seconds until a step was done that had not been done before; None: there was none."""
     lost: int = 0
@@ -111,7 +120,7 @@ class Chaos:
         """Start the nodes, let all faults come, wait for the end of the run."""
         self.watched = Watched(self.ledger)
         self._progressed = time.monotonic()
-        self._since: float | None = None
+        self._since, self._missed = 0.0, False
         for _ in range(self.plan.nodes):
             self._up.append(self.nodes.add())
         todo = list(self.plan.faults)
@@ -146,7 +155,11 @@ class Chaos:
         if self.watched.step > step:
             self._progressed = now
         for outcome in self.outcomes:
-            if outcome.recovery is None and self.watched.step > outcome.step:
+            if outcome.recovery is not None:
+                continue
+            if not outcome.settled() and now - outcome.at < SETTLE_SECONDS:
+                outcome.beyond = self.watched.step
+            elif self.watched.step > outcome.beyond:
                 outcome.recovery = now - outcome.at
                 self.say(
                     f"  {outcome.fault}: step {self.watched.step} after {outcome.recovery:.2f} s"
@@ -204,49 +217,48 @@ class Chaos:
         recovering = any(outcome.recovery is None for outcome in self.outcomes)
         if self.watched.step < fault.at or (fault.during == "step" and recovering):
             return False
-        if fault.what in OF_WORKERS and not self._target(fault).trainers():
+        if fault.what in (*OF_WORKERS, "notice") and not self._target(fault).trainers():
             return False
         now = time.monotonic()
         self._since = self._since or now
-        return self._in_phase(fault) or now - self._since > PHASE_SECONDS
+        self._missed = not self._in_phase(fault)
+        return not self._missed or now - self._since > PHASE_SECONDS
 
     def _in_phase(self, fault: Fault) -> bool:
         node, local = self._target(fault), fault.rank % self.nodes.ranks
-        if fault.during == "step" and fault.what not in OF_WORKERS:
+        if fault.during == "step" and fault.what not in (*OF_WORKERS, "notice"):
             return True
         if fault.during == "save" and self.saving():
             return True
-        workers = node.trainers()
         if fault.during == "rendezvous":
-            return not workers and node.zygote() is not None
-        progress = node.progress(local)
-        return (
-            len(workers) == self.nodes.ranks
-            and progress is not None
-            and progress.phase in PHASES[fault.during]
-        )
+            return not node.trainers() and node.zygote() is not None
+        return self._is(node, local, PHASES[fault.during])
+
+    def _is(self, node: LocalNode, local_rank: int, phases: Sequence[str]) -> bool:
+        """Whether a rank runs, and is in one of these phases."""
+        progress = node.progress(local_rank)
+        if progress is None or progress.phase not in phases:
+            return False
+        return len(node.trainers()) == self.nodes.ranks
 
     def _inject(self, fault: Fault) -> None:
-        node, missed = self._target(fault), not self._in_phase(fault)
-        target = f"node {node.number}"
+        node, now = self._target(fault), time.monotonic()
+        target, workers = f"node {node.number}", node.trainers()
         if fault.what in OF_WORKERS:
             local = fault.rank % self.nodes.ranks
             target += f" rank {local}"
-            for pid in node.trainers()[local : local + 1]:  # it may have ended just now
+            for pid in workers[local : local + 1]:  # it may have ended just now
                 self._to_worker(fault, pid)
         elif fault.what == "stop_node":
             self._stop([node.process.pid, *node.family()], fault.seconds)
         elif fault.what == "kill_agent":
             node.kill_agent()
             self._resting.append(node)
-            self._up.remove(node)
         elif fault.what == "kill_node":
             node.kill()
-            self._up.remove(node)
         elif fault.what == "notice":
             node.process.send_signal(signal.SIGTERM)
             self._leaving.append(node)
-            self._up.remove(node)
         elif fault.what == "store":
             target = "the store"
             self.nodes.kill_store()
@@ -254,9 +266,13 @@ class Chaos:
         else:
             node = self._join()
             target = f"node {node.number}"
-        self.outcomes.append(Outcome(fault, target, time.monotonic(), self.watched.step, missed))
-        self._since = None
-        self.say(f"step {self.watched.step}: {fault}, {target}")
+        if fault.what in ("kill_agent", "kill_node", "notice"):
+            self._up.remove(node)
+        settled = self._settling(fault, node, bool(workers))
+        step = self.watched.step
+        self.outcomes.append(Outcome(fault, target, now, step, self._missed, settled, step))
+        self._since = 0.0
+        self.say(f"step {step}: {fault}, {target}")
 
     def _join(self) -> LocalNode:
         if self._resting:
@@ -266,6 +282,23 @@ class Chaos:
             node = self.nodes.add()
         self._up.append(node)
         return node
+
+    def _settling(self, fault: Fault, node: LocalNode, trained: bool) -> Callable[[], bool]:
+        """See Outcome.settled. To be called when the fault has come.
+
+        Args:
+            fault: which.
+            node: that it came to.
+            trained: whether the node had training processes.
+        """
+        starts, now = self.watched.starts, time.monotonic()
+        if fault.what == "join":
+            return lambda: node not in self._up or self._is(node, 0, PHASES["step"])
+        if fault.what == "notice":
+            return lambda: node.process.poll() is not None
+        if fault.what in LASTING:
+            return lambda: time.monotonic() > now + min(fault.seconds, STOPPED_SECONDS)
+        return lambda: self.watched.starts > starts or not trained
 
     def _to_worker(self, fault: Fault, pid: int) -> None:
         if fault.what == "kill_worker":
@@ -300,14 +333,14 @@ class Chaos:
 # --- what is left ----------------------------------------------------------------------------
 
 
-def left_processes(mark: str) -> list[str]:
-    """Processes that have `MARK=mark` in their environment, as text."""
+def processes_with(name: str, value: str) -> list[str]:
+    """Processes that were started with an environment variable, as text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if f"{MARK}={mark}".encode() in path.read_bytes():
+            if f"{name}={value}".encode() in path.read_bytes().split(b"\0"):
                 words = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ")
-                found.append(f"{path.parent.name} ({words.decode(errors='replace')[:80].strip()})")
+                found.append(f"{path.parent.name} ({words.decode(errors='replace')[:200].strip()})")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Loss and gradient of a step → keep, skip or stop, with the reason. Pure."""
+"""Loss and gradient of a step → keep, skip or stop skipping, with the reason. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -36,9 +36,8 @@ def judge_step(
         return Verdict(
             "stop",
             f"{reason}; {skipped} steps in a row were already skipped "
-            f"(elastic.max_skipped_steps={limit}). Lower optimizer.lr, lengthen "
-            "schedule.warmup_steps, or inspect the data of these steps; the newest checkpoint "
-            "is from before the first skipped step or holds its weights unchanged",
+            f"(elastic.max_skipped_steps={limit}). If it goes on: lower optimizer.lr, lengthen "
+            "schedule.warmup_steps, or inspect the data of these steps",
         )
     return Verdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
 

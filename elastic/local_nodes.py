@@ -2,7 +2,7 @@
 them. For tests, benchmarks and `perdure chaos`. All that is started dies with this process."""
 
 import os
-import re
+import random
 import signal
 import socket
 import subprocess
@@ -122,11 +122,10 @@ class LocalNodes:
     _store: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
+        self.port = self.port or _free_port()
         if self.store_outside:
             self.start_store()
-        else:
-            with socket.create_server(("", 0)) as free:
-                self.port = free.getsockname()[1]
+            self.wait_for_store()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,20 +134,24 @@ class LocalNodes:
         self.kill_store()
 
     def start_store(self) -> None:
-        """Start the store, unless it runs; on the port it had before, if it was killed."""
-        if self._store:
-            return
-        self._store = subprocess.Popen(
-            [*RUN, "elastic.store", str(self.port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self._environment(),
-        )
-        line = self._store.stdout.readline() if self._store.stdout else ""
-        match = re.search(r"port (\d+)", line)
-        if not match:
+        """Start the store, unless it runs."""
+        if not self._store:
+            self._store = subprocess.Popen(
+                [*RUN, "elastic.store", str(self.port)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=self._environment(),
+            )
+
+    def wait_for_store(self) -> None:
+        """Wait until the store can be reached.
+
+        Raises:
+            RuntimeError: it cannot start.
+        """
+        line = self._store.stdout.readline() if self._store and self._store.stdout else ""
+        if f"port {self.port}" not in line:
             raise RuntimeError(f"the store did not start: {line!r}")
-        self.port = int(match[1])
 
     def kill_store(self) -> None:
         """SIGKILL to the store."""
@@ -209,6 +212,15 @@ class LocalNodes:
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to outgoing connections: while the store is away,
+    one of these could otherwise get its port."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def _open_page(agent: int) -> ProgressPage:

@@ -120,6 +120,8 @@ class Node:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         self._end = False
+        self.warm = threading.Event()
+        """The zygote has imported what there is to import."""
         self._start_zygote()
         os.environ[NODE_SOCKET] = self.socket_name
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
@@ -369,7 +371,9 @@ class Node:
                 self._replace_zygote()
             return
         message = json.loads(data)
-        if "started" in message:
+        if "warm" in message:
+            self.warm.set()
+        elif "started" in message:
             for rank in self._ranks.values():
                 if rank.key == message["started"]:
                     rank.pid = message["pid"]
@@ -408,9 +412,8 @@ class Node:
         )
         theirs.close()
         self._selector.register(ours, selectors.EVENT_READ, "zygote")
-        for module in ("torch", os.environ.get(PRELOAD)):
-            if module:
-                self._tell({"preload": module})
+        preload = os.environ.get(PRELOAD, "")
+        self._tell({"preload": ["torch", *filter(None, [preload])]})
 
     def _replace_zygote(self) -> None:
         """It died, and its forks with it."""

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
@@ -61,11 +62,15 @@ from elastic.world import ROUND
 
 logger = logging.getLogger(__name__)
 
+TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Environment variable: the signals that torchrun takes, from when it has started its workers."""
 NOTICES = "PERDURE_NOTICES"
 """Environment variable: where to look for notices that this machine will be taken away: auto
 (default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
 TICK_SECONDS = 0.05
 """How often a node of a small job reads the document."""
+WARM_SECONDS = 60.0
+"""How long a node waits for its own imports before it joins anyway."""
 REJOIN_SECONDS = 3600.0
 STORE_PATIENCE = 5.0
 
@@ -285,9 +290,15 @@ class PerdureRendezvous(RendezvousHandler):
         self._node.start()
         self._end = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, lambda *_: self._node.told_to_go("SIGUSR1"))
+            # torchrun would answer SIGTERM with a traceback and exit code 1.
+            os.environ[TORCHRUN_SIGNALS] = "SIGINT,SIGHUP,SIGQUIT"
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, self._told)
         watch(parse_sources(os.environ.get(NOTICES, "auto")), self._noticed, self._end)
         atexit.register(self.shutdown)
+
+    def _told(self, number: int, _: FrameType | None) -> None:
+        self._node.told_to_go(signal.Signals(number).name)
 
     def _noticed(self, notice: Notice) -> None:
         """The cloud says that this machine will be taken away, or may be."""
@@ -311,8 +322,9 @@ class PerdureRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round that this node is in. See RendezvousHandler."""
-        if not self._round:
+        if not self._round:  # others pause when we arrive: only once we can start
             self._check_health()
+            self._node.warm.wait(WARM_SECONDS)
         timeout = REJOIN_SECONDS if self._round else self._timeout
         deadline = time.monotonic() + timeout
         while True:
@@ -349,10 +361,11 @@ class PerdureRendezvous(RendezvousHandler):
             return state.round > before and name in state.members
 
         member.change(lambda state: state if in_next(state) else arrive(state, name))
-        begun = member.wait_for(
-            lambda state: bool(state.closed) or in_next(state),
-            max(0.0, deadline - time.monotonic()),
-        )
+        begun = False
+        while not begun and time.monotonic() < deadline:
+            begun = member.wait_for(lambda state: bool(state.closed) or in_next(state), 0.5)
+            if not begun and self._node.leaving:
+                raise JobClosed(Closed(EXIT_REQUEUE, "this node was told to go"))
         state = member.state
         if state.closed:
             raise JobClosed(state.closed)

@@ -5,9 +5,9 @@ training process is there in milliseconds instead of the seconds that importing 
 start and after every failure, and the ranks of a node share the memory of the code.
 
 It is told what to do by the node's agent (node.py) over a socket, one JSON object a message:
-`{"preload": module}`, `{"spawn": key, "env": {…}}` with the file descriptors of a job (see `Job`),
-and `{"kill": key}`; it answers `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When
-the agent goes, so does it, and with it every process it forked.
+`{"preload": [module]}`, `{"spawn": key, "env": {…}}` with the file descriptors of a job (see
+`Job`), and `{"kill": key}`; it answers `{"warm": true}`, `{"started": key, "pid": …}` and
+`{"ended": key, "code": …}`. When the agent goes, so does it, and with it every process it forked.
 """
 
 import gc
@@ -61,8 +61,10 @@ class Job:
 def main(descriptor: int) -> NoReturn:
     """Serve the agent at the other end of the socket `descriptor` until it goes."""
     die_with_parent()
-    # Ctrl-C reaches every process of the terminal; here the agent decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of the terminal, Slurm's signals every one of the job step; here
+    # the agent decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=descriptor)
     selector = selectors.DefaultSelector()
     selector.register(agent, selectors.EVENT_READ, None)
@@ -93,7 +95,9 @@ def _obey(
     children: dict[str, int],
 ) -> None:
     if "preload" in message:
-        _preload(message["preload"])
+        for module in message["preload"]:
+            _preload(module)
+        _send(agent, {"warm": True})
     elif "kill" in message:
         if message["kill"] in children:
             os.kill(children[message["kill"]], signal.SIGKILL)
@@ -142,6 +146,8 @@ def _become(job: Job, environment: Mapping[str, str], streams: list[int]) -> NoR
         os.environ.update({**job.environment, **environment, DUMPS: f"/proc/self/fd/{dumps}"})
         os.chdir(job.directory)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
         sys.argv = [job.entry.partition(":")[0], *job.arguments]
         module, _, function = job.entry.partition(":")
         getattr(importlib.import_module(module), function)(job.arguments)

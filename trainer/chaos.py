@@ -1,6 +1,7 @@
 """`perdure chaos`: a run of a recipe that a plan of faults happens to, beside one in a single
 process that nothing happens to, and the verdict whether both come to the same."""
 
+import math
 import os
 import secrets
 import subprocess
@@ -15,11 +16,11 @@ from checkpointing.errors import CheckpointError
 from checkpointing.inspect import find_checkpoint, table
 from checkpointing.layout import StoredTensor
 from checkpointing.slots import run_id
-from checkpointing.source import Source, TensorReader, open_source
+from checkpointing.source import TensorReader, open_source
 from checkpointing.storage import location
 from checkpointing.tensors import TORCH_DTYPES
 from elastic import machine
-from elastic.chaos import MARK, Chaos, Outcome, gone, left_memory, left_processes
+from elastic.chaos import MARK, Chaos, Outcome, gone, left_memory, processes_with
 from elastic.chaos_plan import Plan
 from elastic.goodput import goodput
 from elastic.history import LedgerError, read_history
@@ -133,13 +134,59 @@ def run_chaos(
         nodes.kill_store()
         verdict = Verdict(chaos.outcomes, chaos.problems)
         if not chaos.problems:
-            left = gone(lambda: left_processes(mark), GONE_SECONDS)
+            left = gone(lambda: processes_with(MARK, mark), GONE_SECONDS)
             verdict.problems += [f"a process is left: {process}" for process in left]
             pattern = f"perdure-{run_id(str(location(checkpoints).absolute()))}-*"
             left = left_memory(chaos.finished, pattern)
             verdict.problems += [f"shared memory is left: {item}" for item in left]
-    _judge(verdict, run, folder / "undisturbed", recipe.run.steps, tolerance)
+    facts, problems = judge(run, folder / "undisturbed", recipe.run.steps, tolerance)
+    verdict.facts += [_cost(chaos.outcomes), *facts]
+    verdict.problems += problems
     return verdict
+
+
+def judge(
+    run: Path, undisturbed: Path, steps: int, tolerance: float
+) -> tuple[list[str], list[str]]:
+    """Whether a run came to what another, that nothing happened to, came to.
+
+    Args:
+        run, undisturbed: run directories.
+        steps: of both.
+        tolerance: see `run_chaos`.
+
+    Returns:
+        What is well, and what is not.
+    """
+    try:
+        history = read_history(run)
+    except LedgerError as error:
+        return [], [str(error)]
+    account = goodput(history)
+    facts = [f"goodput {account.share_of_uptime:.1%} of {account.wall:.1f} s"]
+    problems: list[str] = []
+    fine, text = check(history)
+    (facts if fine else problems).append(text)
+    if history.step != steps:
+        problems.append(f"the run ended at step {history.step} of {steps}")
+    loss, step = _worst_loss(run, undisturbed)
+    text = f"largest relative difference of a loss: {loss:.1e}, of step {step}"
+    (facts if loss <= tolerance else problems).append(text)
+    try:
+        difference, name = _worst_weight(run, undisturbed)
+        text = f"largest relative difference of a weight tensor: {difference:.1e}, of {name}"
+        (facts if difference <= tolerance else problems).append(text)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return facts, problems
+
+
+def _cost(outcomes: Sequence[Outcome]) -> str:
+    times = sorted(item.recovery for item in outcomes if item.recovery is not None)
+    text = f"{len(outcomes)} fault(s), {sum(item.lost for item in outcomes)} step(s) done again"
+    if times:
+        text += f", recovery {times[len(times) // 2]:.2f} s (median), at most {times[-1]:.2f} s"
+    return text
 
 
 def _undisturbed(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> None:
@@ -157,68 +204,35 @@ def _undisturbed(arguments: Sequence[str], log: Path, environment: dict[str, str
         raise RecipeError(f"the undisturbed run failed ({log}): {' '.join(last)}")
 
 
-def _judge(verdict: Verdict, run: Path, undisturbed: Path, steps: int, tolerance: float) -> None:
-    """Add what the files of both runs tell."""
-    try:
-        history = read_history(run)
-    except LedgerError as error:
-        verdict.problems.append(str(error))
-        return
-    fine, text = check(history)
-    (verdict.facts if fine else verdict.problems).append(text)
-    if history.step != steps:
-        verdict.problems.append(f"the run ended at step {history.step} of {steps}")
-    account = goodput(history)
-    times = [outcome.recovery for outcome in verdict.outcomes if outcome.recovery is not None]
-    lost = sum(outcome.lost for outcome in verdict.outcomes)
-    verdict.facts.append(
-        f"goodput {account.share_of_uptime:.1%} of {account.wall:.1f} s; {len(times)} recoveries, "
-        f"median {sorted(times)[len(times) // 2]:.2f} s, longest {max(times):.2f} s; "
-        f"{lost} step(s) done again"
-        if times
-        else f"goodput {account.share_of_uptime:.1%} of {account.wall:.1f} s"
-    )
-    if verdict.problems:
-        return
-    _same_losses(verdict, run, undisturbed, tolerance)
-    try:
-        _same_weights(verdict, run, undisturbed, tolerance)
-    except CheckpointError as error:
-        verdict.problems.append(str(error))
-
-
-def _same_losses(verdict: Verdict, run: Path, undisturbed: Path, tolerance: float) -> None:
+def _worst_loss(run: Path, undisturbed: Path) -> tuple[float, int]:
+    """Largest relative difference, and its step. Of a step that was done again every record counts:
+    the first must not have been wrong either."""
     expected = {item["step"]: item["loss"] for item in read_metrics(undisturbed) if "loss" in item}
     found = [(item["step"], item["loss"]) for item in read_metrics(run) if "loss" in item]
-    # Of a step that was done again every record counts: the first must not have been wrong either.
-    worst = max(((abs(loss / expected[step] - 1), step) for step, loss in found), default=(0.0, 0))
-    text = f"largest relative difference of a loss: {worst[0]:.1e}, of step {worst[1]}"
-    good = worst[0] <= tolerance  # which NaN is not
-    (verdict.facts if good else verdict.problems).append(text)
+    missing = expected.keys() - {step for step, _ in found}
+    if missing:
+        return math.inf, min(missing)
+    errors = [(abs(loss / expected.get(step, math.nan) - 1), step) for step, loss in found]
+    return max((math.inf if math.isnan(error) else error, step) for error, step in errors)
 
 
-def _same_weights(verdict: Verdict, run: Path, undisturbed: Path, tolerance: float) -> None:
-    """‖a - b‖ / ‖b‖ of every tensor of the final weights."""
-    worst = (0.0, "")
+def _worst_weight(run: Path, undisturbed: Path) -> tuple[float, str]:
+    """Largest ‖a - b‖ / ‖b‖ of the tensors of the final weights, and which one it is."""
+    worst = (0.0, "none")
     with (
         open_source(find_checkpoint(run)) as ours,
         open_source(find_checkpoint(undisturbed)) as theirs,
         TensorReader(ours.path, ours.records) as reader,
         TensorReader(theirs.path, theirs.records) as other,
     ):
-        if _step(ours) != _step(theirs) or ours.model.keys() != theirs.model.keys():
-            verdict.problems.append(f"{ours.path} and {theirs.path} are not of the same step")
-            return
+        different = ours.model.keys() ^ theirs.model.keys()
+        if different:
+            return math.inf, min(different)
         for name, stored in theirs.model.items():
             expected = _read(other, stored)
             error = (_read(reader, ours.model[name]) - expected).norm() / expected.norm()
             worst = max(worst, (error.nan_to_num(torch.inf).item(), name))
-    text = f"largest relative difference of a weight tensor: {worst[0]:.1e}, of {worst[1]}"
-    (verdict.facts if worst[0] <= tolerance else verdict.problems).append(text)
-
-
-def _step(source: Source) -> int | None:
-    return None if source.state is None else source.state["step"]
+    return worst
 
 
 def _read(reader: TensorReader, stored: StoredTensor) -> torch.Tensor:

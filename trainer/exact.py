@@ -98,7 +98,8 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, math.inf).to(largest)
-        largest = torch.maximum(largest, norm.nan_to_num(math.inf))  # a maximum may lose a NaN
+        # A NaN as infinity: a maximum over ranks may lose it.
+        largest = torch.maximum(largest, torch.where(norm.isnan(), math.inf, norm))
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     bound = largest.item()
     sums = torch.zeros(PIECES, dtype=torch.float64, device=device)

@@ -3,13 +3,15 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from checkpointing import Checkpointer, SaveFailed, load_model, optimizer_tensors
 from elastic import (
@@ -24,6 +26,7 @@ from elastic import (
     Verdict,
     World,
     compare_ranks,
+    diverged_ranks,
     judge_step,
     plan_batch,
 )
@@ -71,6 +74,8 @@ class Progress:
     skipped: int = 0
     """Steps skipped for non-finite numbers."""
     skipped_in_row: int = 0
+    rollbacks: int = 0
+    """How often weights and optimizer state were taken back to those of a checkpoint."""
     loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
     validation_loss: float | None = None
     """Of the newest validation pass."""
@@ -144,11 +149,12 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 result = train_step(
                     state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
                 )
-                if result.verdict.action == "stop":
+                warn(metrics, progress, result.verdict.reason)
+                if result.verdict.action == "stop" and not roll_back(
+                    checkpointer, state, recipe, metrics
+                ):
                     say(metrics, f"stopped: {result.verdict.reason}")
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
-                if result.verdict.action == "skip":
-                    say(metrics, f"warning: {result.verdict.reason}")
                 if progress.step == first_step:
                     startup.mark("first step")
                     say(metrics, str(startup))
@@ -169,6 +175,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                             progress.step, values, step_line(progress.step, last_step, values)
                         )
                     window = Window()
+                check_every = recipe.elastic.check_replicas_every
+                if check_every and due(progress.step, check_every, last_step):
+                    check_replicas(model, mesh, progress, metrics)
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     pulse.report(progress.step, "evaluate")
                     values = evaluate(model, task.validation, recipe, world)
@@ -206,47 +215,20 @@ def train_step(
     `before_update` is called before weights and optimizer state change.
     """
     model, optimizer, progress = state.model, state.optimizer, state.progress
-    started, data_wait = time.perf_counter(), 0.0
-    step, options = progress.step + 1, recipe.optimizer
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    micro_batches = list(plan.micro_batches(world.rank, progress.sequences))
-    for number, micro_batch in enumerate(micro_batches):
-        waiting = time.perf_counter()
-        inputs = {
-            key: tensor.to(world.device, non_blocking=True) for key, tensor in next(batches).items()
-        }
-        data_wait += time.perf_counter() - waiting
-        # A user's model may draw random numbers (dropout); they depend on these sequences alone.
-        torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
-        # Every sequence has the same number of targets, so the mean over the global batch is the
-        # sum of each micro-batch's mean times its share of the sequences.
-        share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
-        with model.accumulate(last=number == len(micro_batches) - 1):
-            loss = model(inputs) * share
-            (loss * progress.loss_scale.value).backward()
-        loss_sum += snap_loss(loss.detach())
-
-    compute = (time.perf_counter() - started - data_wait) / len(micro_batches)
-
-    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good, and
-    # whether any rank is asked to pause.
-    model.collect_gradients()
-    pulse.report(step, "reduce")
-    if recipe.exact:
-        squares = square_sums(list(model.optimized.values()), world.device)
-    else:
-        squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
-    asked = torch.tensor([pulse.asked_to_pause], dtype=torch.float64, device=world.device)
-    word = torch.cat([loss_sum.reshape(1), squares, asked])
-    dist.all_reduce(word)
-    mean_loss, *square_parts, pausing = word.tolist()
-    grad_norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
-    verdict = judge(progress, recipe, mean_loss, grad_norm, loss_sum)
+    started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
+    inputs = [next(batches) for _ in range(plan.passes)]
+    data_wait = time.perf_counter() - started
+    found = gradients(state, inputs, plan, recipe, world, pulse)
+    note = ""
+    if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
+        model.zero_gradients()
+        found, note = rerun(found, gradients(state, inputs, plan, recipe, world, pulse))
+    verdict = judge(progress, recipe, found, note)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
     if verdict.action == "keep":
-        clip = options.clip_norm and options.clip_norm < grad_norm
-        factor = (options.clip_norm / grad_norm if clip else 1.0) / progress.loss_scale.value
+        clip = options.clip_norm and options.clip_norm < found.norm
+        factor = (options.clip_norm / found.norm if clip else 1.0) / progress.loss_scale.value
         if factor != 1.0:
             scale_gradients(model.optimized.values(), factor)
         for group in optimizer.param_groups:
@@ -260,7 +242,100 @@ def train_step(
     progress.sequences += plan.global_batch
     progress.tokens += plan.global_batch * recipe.data.seq_len
     seconds = time.perf_counter() - started
-    return StepResult(mean_loss, grad_norm, lr, verdict, seconds, data_wait, compute, pausing)
+    return StepResult(
+        found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute, found.pause
+    )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one forward and backward over a global batch gave; the gradients are in the model. Equal
+    on all ranks, except for `local_loss` and `compute`."""
+
+    loss: float
+    norm: float
+    pause: float
+    local_loss: torch.Tensor
+    """This rank's part of the loss."""
+    compute: float
+    """Seconds of one pass of this rank, on average."""
+
+    @property
+    def good(self) -> bool:
+        """No number is infinite or NaN."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def gradients(
+    state: TrainState,
+    inputs: Sequence[Mapping[str, torch.Tensor]],
+    plan: BatchPlan,
+    recipe: Recipe,
+    world: World,
+    pulse: Pulse,
+) -> Gradients:
+    """Forward and backward over one global batch. On all ranks.
+
+    Args:
+        state: its gradients are added to.
+        inputs: the micro-batches of this rank.
+        plan: how the global batch is spread.
+        recipe: of the run.
+        world: this rank and its peers.
+        pulse: tells how far this rank is, and what its agent asks for.
+    """
+    model, progress = state.model, state.progress
+    started, step = time.perf_counter(), progress.step + 1
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    micro_batches = plan.micro_batches(world.rank, progress.sequences)
+    for number, (batch, micro_batch) in enumerate(zip(inputs, micro_batches, strict=True)):
+        on_device = {
+            key: tensor.to(world.device, non_blocking=True) for key, tensor in batch.items()
+        }
+        # A user's model may draw random numbers (dropout); they depend on these sequences alone.
+        torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
+        # Every sequence has the same number of targets, so the mean over the global batch is the
+        # sum of each micro-batch's mean times its share of the sequences.
+        share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
+        with model.accumulate(last=number == plan.passes - 1):
+            loss = model(on_device) * share
+            (loss * progress.loss_scale.value).backward()
+        loss_sum += snap_loss(loss.detach())
+    compute = (time.perf_counter() - started) / plan.passes
+
+    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good, and
+    # whether any rank is asked to pause.
+    model.collect_gradients()
+    pulse.report(step, "reduce")
+    if recipe.exact:
+        squares = square_sums(list(model.optimized.values()), world.device)
+    else:
+        squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
+    asked = torch.tensor([pulse.asked_to_pause], dtype=torch.float64, device=world.device)
+    word = torch.cat([loss_sum.reshape(1), squares, asked])
+    dist.all_reduce(word)
+    mean_loss, *square_parts, pausing = word.tolist()
+    norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
+    return Gradients(mean_loss, norm, pausing, loss_sum, compute)
+
+
+def rerun(first: Gradients, second: Gradients) -> tuple[Gradients, str]:
+    """A step gave numbers that are not finite, and was computed again from the same weights and
+    data: what differs now was the machine's fault, not that of data or model.
+
+    Returns what to go on with, and what to tell. On all ranks.
+    """
+    if not second.good:
+        return second, "computed twice with the same result, so data or model"
+    differs = torch.tensor(
+        [float(not torch.equal(first.local_loss, second.local_loss))],
+        device=first.local_loss.device,
+    )
+    flags = [torch.zeros_like(differs) for _ in range(dist.get_world_size())]
+    dist.all_gather(flags, differs)
+    ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
+    where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
+    return second, f"silent corruption on {where}: computed again, the numbers are good"
 
 
 def name_stragglers(
@@ -280,29 +355,48 @@ def name_stragglers(
     return pace
 
 
-def judge(
-    progress: Progress, recipe: Recipe, loss: float, grad_norm: float, local_loss: torch.Tensor
-) -> Verdict:
-    """Keep, skip or stop; moves the counters and the loss scale of `progress`. On all ranks."""
+def check_replicas(
+    model: ParallelModel, mesh: DeviceMesh, progress: Progress, metrics: Metrics | None
+) -> None:
+    """Name a rank whose replica of the weights differs from the others. On all ranks."""
+    local = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for tensor in model.parameters.values()
+    ]
+    replicas = mesh["dp_replicate"].get_group()
+    ranks = diverged_ranks(local, replicas)
+    flags = torch.zeros(dist.get_world_size(), device=mesh.device_type)
+    flags[ranks] = 1  # other groups of replicas hold other shards
+    dist.all_reduce(flags)
+    ranks = flags.nonzero().flatten().tolist()
+    if ranks:
+        named = ", ".join(map(str, ranks))
+        warn(metrics, progress, f"weights of rank {named} differ from those of its replicas")
+
+
+def judge(progress: Progress, recipe: Recipe, found: Gradients, note: str) -> Verdict:
+    """Keep, skip or stop; moves the counters and the loss scale of `progress`. On all ranks.
+
+    `note` tells of a step that was computed twice.
+    """
     step = progress.step + 1
-    finite = math.isfinite(loss), math.isfinite(grad_norm)
-    if finite == (True, False) and progress.loss_scale.value > 1:
+    if math.isfinite(found.loss) and not found.good and progress.loss_scale.value > 1:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
         return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
     bad_ranks: list[int] = []
-    if not all(finite):  # every rank knows, so every rank asks who it was
-        flags = [torch.zeros_like(local_loss) for _ in range(dist.get_world_size())]
-        dist.all_gather(flags, local_loss)
+    if not found.good:  # every rank knows, so every rank asks who it was
+        flags = [torch.zeros_like(found.local_loss) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, found.local_loss)
         bad_ranks = [rank for rank, flag in enumerate(flags) if not flag.isfinite()]
     limit = recipe.elastic.max_skipped_steps
-    verdict = judge_step(step, loss, grad_norm, bad_ranks, progress.skipped_in_row, limit)
+    verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)
     if verdict.action == "keep":
         progress.skipped_in_row = 0
         progress.loss_scale = progress.loss_scale.after_good_step()
-    else:
-        progress.skipped += 1
-        progress.skipped_in_row += 1
-    return verdict
+        return replace(verdict, reason=f"step {step}: {note}" if note else "")
+    progress.skipped += 1
+    progress.skipped_in_row += 1
+    return replace(verdict, reason=f"{verdict.reason}; {note}" if note else verdict.reason)
 
 
 def requests(plan: BatchPlan, rank: int, start: int) -> Iterator[list[int]]:
@@ -479,6 +573,44 @@ def pause(
     except SaveFailed as error:  # the checkpoints before are as they were
         say(metrics, f"warning: {error}")
     checkpointer.close(keep_memory=True)
+
+
+def roll_back(
+    checkpointer: Checkpointer, state: TrainState, recipe: Recipe, metrics: Metrics | None
+) -> bool:
+    """Take weights and optimizer state back to the newest good checkpoint, and go on with the data
+    after the steps that went wrong. On all ranks.
+
+    Returns False if that was done as often as it may be, or there is no checkpoint.
+    """
+    progress = state.progress
+    if progress.rollbacks == recipe.elastic.max_rollbacks:
+        return False
+    with suppress(SaveFailed):
+        checkpointer.wait()
+    loaded = checkpointer.load(
+        model=state.model.tensors,
+        optimizer=optimizer_tensors(state.optimizer, state.model.optimized),
+    )
+    if loaded is None:
+        return False
+    state.model.refresh_copy()
+    progress.rollbacks += 1
+    progress.skipped_in_row = 0
+    warn(
+        metrics,
+        progress,
+        f"rolled back to the weights of step {loaded['step']}; the data from there to step "
+        f"{progress.step} is not tried again (roll-back {progress.rollbacks})",
+    )
+    return True
+
+
+def warn(metrics: Metrics | None, progress: Progress, what: str) -> None:
+    """Tell of something that went wrong in a step, on the console and in the ledger."""
+    if metrics and what:
+        metrics.say(f"warning: {what}")
+        metrics.ledger.event("bad numbers", step=progress.step, what=what)
 
 
 def report_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:

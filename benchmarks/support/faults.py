@@ -49,10 +49,12 @@ def join(job: Job, number: int, limit: float) -> Recovery:
     """A node joins."""
     mark = job.mark()
     node = job.nodes.add()
-    failure = job.wait(lambda: job.registered(node), limit)
+    failure = job.wait(lambda: job.registered(node) or node.process.poll() is not None, limit)
     registered = time.time() - mark.at
-    if failure:
-        return Recovery(None, failure=f"{failure}: did not register", waited=registered)
+    if failure or node.process.poll() is not None:
+        last = node.text().strip().rpartition("\n")[2]
+        failure = f"did not register, {failure or f'but ended: {last}'}"
+        return Recovery(None, failure=failure, waited=registered)
     recovery = job.recovery(mark, limit)
     if recovery.seconds is not None:
         recovery.more["since launch"] = recovery.seconds

@@ -32,6 +32,32 @@ def test_every_sequence_once_and_equal_passes(global_batch, world_size, micro_ba
         assert plan.efficiency == 1
 
 
+@given(
+    global_batch=st.integers(1, 300),
+    world_size=st.integers(1, 17),
+    micro_batch=st.integers(1, 20),
+    start=st.integers(0, 10**12),
+)
+def test_fixed_micro_batches_are_the_same_at_every_world_size(
+    global_batch, world_size, micro_batch, start
+):
+    if -(-global_batch // micro_batch) < world_size:
+        with pytest.raises(ValueError, match="without work"):
+            plan_batch(global_batch, world_size, micro_batch, fixed=True)
+        return
+    alone = plan_batch(global_batch, 1, micro_batch, fixed=True)
+    expected = list(alone.micro_batches(0, start))
+    assert [p for m in expected for p in m.positions] == list(range(start, start + global_batch))
+    assert {len(m.positions) for m in expected[:-1]} <= {micro_batch}
+    plan = plan_batch(global_batch, world_size, micro_batch, fixed=True)
+    ranks = [list(plan.micro_batches(rank, start)) for rank in range(world_size)]
+    assert {len(passes) for passes in ranks} == {plan.passes}
+    real = sorted((m for passes in ranks for m in passes if m.real), key=lambda m: m.positions)
+    assert real == expected
+    busiest = max(sum(len(m.positions) for m in passes if m.real) for passes in ranks)
+    assert plan.efficiency == global_batch / (world_size * busiest)
+
+
 def test_uneven_batch_says_what_it_wastes():
     text = str(plan_batch(8, 3, 2))
     assert "8 = 3 rank(s) x 2 pass(es) x up to 2 sequences" in text

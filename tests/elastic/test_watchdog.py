@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic.progress import PHASES, Progress
 from elastic.watchdog import (
+    FLOOR,
     ORDER,
     PhaseTimes,
     Standing,
@@ -60,7 +61,7 @@ def test_every_phase_has_its_place():
 
 
 def test_time_outs_are_learned_from_what_is_usual():
-    assert taught(0.2)[0].limit(0, at(21)) == 5.0  # the floor
+    assert taught(0.2)[0].limit(0, at(21)) == FLOOR
     assert taught(0.2, floor=0.5)[0].limit(0, at(21)) == pytest.approx(1.0)
     assert taught(0.2, steps=3)[0].limit(0, at(21)) == 120.0  # too few to tell
 
@@ -76,7 +77,7 @@ def test_what_happens_once_has_more_time():
     times.begin(0)
     times.follow({0: at(20)}, 100)
     assert times.limit(0, at(20)) == times.limit(0, at(20, "reduce")) == 120
-    assert times.limit(0, at(21)) == 5
+    assert times.limit(0, at(21)) == FLOOR
 
 
 def test_waiting_for_a_peer_may_take_as_long_as_its_step():
@@ -89,9 +90,9 @@ def test_waiting_for_a_peer_may_take_as_long_as_its_step():
 
 def test_a_rank_is_overdue_only_after_its_time():
     times, now = taught(0.2)
-    assert overdue({0: at(21, when=now)}, now + 4.9, times) == []
-    (late,) = overdue({0: at(21, when=now), 1: at(9, "save", now)}, now + 5.1, times)
-    assert (late.rank, late.step, late.phase, round(late.seconds, 1)) == (0, 21, "step", 5.1)
+    assert overdue({0: at(21, when=now)}, now + 3.4, times) == []
+    (late,) = overdue({0: at(21, when=now), 1: at(9, "save", now)}, now + 3.6, times)
+    assert (late.rank, late.step, late.phase, round(late.seconds, 1)) == (0, 21, "step", 3.6)
 
 
 def test_time_in_which_the_whole_machine_stood_still_does_not_count():
@@ -99,10 +100,10 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count():
     progress = {0: at(21, when=now)}
     times.follow(progress, now)
     times.follow(progress, now + 60)
-    assert overdue(progress, now + 61, times) == []
+    assert overdue(progress, now + 63, times) == []
     assert overdue(progress, now + 66, times)
     times.follow({0: at(22, when=now + 66)}, now + 66)
-    assert times.limit(0, at(23)) == 5
+    assert times.limit(0, at(23)) == FLOOR
 
 
 # --- blame -----------------------------------------------------------------------------------

@@ -1,0 +1,33 @@
+"""Whether replicas still hold the same bits. Ranks that hold the same tensors and see the same
+gradients stay equal bit for bit; when they do not, a machine computes wrongly."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+
+def diverged_ranks(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> list[int]:
+    """Global ranks whose tensors differ from those of most ranks of a group of replicas; of a group
+    without a majority, all. Called on all ranks of the group, each with its own tensors.
+
+    One checksum a rank is exchanged: 64 bits, the sum of all 8-byte words, each multiplied by an
+    odd number that depends on the tensor.
+    """
+    checksum = None
+    for number, tensor in enumerate(tensors):
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        words = flat[: flat.numel() // 8 * 8].view(torch.int64).sum()
+        total = (words + flat[flat.numel() // 8 * 8 :].sum()) * (2 * number + 1)
+        checksum = total if checksum is None else checksum + total
+    if checksum is None:
+        return []
+    sums = [torch.zeros_like(checksum) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, checksum, group=group)
+    values = [int(value) for value in sums]
+    value, count = Counter(values).most_common(1)[0]
+    ranks = dist.get_process_group_ranks(group)
+    if count * 2 <= len(values):
+        return ranks
+    return [rank for rank, found in zip(ranks, values, strict=True) if found != value]

@@ -1,0 +1,218 @@
+"""A run in a Slurm of its own, through a time limit, a requeue and two lost nodes: started by
+slurm.sh, in namespaces where nothing else runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.jobs import RECIPE, ROOT, losses
+from trainer.data.prepare import prepare
+
+STEPS = 2500
+ENDED = "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"
+NODE = """\
+mount -t tmpfs none /dev/shm
+hostname {name}
+slurmd -D -N {name} >> {log} 2>&1 &
+wait
+"""
+
+
+@dataclass
+class Node:
+    """A machine: one slurmd, with processes and shared memory of its own."""
+
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Switch it on."""
+        namespaces = ["--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        script = NODE.format(name=self.name, log=self.log)
+        self.process = subprocess.Popen(
+            ["unshare", *namespaces, "sh", "-ec", script], stderr=self.log.open("a")
+        )
+
+    def kill(self) -> None:
+        """SIGKILL to its first process, upon which the kernel kills all others, slurmd among
+        them."""
+        subprocess.run(["kill", "-KILL", str(self.first_process())], check=True)
+        self.process.wait()
+
+    def first_process(self) -> int:
+        """Process id, seen from here."""
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def left(self) -> list[str]:
+        """What a job has left on it: processes, and names in shared memory."""
+        root = self.first_process()
+        namespace = os.readlink(f"/proc/{root}/ns/pid")
+        memory = Path(f"/proc/{root}/root/dev/shm")
+        found = [str(path.name) for path in memory.iterdir()]
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                ours = os.readlink(path / "ns/pid") == namespace
+            except OSError:
+                continue
+            if ours and re.search("python|slurmstepd|slurm_script", command):
+                found.append(command)
+        return found
+
+
+def main(scratch: Path) -> None:
+    """Start the nodes and the job, let things happen to them, check what is left."""
+    log = scratch / "log"
+    (scratch / "recipe.yaml").write_text(RECIPE)
+    corpus = scratch / "corpus"
+    corpus.mkdir()
+    for number, path in enumerate(sorted((ROOT / "trainer").rglob("*.py"))):
+        (corpus / f"{number:03}.txt").write_text(path.read_text())
+    prepare([str(corpus)], scratch / "data", tokenizer="bytes", validation_fraction=0.1)
+    nodes = [Node(name, log / f"{name}.log") for name in ("node1", "node2")]
+    for node in nodes:
+        node.start()
+    wait_for("two idle nodes", lambda: slurm("sinfo", "-h", "-t", "idle", "-o", "%D") == "2")
+    job = Job(scratch, submit(scratch, log))
+    say(f"job {job.number}: a time limit of two minutes, SIGUSR1 45 s before it")
+    job.wait_for_steps(20)
+    job.wait_for_requeue(1)
+    slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+    assert job.wait_for_start() == 0, "steps lost"
+
+    say(f"scontrol requeue, in step {job.step()}")
+    slurm("scontrol", "requeue", job.number)
+    job.wait_for_requeue(2)
+    assert job.wait_for_start() == 0, "steps lost"
+
+    say(f"node1, where the job's own shell runs, is lost in step {job.step()}")
+    nodes[0].kill()
+    wait_for("Slurm to notice", lambda: "DOWN" in slurm("scontrol", "show", "node", "node1"))
+    nodes[0].start()
+    job.wait_for_requeue(3)
+    job.wait_for_start()
+
+    say(f"node2 is lost in step {job.step()}")
+    before = len(job.starts())
+    nodes[1].kill()
+    job.wait_for_start(before)
+    wait_for("Slurm to notice", lambda: "DOWN" in slurm("scontrol", "show", "node", "node2"))
+    say(f"Slurm has noticed, in step {job.step()}")
+    nodes[1].start()
+
+    wait_for("the job's end", lambda: job.state() in ENDED, 900)
+    say(f"{job.state()} in step {job.step()}, {job.restarts()} requeues")
+    report = [sys.executable, "-m", "trainer.cli", "report", str(scratch / "run")]
+    subprocess.run(report, check=True)
+    assert job.state() == "COMPLETED"
+    assert job.step() == STEPS
+    subprocess.run([*report, "--check"], check=True)
+    wait_for("the nodes to be empty", lambda: not any(node.left() for node in nodes), 10)
+    say("nothing is left on the nodes")
+
+
+@dataclass
+class Job:
+    """The job, seen through its ledger and through Slurm."""
+
+    scratch: Path
+    number: str
+
+    def step(self) -> int:
+        """The newest step."""
+        return max(losses(self.scratch, "run"), default=0)
+
+    def starts(self) -> list[tuple[int, int, int]]:
+        """Of every start of its ranks: (nodes, step it began after, steps done before)."""
+        path = self.scratch / "run" / "ledger.jsonl"
+        text = path.read_text() if path.exists() else ""
+        found, done = [], 0
+        for line in text.splitlines():
+            record = json.loads(line)
+            if record["kind"] == "start":
+                found.append((record["nodes"], record["step"], done))
+            elif record["kind"] == "step":
+                done = record["step"]
+        return found
+
+    def state(self) -> str:
+        """As Slurm calls it."""
+        return self._field("JobState")
+
+    def restarts(self) -> int:
+        """How often it was requeued."""
+        return int(self._field("Restarts"))
+
+    def wait_for_requeue(self, number: int) -> None:
+        """Until it was requeued for the time `number`."""
+        wait_for(f"requeue {number}", lambda: self.restarts() >= number or self._ended())
+
+    def wait_for_start(self, before: int | None = None) -> int:
+        """Until it has begun again, and done some steps; returns how many it had lost.
+
+        Args:
+            before: starts until now; None for all.
+        """
+        before = len(self.starts()) if before is None else before
+        wait_for("a start", lambda: len(self.starts()) > before or self._ended())
+        nodes, step, done = self.starts()[before]
+        say(f"it goes on after step {step}, on {nodes} node(s); {done - step} step(s) lost")
+        self.wait_for_steps(20)
+        return done - step
+
+    def wait_for_steps(self, more: int) -> None:
+        """Until it has done so many more."""
+        goal = self.step() + more
+        wait_for(f"step {goal}", lambda: self.step() >= goal or self._ended())
+
+    def _field(self, name: str) -> str:
+        return re.search(rf"{name}=(\w+)", slurm("scontrol", "show", "job", self.number))[1]
+
+    def _ended(self) -> bool:
+        """Never True: the check fails if the job has ended too early."""
+        if self.state() in ENDED:
+            sys.exit(f"slurm_check: {self.state()} too early, in step {self.step()}")
+        return False
+
+
+def submit(scratch: Path, log: Path) -> str:
+    """Returns the number of the job."""
+    options = ["--time=2", "--signal=USR1@45", f"--output={log}/job.log", "--parsable"]
+    variables = f"--export=ALL,RANKS_PER_NODE=1,PYTHONPATH={ROOT}"
+    overrides = [f"run.steps={STEPS}", "run.log_every=1", "checkpoint.every=20"]
+    script = str(ROOT / "recipes/slurm/train.sbatch")
+    command = ["sbatch", *options, variables, f"--chdir={scratch}", script, "recipe.yaml"]
+    return slurm(*command, *overrides)
+
+
+def slurm(*command: str) -> str:
+    """Output of a command of Slurm."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def wait_for(what: str, condition: Callable[[], bool], seconds: float = 240) -> None:
+    """Until it is there, or the check fails."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"slurm_check: {what} did not come within {seconds:.0f} s")
+        time.sleep(0.2)
+
+
+def say(what: str) -> None:
+    """On the console, with the time since the beginning."""
+    print(f"{time.monotonic() - BEGAN:6.1f} s  {what}", flush=True)
+
+
+BEGAN = time.monotonic()
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
