@@ -8,7 +8,7 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
 
-.PHONY: help train test setup lint bench soak gluster docs clean
+.PHONY: help train test setup lint bench soak gluster slurm docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
@@ -26,7 +26,7 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp strategy.sharding=null"
 
 test: lint       ## lint, types, import contracts and the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 setup: $(DEV)    ## make .venv with everything that the other targets need
 
@@ -44,6 +44,9 @@ soak: $(DEV)     ## long randomised tests: kills and resumes, about 15 minutes
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
 	tests/opt_in/gluster.sh --svg docs/images/writers.svg
+
+slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
+	tests/opt_in/slurm.sh
 
 docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/perdure recipe reference > docs/recipe.md

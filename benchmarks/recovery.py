@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.peers.stock_elastic import Task
 from benchmarks.support import ROOT, arguments, heading, print_table, spread, write_json
 from benchmarks.support.elastic_job import Job, Recovery
-from benchmarks.support.faults import SCENARIOS, UNCOUNTED, join
+from benchmarks.support.faults import SCENARIOS, join
 from checkpointing.slots import run_id
 from elastic.local_nodes import LocalNodes
 from trainer.data.prepare import prepare
@@ -47,7 +47,8 @@ Perdure  torchrun --rdzv-backend perdure, the store outside of the nodes; a snap
          step, and a copy of it on the next node. The memory of a node that is killed is deleted
 
 worker   kill -9 of one rank; 2 nodes          node   kill -9 of all of a node without rank 0; of 2
-join     a node joins; from 1 to 2             first  the same, with rank 0; of 3
+join     a node joins; from 1 to 2             first  the same, with rank 0 (Stock: and the store);
+join 3   the same; from 2 to 3                        of 3
 notice   SIGTERM to an agent; of 2 nodes       hang   SIGSTOP of a rank; 2 nodes
 store    kill -9 of the store's host, which comes back after 1 s; 1 s later kill -9 of one rank,
          from which is counted. Stock: kill -9 of the node that hosts it"""
@@ -249,14 +250,16 @@ def _one(job: Job, name: str, number: int, limit: float) -> dict[str, Recovery]:
         recoveries[name] = replace(recoveries[name], seconds=None, failure=f"then: {failure}")
     elif scenario.rejoin:
         recovery = join(job, number, limit)
-        failure = recovery.failure or job.steady(scenario.nodes, limit, after_save, SAVE_EVERY)
-        recoveries[scenario.rejoin] = replace(recovery, failure=failure)
+        if not recovery.failure:
+            failure = job.steady(scenario.nodes, limit, after_save, SAVE_EVERY)
+            if failure:
+                recovery = replace(recovery, seconds=None, failure=f"then: {failure}")
+        recoveries[scenario.rejoin] = recovery
     return recoveries
 
 
 def _note(found: dict[str, list[Recovery]], kind: str, recovery: Recovery, system: System) -> None:
-    if kind != UNCOUNTED or recovery.failure:
-        found.setdefault(kind, []).append(recovery)
+    found.setdefault(kind, []).append(recovery)
     seconds = "" if recovery.seconds is None else f"{recovery.seconds:.2f} s, "
     result = recovery.failure or f"{recovery.redone} steps redone; {_split([recovery])}"
     print(f"{system.title}, {kind}: {seconds}{result}", file=sys.stderr, flush=True)
@@ -271,7 +274,9 @@ def _print(figures: Mapping[str, Mapping[str, Sequence[Recovery]]]) -> None:
     for kind in kinds:
         medians = {}
         for system, of_system in figures.items():
-            recoveries = of_system.get(kind, [])
+            recoveries = of_system.get(kind)
+            if not recoveries:
+                continue
             good = [recovery for recovery in recoveries if not recovery.failure]
             seconds = [recovery.seconds for recovery in good if recovery.seconds is not None]
             if seconds:
@@ -297,9 +302,9 @@ def _print(figures: Mapping[str, Mapping[str, Sequence[Recovery]]]) -> None:
 
 
 def _ratio(medians: Mapping[str, float], system: str, peer: str) -> str:
-    if system == peer or system not in medians:
+    if system == peer or not {system, peer} <= medians.keys():
         return ""
-    return f"{medians[system] / medians[peer]:.3f}" if peer in medians else "peer never did"
+    return f"{medians[system] / medians[peer]:.3f}"
 
 
 def _split(recoveries: Sequence[Recovery]) -> str:

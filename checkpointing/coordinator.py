@@ -348,8 +348,13 @@ class Coordinator:
             save.staged_at = time.monotonic()
         self._grant()
 
+    def _on_copied(self, node: int, source: int, key: Key) -> None:
+        """A node has a copy of what another has staged, or has failed to make one."""
+        self._on_remembered(source, key)
+
     def _on_remembered(self, node: int, key: Key) -> None:
-        """A node's slot holds all of its part, and its checksums are known."""
+        """A node's slot holds all of its part, its checksums are known, and the node after it has
+        its copy, if it is to."""
         save = self._save
         if save is None or save.key != key:
             return

@@ -16,8 +16,10 @@ class CheckpointOptions:
     """Where the checkpoints lie: a path, or the URL of an object store such as
     "s3://bucket/folder"; null: `checkpoints` in the run directory."""
 
-    every: int = 500
-    """Steps between checkpoints; the last step of a run is always saved. 0: only the last."""
+    every: int | Literal["auto"] = 500
+    """Steps between checkpoints; the last step of a run is always saved. 0: only the last. auto: as
+    often as loses the least time, by the measured cost of a checkpoint and the failures of the run
+    so far (Daly 2006); at least every 30 minutes."""
 
     when_busy: Literal["skip", "wait"] = "skip"
     """What to do when a checkpoint is due while the one before is still being written: skip it, or
@@ -64,7 +66,7 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         for name in ("every", "keep", "keep_every", "keep_best"):
-            if getattr(self, name) < 0:
+            if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
         if isinstance(self.max_writers, int) and self.max_writers < 1:
             raise ValueError('max_writers must be at least 1, "auto" or null')

@@ -503,15 +503,17 @@ class Writer:
             elif rank in self._ranks:
                 _send(self._ranks[rank], message)
 
-    def _copy(self, node: int, slot: int, manifest: Manifest) -> None:
+    def _copy(self, node: int, key: Key, slot: int, manifest: Manifest) -> None:
         """Keep a copy of what another node has staged."""
         folder = self._folder
         if folder is None:
+            self._to_coordinator(("copied", node, key))
             return
 
         def done(error: Any) -> None:
             if isinstance(error, Exception):
                 logger.warning("node %d keeps no copy of node %d: %s", self.node, node, error)
+            self._to_coordinator(("copied", node, key))
 
         self.later(lambda: copy_slot(folder, node, slot, manifest, self._puller()), done)
 
@@ -650,9 +652,9 @@ class Writer:
             # Checksums that took long may be those of bytes of two saves.
             if self._filled[current.slot] != current.key:
                 return
-            self._to_coordinator(("remembered", current.key))
             if isinstance(checksums, Exception):
                 logger.warning("a restart cannot use memory: %s", explain(checksums))
+                self._to_coordinator(("remembered", current.key))
                 return
             manifest = Manifest(
                 current.key[0], current.previous, plan.tensors, self.node, len(self.nodes),
@@ -662,9 +664,12 @@ class Writer:
                 write_manifest(folder, f"slot-{current.slot}", manifest)
             except OSError as error:  # shared memory is full
                 logger.warning("a restart cannot use memory: %s", explain(error))
+                self._to_coordinator(("remembered", current.key))
                 return
             if self.setup.options.peer_copy and len(self.nodes) > 1:
-                self._to_coordinator(("peer", (current.slot, manifest)))
+                self._to_coordinator(("peer", (current.key, current.slot, manifest)))
+            else:
+                self._to_coordinator(("remembered", current.key))
 
         self.later(lambda: files.checksums(plan.exact), remember)
 

@@ -51,3 +51,40 @@ def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
         young = math.sqrt(2 * stall_seconds * mtbf_seconds)
         interval = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_seconds
     return max(MIN_STALLS * stall_seconds, min(interval, MAX_SECONDS))
+
+
+FIRST_SECONDS = 60.0
+"""When the first checkpoint of an attempt is due, by which its cost is measured."""
+
+
+class SaveClock:
+    """When checkpoints are due if the run is to decide. On rank 0, which tells the others.
+
+    Args:
+        mtbf: seconds between failures to expect; `expected_mtbf`.
+        now: by time.monotonic(), as everywhere here.
+    """
+
+    def __init__(self, mtbf: float, now: float) -> None:
+        self._mtbf, self._last = mtbf, now
+        self._stall: float | None = None
+        self._writing = 0.0
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one checkpoint to the next."""
+        if self._stall is None:
+            return FIRST_SECONDS
+        return max(best_interval(self._stall, self._mtbf), 2 * self._writing)
+
+    def due(self, now: float) -> bool:
+        """Whether it is time."""
+        return now - self._last >= self.interval
+
+    def begun(self, now: float, stall: float) -> None:
+        """A checkpoint has begun, for which training stood still for `stall` seconds."""
+        self._last, self._stall = now, stall
+
+    def written(self, seconds: float) -> None:
+        """It was written in so many seconds."""
+        self._writing = seconds

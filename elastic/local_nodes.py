@@ -187,7 +187,7 @@ class LocalNodes:
                     *("--rdzv-endpoint", f"127.0.0.1:{self.port}"),
                     *("--rdzv-id", "local", "--nnodes", self.nnodes),
                     *("--nproc-per-node", str(self.ranks), "--local-addr", address),
-                    *("--max-restarts", "1000000", *self.options, *self.worker),
+                    *("--max-restarts", "1000000", *self._conf(), *self.options, *self.worker),
                 ],
                 cwd=self.folder,
                 env=self._environment(),
@@ -209,6 +209,10 @@ class LocalNodes:
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"node {node.number} runs on:\n{node.text()[-3000:]}") from None
         return [node.process.returncode for node in self.nodes]
+
+    def _conf(self) -> list[str]:
+        # Else a node that starts while the store is away hosts one itself, and keeps its port.
+        return ["--rdzv-conf", "is_host=0"] if self.store_outside else []
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}

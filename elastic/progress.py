@@ -88,6 +88,8 @@ class Pulse:
 
     def __init__(self, page: ProgressPage, local_rank: int) -> None:
         self._map, self._start = page._map, local_rank * _ENTRY
+        self.wants_save = False
+        """This rank would have all save after this step."""
 
     @classmethod
     def from_environment(cls) -> Self:

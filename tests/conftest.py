@@ -1,6 +1,7 @@
 """For all tests: one thread per process, as ranks have; no shared memory is left behind."""
 
 import os
+from pathlib import Path
 
 # Before torch is imported: torch.set_num_threads makes threads that do not survive a fork.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -10,12 +11,17 @@ import pytest
 from checkpointing.owners import is_alive
 from checkpointing.slots import SHARED_MEMORY, forget
 
+_before: set[Path] = set()
 
-@pytest.fixture(autouse=True)
-def no_memory_left():
-    """Runs that a test kills leave their slots in shared memory, for a restart: not here."""
-    before = set(SHARED_MEMORY.glob("perdure-*"))
-    yield
-    for folder in set(SHARED_MEMORY.glob("perdure-*")) - before:
+
+def pytest_sessionstart() -> None:
+    _before.update(SHARED_MEMORY.glob("perdure-*"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Runs that tests kill leave their slots in memory, for a restart: not after the last test."""
+    if hasattr(session.config, "workerinput"):  # other workers may still have tests to run
+        return
+    for folder in set(SHARED_MEMORY.glob("perdure-*")) - _before:
         if is_alive(folder.name) is False:
             forget(folder)

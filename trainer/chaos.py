@@ -106,7 +106,8 @@ def run_chaos(
 
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
     say(f"undisturbed run of {recipe.run.steps} steps in one process")
-    _undisturbed(of("undisturbed"), logs / "undisturbed.log", environment)
+    quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
+    _undisturbed([*of("undisturbed"), *quiet], logs / "undisturbed.log", environment)
 
     run = folder / "run"
     checkpoints = run / "checkpoints"

@@ -429,10 +429,13 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("checkpoint", "every", 0),
         ("checkpoint", "keep", 0),
         ("elastic", "max_skipped_steps", 0),
+        ("elastic", "max_rollbacks", 0),
+        ("elastic", "snapshot_every", 0),
+        ("elastic", "check_replicas_every", 0),
         ("elastic", "timeout_seconds", 1),
     ):
         value = getattr(getattr(recipe, section), key)
-        if not value >= least:  # also refuses NaN
+        if value != "auto" and not value >= least:  # also refuses NaN
             yield f"{section}.{key}", f"must be at least {least}, but it is {value}"
     for number, beta in enumerate(recipe.optimizer.betas):
         if not 0 <= beta < 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,17 @@ from elastic import (
     BatchPlan,
     Pace,
     Pulse,
+    SaveClock,
     Start,
     Verdict,
     World,
     compare_ranks,
     diverged_ranks,
+    expected_mtbf,
     judge_step,
     plan_batch,
+    read_history,
+    reliability,
 )
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
@@ -104,6 +109,8 @@ class StepResult:
     data_wait: float
     compute: float
     """One forward and backward pass of this rank, on average."""
+    save: bool
+    """Rank 0 would save now."""
     pause: float
     """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
 
@@ -143,9 +150,11 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 save(checkpointer, state, recipe, task, world)
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
-            window, pace = Window(), Pace()
+            window, pace, clock = Window(), Pace(), save_clock(recipe, world)
+            save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.report(progress.step + 1, "step")
+                pulse.wants_save = clock is not None and clock.due(time.monotonic())
                 result = train_step(
                     state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
                 )
@@ -184,12 +193,15 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     progress.validation_loss = values["validation_loss"]
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
-                if due(progress.step, recipe.checkpoint.every, last_step):
+                if result.save or due(progress.step, save_every, last_step):
                     pulse.report(progress.step, "save")
+                    began = time.monotonic()
                     save(checkpointer, state, recipe, task, world)
+                    if clock:
+                        clock.begun(began, time.monotonic() - began)
                 elif due(progress.step, recipe.elastic.snapshot_every, last_step):
                     save(checkpointer, state, recipe, task, world, memory_only=True)
-                report_saves(checkpointer, progress, metrics)
+                report_saves(checkpointer, progress, metrics, clock)
                 if result.pause and progress.step < last_step:
                     pulse.report(progress.step, "save")
                     leaving = result.pause >= PAUSE_TO_LEAVE
@@ -243,8 +255,9 @@ def train_step(
     progress.tokens += plan.global_batch * recipe.data.seq_len
     seconds = time.perf_counter() - started
     return StepResult(
-        found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute, found.pause
-    )
+        found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute,
+        found.save, found.pause,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -254,6 +267,7 @@ class Gradients:
 
     loss: float
     norm: float
+    save: bool
     pause: float
     local_loss: torch.Tensor
     """This rank's part of the loss."""
@@ -311,12 +325,14 @@ def gradients(
         squares = square_sums(list(model.optimized.values()), world.device)
     else:
         squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
-    asked = torch.tensor([pulse.asked_to_pause], dtype=torch.float64, device=world.device)
+    asked = torch.tensor(
+        [pulse.wants_save, pulse.asked_to_pause], dtype=torch.float64, device=world.device
+    )
     word = torch.cat([loss_sum.reshape(1), squares, asked])
     dist.all_reduce(word)
-    mean_loss, *square_parts, pausing = word.tolist()
+    mean_loss, *square_parts, saving, pausing = word.tolist()
     norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
-    return Gradients(mean_loss, norm, pausing, loss_sum, compute)
+    return Gradients(mean_loss, norm, saving > 0, pausing, loss_sum, compute)
 
 
 def rerun(first: Gradients, second: Gradients) -> tuple[Gradients, str]:
@@ -613,12 +629,28 @@ def warn(metrics: Metrics | None, progress: Progress, what: str) -> None:
         metrics.ledger.event("bad numbers", step=progress.step, what=what)
 
 
-def report_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:
+def save_clock(recipe: Recipe, world: World) -> SaveClock | None:
+    """What tells when to save, on rank 0 of a run that is to decide itself."""
+    if recipe.checkpoint.every != "auto" or not world.is_main:
+        return None
+    past = reliability(read_history(Path(recipe.run.dir)))
+    mtbf = expected_mtbf(past.failures, past.node_seconds, world.nodes)
+    return SaveClock(mtbf, time.monotonic())
+
+
+def report_saves(
+    checkpointer: Checkpointer,
+    progress: Progress,
+    metrics: Metrics | None,
+    clock: SaveClock | None = None,
+) -> None:
     """Tell how checkpoints ended: one that failed costs the run nothing but that checkpoint."""
     for outcome in checkpointer.outcomes():
         if metrics:
             metrics.record(progress.step, *save_record(outcome))
             metrics.ledger.save(outcome.step, outcome.seconds, error=outcome.error)
+        if clock and outcome.path:
+            clock.written(outcome.seconds)
 
 
 def finish_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:

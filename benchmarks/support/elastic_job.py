@@ -18,6 +18,8 @@ from elastic.local_nodes import LocalNode, LocalNodes, children
 
 POLL_SECONDS = 0.005
 START_LIMIT = 120.0
+STRAYS = 3
+"""Steps from a node whose rank 0 was replaced by now that mean that it trains on."""
 _LINE = re.compile(
     r"step +(?P<step>\d+)/"
     r"|first step after (?P<total>[\d.]+) s: (?P<parts>.*)"
@@ -60,6 +62,7 @@ class _Attempt:
 
     at: float
     """When, in Unix time."""
+    node: LocalNode
     total: float
     """Seconds from the start of rank 0's process to then."""
     parts: dict[str, float]
@@ -90,7 +93,7 @@ class Job:
         self.step_times: list[float] = []
         """Unix time of every step, those done again included."""
         self._main: LocalNode | None = None
-        self._redone = 0
+        self._redone = self._strays = 0
         self._attempts: list[_Attempt] = []
         self._read: dict[int, int] = {}
 
@@ -142,9 +145,10 @@ class Job:
         elif match["total"]:
             pairs = (part.rsplit(" ", 1) for part in match["parts"].split(", "))
             parts = {name: float(seconds) for name, seconds in pairs}
-            self._attempts.append(_Attempt(now, float(match["total"]), parts, self.highest))
+            self._attempts.append(_Attempt(now, node, float(match["total"]), parts, self.highest))
         else:
             step = int(match["step"])
+            self._strays += node is not self._attempts[-1].node
             self._redone += step <= self.highest
             self.highest = max(self.highest, step)
             self.step_times.append(now)
@@ -161,10 +165,12 @@ class Job:
         deadline = time.monotonic() + limit
         while True:
             self.look()
-            if condition():
-                return ""
             if len(self.alive) < least_nodes:
                 return "the job ended"
+            if condition():
+                return ""
+            if self._strays >= STRAYS:
+                return "two worlds train at once, and write the same checkpoints"
             if time.monotonic() > deadline:
                 return f"no recovery within {limit:.0f} s"
             time.sleep(POLL_SECONDS)
@@ -190,7 +196,7 @@ class Job:
             return trained and self.ranks == ranks and self.highest % save_every == after_save
 
         failure = self.wait(condition, limit)
-        return failure and f"{ranks} ranks do not train: {failure}"
+        return failure and f"no {ranks} ranks that train: {failure}"
 
     def workers(self, node: LocalNode) -> list[int]:
         """Process ids of a node's ranks."""

@@ -13,9 +13,11 @@ from elastic.local_nodes import LocalNode
 
 def kill_worker(job: Job, number: int, limit: float) -> Recovery:
     """kill -9 of one rank, of rank 0 every other time."""
-    node = (job.main, job.other)[number % 2]
+    ranks = job.workers((job.main, job.other)[number % 2])
     mark = job.mark()
-    os.kill(job.workers(node)[0], signal.SIGKILL)
+    if not ranks:
+        return Recovery(None, failure="the job ended")
+    os.kill(ranks[0], signal.SIGKILL)
     return job.recovery(mark, limit)
 
 
@@ -73,7 +75,7 @@ def kill_store(job: Job, number: int, limit: float) -> Recovery:
     time.sleep(1)
     job.nodes.start_store()
     failure = job.wait(lambda: time.time() > mark.at + 2, limit, least_nodes=2)
-    times = [time for time in job.step_times if time > mark.at - 1]
+    times = [at for at in job.step_times if at > mark.at - 1]
     pauses = [after - before for before, after in pairwise(times)]
     if failure or job.mark().attempts != mark.attempts:
         return Recovery(
@@ -93,9 +95,6 @@ def hang(job: Job, number: int, limit: float) -> Recovery:
 
 Fault = Callable[[Job, int, float], Recovery]
 
-UNCOUNTED = "join, uncounted"
-"""A join that only prepares the next fault."""
-
 
 @dataclass(frozen=True)
 class Scenario:
@@ -104,14 +103,14 @@ class Scenario:
     nodes: int
     fault: Fault
     rejoin: str = ""
-    """What to call the join that makes up for a node that is gone."""
+    """The kind of the join that makes up for the node that the fault took; "": it took none."""
 
 
 SCENARIOS = {
     "worker": Scenario(2, kill_worker),
     "node": Scenario(2, lose_node, rejoin="join"),
-    "notice": Scenario(2, notice, rejoin=UNCOUNTED),
-    "first": Scenario(3, lose_first, rejoin=UNCOUNTED),
+    "notice": Scenario(2, notice, rejoin="join"),
+    "first": Scenario(3, lose_first, rejoin="join 3"),
     "store": Scenario(2, kill_store),
     "hang": Scenario(2, hang),
 }

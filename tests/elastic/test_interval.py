@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from elastic.interval import best_interval, expected_mtbf
+from elastic.interval import SaveClock, best_interval, expected_mtbf
 
 
 def lost(interval, stall, mtbf):
@@ -43,3 +43,15 @@ def test_more_failures_mean_a_shorter_mtbf_and_more_nodes_too():
 def test_nonsense_is_refused(arguments):
     with pytest.raises(ValueError, match="must be at least 0"):
         best_interval(*arguments)
+
+
+def test_a_run_measures_its_first_checkpoint_and_then_saves_as_often_as_pays():
+    clock = SaveClock(mtbf=7200.0, now=100.0)
+    assert not clock.due(159.0)
+    assert clock.due(160.0)
+    clock.begun(160.0, stall=0.5)
+    assert clock.interval == best_interval(0.5, 7200.0)
+    assert not clock.due(160.0 + clock.interval - 1)
+    assert clock.due(160.0 + clock.interval)
+    clock.written(300.0)
+    assert clock.interval == 600.0

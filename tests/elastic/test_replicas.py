@@ -10,7 +10,11 @@ from elastic import diverged_ranks
 def _rank(rank, store, changed, results):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(7, 5, generator=generator), torch.randn(3, generator=generator).bfloat16(), torch.ones(())]
+    tensors = [
+        torch.randn(7, 5, generator=generator),
+        torch.randn(3, generator=generator).bfloat16(),
+        torch.ones(()),
+    ]
     found = [diverged_ranks(tensors, dist.group.WORLD)]
     if rank in changed:
         tensors[1].view(torch.int16)[2] ^= 1  # the lowest bit of one number

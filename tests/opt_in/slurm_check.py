@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.distributed.jobs import RECIPE, ROOT, losses
 from trainer.data.prepare import prepare
 
-STEPS = 2500
 ENDED = "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"
 NODE = """\
 mount -t tmpfs none /dev/shm
@@ -71,7 +70,7 @@ class Node:
 def main(scratch: Path) -> None:
     """Start the nodes and the job, let things happen to them, check what is left."""
     log = scratch / "log"
-    (scratch / "recipe.yaml").write_text(RECIPE)
+    write_recipe(scratch, steps=10**6)
     corpus = scratch / "corpus"
     corpus.mkdir()
     for number, path in enumerate(sorted((ROOT / "trainer").rglob("*.py"))):
@@ -93,27 +92,27 @@ def main(scratch: Path) -> None:
     job.wait_for_requeue(2)
     assert job.wait_for_start() == 0, "steps lost"
 
-    say(f"node1, where the job's own shell runs, is lost in step {job.step()}")
-    nodes[0].kill()
-    wait_for("Slurm to notice", lambda: "DOWN" in slurm("scontrol", "show", "node", "node1"))
-    nodes[0].start()
-    job.wait_for_requeue(3)
-    job.wait_for_start()
-
-    say(f"node2 is lost in step {job.step()}")
-    before = len(job.starts())
-    nodes[1].kill()
-    job.wait_for_start(before)
-    wait_for("Slurm to notice", lambda: "DOWN" in slurm("scontrol", "show", "node", "node2"))
-    say(f"Slurm has noticed, in step {job.step()}")
-    nodes[1].start()
+    for requeues, lost in ((3, nodes[1]), (4, nodes[0])):
+        hosts = "the store and the job's shell" if lost is nodes[0] else "nothing but ranks"
+        say(f"{lost.name}, which hosts {hosts}, is lost in step {job.step()}")
+        before = len(job.starts())
+        lost.kill()
+        if lost is nodes[1]:
+            job.wait_for_start(before)
+        job.wait_for_requeue(requeues)
+        say(f"Slurm has noticed, in step {job.step()}")
+        last = job.step() + 300
+        if lost is nodes[0]:
+            write_recipe(scratch, steps=last)
+        lost.start()
+        job.wait_for_start()
 
     wait_for("the job's end", lambda: job.state() in ENDED, 900)
     say(f"{job.state()} in step {job.step()}, {job.restarts()} requeues")
     report = [sys.executable, "-m", "trainer.cli", "report", str(scratch / "run")]
     subprocess.run(report, check=True)
     assert job.state() == "COMPLETED"
-    assert job.step() == STEPS
+    assert job.step() == last
     subprocess.run([*report, "--check"], check=True)
     wait_for("the nodes to be empty", lambda: not any(node.left() for node in nodes), 10)
     say("nothing is left on the nodes")
@@ -187,10 +186,14 @@ def submit(scratch: Path, log: Path) -> str:
     """Returns the number of the job."""
     options = ["--time=2", "--signal=USR1@45", f"--output={log}/job.log", "--parsable"]
     variables = f"--export=ALL,RANKS_PER_NODE=1,PYTHONPATH={ROOT}"
-    overrides = [f"run.steps={STEPS}", "run.log_every=1", "checkpoint.every=20"]
     script = str(ROOT / "recipes/slurm/train.sbatch")
-    command = ["sbatch", *options, variables, f"--chdir={scratch}", script, "recipe.yaml"]
-    return slurm(*command, *overrides)
+    job = [script, "recipe.yaml", "checkpoint.every=20"]
+    return slurm("sbatch", *options, variables, f"--chdir={scratch}", *job)
+
+
+def write_recipe(scratch: Path, steps: int) -> None:
+    """What the job trains; it reads it whenever it starts."""
+    (scratch / "recipe.yaml").write_text(RECIPE.replace("steps: 50", f"steps: {steps}"))
 
 
 def slurm(*command: str) -> str:
