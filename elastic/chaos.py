@@ -65,6 +65,8 @@ class Watched:
     """Attempts that have begun."""
     lost: int = 0
     """Steps that had to be done again, in all."""
+    _at: int = 0
+    """Newest step of the attempt that runs."""
     _offset: int = 0
 
     def look(self) -> None:
@@ -80,13 +82,13 @@ class Watched:
         for line in whole.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # torn by a process that was killed
                 values = json.loads(line)
-                if values["kind"] == "step":
-                    self.step = max(self.step, int(values["step"]))
-                elif values["kind"] == "start":
+                if values["kind"] == "start":
                     self.starts += 1
-                    self.lost += max(0, self.step - int(values["step"]))
-                    # A step whose line was lost with its process was done all the same.
-                    self.step = max(self.step, int(values["step"]))
+                    self.lost += max(0, self._at - int(values["step"]))
+                if values["kind"] in ("start", "step"):
+                    self._at = int(values["step"])
+                    # Also by a start: the line of a step may be lost with its process.
+                    self.step = max(self.step, self._at)
 
 
 @dataclass

@@ -347,6 +347,10 @@ class PerdureRendezvous(RendezvousHandler):
                 times.append(time.monotonic() - started)
             return min(times)
 
+        try:  # a store that is away just now, to be started again, is no fault of this machine
+            StoreClient(*self._store_address, self._timeout).get("health")
+        except StoreLostError as error:
+            raise RendezvousConnectionError(str(error)) from error
         problems = check_node(None, 0, round_trip, "auto")
         for problem in problems:
             logger.warning("health check: %s", problem)
