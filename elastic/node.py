@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 FINAL = (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE)
 
 PRELOAD = "PERDURE_PRELOAD"
+LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
 LOOK_SECONDS = 0.1
 LOOK_AGAIN_SECONDS = 1.0
 """After an alarm for which nobody was to blame yet."""
@@ -353,6 +354,8 @@ class Node:
                 PROGRESS: f"{self.page.descriptor}:{local_rank}",
                 CAUSE: json.dumps(cause and asdict(cause)),
             }
+            if state.round > 1 or generation:  # the way to the first step began with the failure
+                environment[LAUNCHED_AT] = str(cause.at if cause else time.time())
             files = [*rank.descriptors, rank.dumps]
             self._tell({"spawn": rank.key, "env": environment}, files)
 
