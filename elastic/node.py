@@ -102,6 +102,8 @@ class Node:
     _asked: bool = False
     """The ranks are asked to pause."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
+    _reached: int = 0
+    """Highest step in which a rank of this node has failed."""
     _stood: bool = False
     """This node has told where its ranks stand, since the alarm."""
     _quiet_until: float = 0.0
@@ -399,7 +401,10 @@ class Node:
         elif code != EXIT_PAUSED:
             progress = self.page.read(rank.local_rank)
             why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            failure = Failure(self.group.name, rank.rank, progress.step, why, time.time())
+            # One that fails while it starts has got no further than the run had.
+            step = progress.step or self._reached
+            self._reached = max(self._reached, step)
+            failure = Failure(self.group.name, rank.rank, step, why, time.time())
             logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
             self.group.report(*self._generation, failure)
 

@@ -34,6 +34,9 @@ def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
         signal.signal(number, told)
     job = Job(entry, prepare, arguments, dict(os.environ), os.getcwd())
     socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])
-    data = agent.recv(MAX_MESSAGE)
+    try:
+        data = agent.recv(MAX_MESSAGE)
+    except ConnectionResetError:  # the agent was killed
+        data = b""
     sys.stdout.flush()
     os._exit(json.loads(data)["code"] if data else 1)
