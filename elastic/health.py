@@ -1,4 +1,4 @@
-"""Whether a node is fit to join: checks before every round, and strikes of nodes that failed.
+"""Whether a node is fit to join: checks before its first round.
 
 [Note: checks] Each check runs in a process of its own, because what it looks for may hang for ever
 (a dead filesystem), kill the process (a broken driver), or spoil it (the agent, which forks, must
@@ -286,38 +286,6 @@ def main(arguments: list[str]) -> None:
         findings = check_compute()
     for at, problem in findings:
         print(json.dumps({"at": at, "problem": problem}), flush=True)
-
-
-# --- strikes ---------------------------------------------------------------------------------
-
-HOUR = 3600.0
-BACK_OFF = 600.0
-LONGEST_BACK_OFF = 24 * HOUR
-
-
-def admit(strikes: list[float], now: float) -> tuple[bool, str]:
-    """Whether a node with these strikes may join, and why not. Pure.
-
-    Args:
-        strikes: when the node was blamed for a failure, Unix time in seconds.
-        now: Unix time.
-
-    One strike is bad luck. From the second within an hour on, a node has to stay away: 10 minutes,
-    and twice as long for each further strike within an hour of being back, up to a day.
-    """
-    in_row, free_from = 0, float("-inf")
-    previous = float("-inf")
-    for strike in sorted(strikes):
-        in_row = in_row + 1 if strike - max(previous, free_from) <= HOUR else 1
-        if in_row >= 2:
-            free_from = strike + min(BACK_OFF * 2 ** (in_row - 2), LONGEST_BACK_OFF)
-        previous = strike
-    if now >= free_from:
-        return True, ""
-    return False, (
-        f"{in_row} failures of this node in a row, each within an hour of the one before; "
-        f"it may come back in {(free_from - now) / 60:.0f} min"
-    )
 
 
 if __name__ == "__main__":

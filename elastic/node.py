@@ -177,13 +177,13 @@ class Node:
                 for key, _ in self._selector.select(LOOK_SECONDS):
                     if key.fileobj is self._listener:
                         connection, _ = self._listener.accept()
-                        self._selector.register(connection, selectors.EVENT_READ, "stand-in")
+                        self._selector.register(connection, selectors.EVENT_READ, connection)
                     elif key.fileobj is self._wakened:
                         self._wakened.recv(4096)
                     elif key.data == "zygote":
                         self._hear_zygote()
                     else:
-                        self._hear_stand_in(key.fileobj)  # type: ignore[arg-type]
+                        self._hear_stand_in(key.data)
                 self._look()
             except Exception:
                 logger.exception("node: an error of ours; the ranks are not supervised well")

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastic import health
 from elastic.health import (
     GOLDEN,
-    admit,
     check_compute,
     check_gpus,
     check_node,
@@ -146,33 +143,3 @@ def test_gpus():
     else:
         assert problems(check_gpus("auto")) == []
         assert problems(check_gpus("cuda"))[0].startswith("gpu: none is visible")
-
-
-# --- strikes ---------------------------------------------------------------------------------
-
-
-def test_one_strike_is_forgiven_and_two_within_an_hour_are_not():
-    assert admit([], 0) == (True, "")
-    assert admit([0], 1)[0]
-    assert admit([0, 3601], 3602)[0]
-    fine, reason = admit([0, 3000], 3001)
-    assert not fine
-    assert "2 failures of this node in a row" in reason
-    assert "in 10 min" in reason
-    assert admit([0, 3000], 3601)[0]
-
-
-def test_who_fails_again_soon_after_it_is_back_stays_away_twice_as_long():
-    strikes = [0.0, 10.0]  # back at 610
-    assert "in 20 min" in admit([*strikes, 2000], 2000)[1]
-    assert "in 20 min" in admit([*strikes, 4100], 4100)[1]
-    assert admit([*strikes, 4211], 4211)[0]
-    many = [1000.0 * number for number in range(50)]
-    assert "in 1440 min" in admit(many, many[-1])[1]
-
-
-@given(st.lists(st.floats(0, 1e6), max_size=20), st.floats(0, 1e6))
-def test_every_node_may_come_back_in_a_day(strikes, now):
-    fine, reason = admit(strikes, now)
-    assert fine == (reason == "")
-    assert admit(strikes, 1e6 + health.LONGEST_BACK_OFF + 1)[0]
