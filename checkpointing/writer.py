@@ -73,6 +73,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 """Of threads that move bytes: training goes first where there are fewer cores than threads."""
 RECONNECT_SECONDS = 1.0
+GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
 
 
 @dataclass(frozen=True)
@@ -480,6 +481,10 @@ class Writer:
         else:
             key = arguments[0]
             if key[1] <= self._answered:  # both asked and told
+                if kind == "go" and (self._current is None or self._current.key != key):
+                    # By a coordinator that was started again; the one before had let this node
+                    # begin too, and its end has ended that here.
+                    self._to_coordinator(("failed", key, Failure(GIVEN_UP)))
                 return
             self._answered = key[1]
             self._begun.pop(key, None)
