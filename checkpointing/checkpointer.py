@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import socket
+import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from checkpointing.layout import (
     parse_step,
     step_name,
 )
-from checkpointing.link import Link, WriterGoneError
+from checkpointing.link import Link, WriterGoneError, end, launch
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
     Piece,
@@ -112,6 +113,12 @@ class Checkpointer:
         self.memory_lasts = False
         """Whether what `save` copies to memory outlives this process, on all ranks; known after
         `prepare`."""
+        self._ranks.nodes()
+        # It starts while the caller makes what there is to save.
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._ranks.first_of_node:
+            with suppress(OSError):  # `_start` tries again, and all ranks learn of it
+                self._process = launch()
         if self._ranks.is_main:
             try:
                 collect(self.directory)
@@ -245,6 +252,8 @@ class Checkpointer:
             except WriterGoneError:
                 self._lost_writer()
             self._link.end()
+        elif self._process:
+            end(self._process)
         self._link = self._staging = self._plan = None
 
     def load(
@@ -353,7 +362,7 @@ class Checkpointer:
         return self._ranks.each(make)
 
     def _start(self) -> Link:
-        """Start the writer of each node and connect to it, once."""
+        """Tell the writer of each node what to be, and connect to it, once."""
         if self._link:
             return self._link
         secret = self._ranks.on_main(lambda: os.urandom(16))
@@ -361,13 +370,20 @@ class Checkpointer:
         name = f"\0perdure-{secret[:8].hex()}-{node}"
         host = _host() if len(nodes) > 1 else ""
         setup = Setup(0, node, nodes, str(self.directory), self.options, name, host, 0, secret)
-        link = Link(setup, self._ranks.rank, starts=self._ranks.first_of_node)
+        link = self._ranks.each(lambda: Link(setup, self._ranks.rank, self._take_process()))
         addresses = self._ranks.together(link.start)
         by_rank = dict(zip(self._ranks.all, addresses, strict=True))
         self._addresses = [by_rank[ranks[0]] for ranks in nodes]
         self._ranks.together(link.connect)
         self._link = link
         return link
+
+    def _take_process(self) -> "subprocess.Popen[bytes] | None":
+        """The node's writer process, on its first rank."""
+        process, self._process = self._process, None
+        if self._ranks.first_of_node and process is None:
+            process = launch()
+        return process
 
     def _take_slots(self, link: Link, plan: SavePlan) -> Slots:
         """Give the node's writer the plan, and get the slots that it makes. A writer that is gone

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -26,19 +27,45 @@ class WriterGoneError(Exception):
     """The writer process does not answer any more."""
 
 
+def launch() -> "subprocess.Popen[bytes]":
+    """Start a writer process, which imports what it needs and waits to be told what to be."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "checkpointing.writer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # signals to the job are for us to pass on
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def end(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for the end of a process whose connections are closed (a process that is killed closes
+    them a moment before it is dead); returns its exit code."""
+    if process.stdin:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    if process.stdout:
+        process.stdout.close()
+    return process.wait()
+
+
 class Link:
-    """A connection to the writer process of this node. All ranks of a node have one; the first
-    starts the process and ends it.
+    """A connection to the writer process of this node. All ranks of a node have one.
 
     Args:
         setup: of the writer process.
         rank: this rank (global).
-        starts: whether this rank is the node's first.
+        process: what `launch` has started, on the node's first rank; it ends with the link.
     """
 
-    def __init__(self, setup: Setup, rank: int, *, starts: bool) -> None:
-        self._setup, self._rank, self._starts = setup, rank, starts
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(
+        self, setup: Setup, rank: int, process: "subprocess.Popen[bytes] | None"
+    ) -> None:
+        self._setup, self._rank, self._process = setup, rank, process
         self._connection: Connection | None = None
         self._sending = threading.Lock()
 
@@ -48,21 +75,16 @@ class Link:
         return self._setup.secret
 
     def start(self) -> tuple[str, int]:
-        """Start the process, if this rank is to; returns where other nodes reach it."""
-        if not self._starts:
+        """Tell the process what to be, if it is this rank's; returns where other nodes reach it."""
+        process = self._process
+        if process is None:
             return "", 0
-        setup = replace(self._setup, parent=os.getpid())
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "checkpointing.writer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # signals to the job are for us to pass on
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
         if process.stdin is None or process.stdout is None:
             raise StorageError("the checkpoint writer process has no pipes")
-        process.stdin.write(pickle.dumps(setup))
-        process.stdin.close()
+        setup = replace(self._setup, parent=os.getpid())
+        with suppress(BrokenPipeError):  # it has ended: no line will come
+            process.stdin.write(pickle.dumps(setup))
+            process.stdin.close()
         line = process.stdout.readline()
         if not line:
             raise StorageError("the checkpoint writer process did not start; see its error above")
@@ -94,11 +116,12 @@ class Link:
             WriterGoneError: that is not possible.
         """
         if self._process:
-            code = self._ended(self._process)
+            code = end(self._process)
             logger.warning(
                 "the checkpoint writer process ended with code %d; starting it again", code
             )
             try:
+                self._process = launch()
                 self.start()
             except (OSError, StorageError) as error:
                 raise WriterGoneError(
@@ -107,17 +130,6 @@ class Link:
         # If it died when it had answered the first rank and not yet this one, nobody starts it
         # again before the next save.
         self.connect(RESTART_SECONDS)
-
-    def _ended(self, process: "subprocess.Popen[bytes]") -> int:
-        """Wait for the end of a process whose connections are closed (a process that is killed
-        closes them a moment before it is dead); returns its exit code."""
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        if process.stdout:
-            process.stdout.close()
-        return process.wait()
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send a message; from any thread.
@@ -157,5 +169,5 @@ class Link:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            self._ended(self._process)
+            end(self._process)
             self._process = None

@@ -764,7 +764,10 @@ def serve(setup: Setup, ready: Callable[[tuple[str, int]], None]) -> None:
 
 def main() -> None:
     """`python -m checkpointing.writer`: Setup on standard input, port on standard output."""
-    setup: Setup = pickle.load(sys.stdin.buffer)
+    try:
+        setup: Setup = pickle.load(sys.stdin.buffer)
+    except EOFError:  # nothing is to be saved, or whoever started us is dead
+        return
     die_with(setup.parent)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.current_thread().name = socket.gethostname()

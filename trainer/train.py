@@ -123,11 +123,11 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
     batch = recipe.batch
     plan = plan_batch(batch.global_batch, world.world_size, batch.micro_batch, fixed=recipe.exact)
     mesh = build_mesh(recipe, world)
-    model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
-    optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
-    startup.mark("model")
     group = dist.group.WORLD
     with Checkpointer(recipe.checkpoint_directory, recipe.checkpoint, group) as checkpointer:
+        model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
+        optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
+        startup.mark("model")
         pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe)
         state = TrainState(model, optimizer, progress)
