@@ -1,5 +1,7 @@
 """Bytes of slots on their way between nodes: a socket of their own, never a process group."""
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection
@@ -12,6 +14,25 @@ Slot = int | tuple[int, tuple[int, int]] | str
 dead run left."""
 Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Iterator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
+
+
+def call(address: tuple[str, int], secret: bytes) -> Connection:
+    """Connect to the writer of another node.
+
+    Raises:
+        EOFError, OSError: it is not there.
+    """
+    connection = Client(address, authkey=secret)
+    send_at_once(connection)
+    return connection
+
+
+def send_at_once(connection: Connection) -> None:
+    """Have TCP not hold small messages back until what went before is acknowledged, for which the
+    other side takes 40 ms (Nagle's algorithm with delayed acknowledgements)."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        if same.family != socket.AF_UNIX:
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Puller:
@@ -67,8 +88,8 @@ class Puller:
 
     def _connection(self, node: int) -> Connection:
         if node not in self._connections:
-            self._connections[node] = Client(self._addresses[node], authkey=self._secret)
-            self._connections[node].send(("pull", node))
+            connection = self._connections[node] = call(self._addresses[node], self._secret)
+            connection.send(("pull", node))
         return self._connections[node]
 
 

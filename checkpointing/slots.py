@@ -24,6 +24,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ RESERVE = 256 << 20
 FORGET_SECONDS = 3600
 """A dead run's memory is kept so long for its restart; on the same run directory, a new start takes
 it over at once."""
+GONE = "perdure-gone-"
+"""Begins the name of memory that is being deleted."""
 
 Ranges = dict[str, list[tuple[int, int]]]
 """Bytes (start, stop) by file, in order, not touching each other."""
@@ -401,8 +404,11 @@ def _take_over(folder: Path, directory: str, ranges: Ranges, plan: str, node: in
 
 
 def forget(folder: Path) -> None:
-    """Give a node's memory back."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Give a node's memory back. Its name goes first: who takes it over gets all of it or none."""
+    gone = folder.with_name(folder.name.replace("perdure-", GONE, 1))
+    with suppress(OSError):
+        os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def collect_memory(directory: str) -> None:
@@ -413,7 +419,8 @@ def collect_memory(directory: str) -> None:
             if is_alive(folder.name) is not False:
                 continue
             idle = time.time() - max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-            if idle > FORGET_SECONDS or folder.name.startswith(f"perdure-{run_id(directory)}-"):
+            ours = folder.name.startswith((f"perdure-{run_id(directory)}-", GONE))
+            if ours or idle > FORGET_SECONDS:
                 logger.info("removing %s, which a dead run left behind", folder)
                 forget(folder)
         except OSError:  # somebody else was faster

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ from checkpointing.plan import (
     plan_file,
     plan_pieces,
 )
-from checkpointing.pulls import Pull, Puller, Slot, serve_pulls
+from checkpointing.pulls import Pull, Puller, Slot, call, send_at_once, serve_pulls
 from checkpointing.slots import (
     Manifest,
     Ranges,
@@ -370,6 +370,7 @@ class Writer:
             while True:
                 try:
                     connection = listener.accept()
+                    send_at_once(connection)
                 except Exception as error:  # a stranger, or one who left at once
                     logger.debug("refused a connection: %s", explain(error))
                     continue
@@ -432,7 +433,7 @@ class Writer:
         """Connect to the coordinator, again and again; runs in a thread."""
         while True:
             try:
-                uplink = Client(self._addresses[0], authkey=self.setup.secret)
+                uplink = call(self._addresses[0], self.setup.secret)
                 uplink.send(("node", self.node))
                 self._inbox.put(lambda uplink=uplink: self._joined(uplink))  # type: ignore[misc]
                 while True:
