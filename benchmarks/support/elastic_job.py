@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-import torch.distributed as dist
-
 from elastic.local_nodes import LocalNode, LocalNodes, children
+from elastic.store import StoreClient, StoreLostError
 
 POLL_SECONDS = 0.005
 START_LIMIT = 120.0
@@ -93,6 +92,7 @@ class Job:
         self.step_times: list[float] = []
         """Unix time of every step, those done again included."""
         self._main: LocalNode | None = None
+        self._store: StoreClient | None = None
         self._redone = self._strays = 0
         self._attempts: list[_Attempt] = []
         self._read: dict[int, int] = {}
@@ -211,15 +211,15 @@ class Job:
 
     def registered(self, node: LocalNode) -> bool:
         """Whether a node that was added has told the job that it is there."""
-        host, port = f"127.0.0.{node.number + 11}", self.nodes.port
+        if self._store is None:
+            self._store = StoreClient("127.0.0.1", self.nodes.port, patience=1.0)
         try:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            value = store.get(self._register) if store.check([self._register]) else b""
-        except (dist.DistError, RuntimeError):
+            value = self._store.get(self._register) or b""
+        except StoreLostError:
             return False
         with suppress(ValueError):  # torchrun's own state is in base64, ours is not
             value = base64.b64decode(value, validate=True)
-        return host.encode() in value
+        return f"127.0.0.{node.number + 11}".encode() in value
 
     def mark(self) -> Mark:
         """Now, right before a fault."""
