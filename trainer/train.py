@@ -517,7 +517,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
 ) -> Progress:
-    """Load the newest good checkpoint, else `model.init_from`, else nothing. On all ranks."""
+    """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks."""
     state = checkpointer.load(
         model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
     )
@@ -529,6 +529,8 @@ def restore(
             optional=TIED_COPIES,
             group=dist.group.WORLD,
         )
+    elif state is None:
+        model.draw_weights()
     model.refresh_copy()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0

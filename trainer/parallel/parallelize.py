@@ -39,6 +39,9 @@ class ParallelModel:
     sharded_copy: ShardedCopy | None
     reduce_every_pass: bool
     autocast: Callable[[], Any]
+    draw_weights: Callable[[], None]
+    """Gives parameters their initial weights, unless the model came with its own. For whoever has
+    nothing to load: it takes long for large models."""
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss over the labels of one micro-batch, a float32 scalar. On all ranks."""
@@ -95,7 +98,7 @@ def parallelize(
     device: torch.device,
     fill: Fill | None,
 ) -> ParallelModel:
-    """Apply the recipe's strategy. Called on all ranks.
+    """Apply the recipe's strategy; weights are to be loaded, or drawn. Called on all ranks.
 
     Args:
         model: on the meta device when `fill` is given, else on the CPU with equal weights on all
@@ -124,7 +127,6 @@ def parallelize(
     home = torch.device("cpu") if strategy.cpu_offload else device
     if fill:
         model.to_empty(device=home)
-        _fill(model, fill)
     elif not sharded_by_fsdp:
         model.to(home)
     parameters = {_fqn(name): p for name, p in model.named_parameters()}
@@ -146,9 +148,14 @@ def parallelize(
             return nullcontext()
         return torch.autocast(device.type, dtype=dtype)
 
+    def draw_weights() -> None:
+        if fill:
+            _fill(model, fill)
+
     return ParallelModel(
-        module, parameters, buffers, optimized, copy, strategy.reduce_every_pass, autocast
-    )
+        module, parameters, buffers, optimized, copy, strategy.reduce_every_pass, autocast,
+        draw_weights,
+    )  # fmt: skip
 
 
 @torch.no_grad()
