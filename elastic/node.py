@@ -421,7 +421,7 @@ class Node:
         theirs.close()
         self._selector.register(ours, selectors.EVENT_READ, "zygote")
         preload = os.environ.get(PRELOAD, "")
-        self._tell({"preload": ["torch", *filter(None, [preload])]})
+        self._tell({"preload": ["torch", *filter(None, preload.split(","))]})
 
     def _replace_zygote(self) -> None:
         """It died, and its forks with it."""

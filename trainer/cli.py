@@ -154,7 +154,7 @@ def _command(
 
 def _train(arguments: argparse.Namespace) -> int:
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
-    os.environ["PERDURE_PRELOAD"] = "trainer.worker"
+    os.environ.setdefault("PERDURE_PRELOAD", "trainer.worker")
     # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
