@@ -17,6 +17,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -65,10 +66,14 @@ class Machine:
             PermissionError: not root.
         """
         machine = cls._hold("net")
-        machine.command("ip link set lo up")
-        machine.command("ip link add switch type bridge")
-        machine.command(f"ip address add {address}/24 dev switch")
-        machine.command("ip link set switch up")
+        try:
+            machine.command("ip link set lo up")
+            machine.command("ip link add switch type bridge")
+            machine.command(f"ip address add {address}/24 dev switch")
+            machine.command("ip link set switch up")
+        except OSError:
+            machine.kill()
+            raise
         return machine
 
     @classmethod
@@ -132,9 +137,22 @@ def possible() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
+@cache
 def network_possible() -> bool:
-    """Whether this user can make machines with networks of their own."""
-    return possible() and all(map(shutil.which, ("ip", "nft", "nsenter")))
+    """Whether this user can make machines with networks of their own, and cut them off."""
+    if not possible() or not all(map(shutil.which, ("ip", "nft", "nsenter"))):
+        return False
+    try:
+        machine = Machine.start_network("10.77.0.1")
+    except OSError:
+        return False
+    try:
+        machine.cut()
+    except OSError:  # a container that may have namespaces, but no filters
+        return False
+    finally:
+        machine.kill()
+    return True
 
 
 def _hold(network: bool) -> None:
