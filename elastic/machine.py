@@ -103,7 +103,7 @@ class Machine:
     def cut(self, *, incoming: bool = True, outgoing: bool = True) -> None:
         """Let nothing in, or out, or neither: silently, as when a cable is pulled."""
         self.command("nft add table inet cut")
-        for wanted, hook, way in ((incoming, "input", "iif"), (outgoing, "output", "oif")):
+        for wanted, hook, way in ((incoming, "input", "iifname"), (outgoing, "output", "oifname")):
             if wanted:
                 chain = f"{{ type filter hook {hook} priority 0 ; }}"
                 self.command(f"nft add chain inet cut {hook} {chain}")
