@@ -17,6 +17,7 @@ from elastic.exits import (
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
 )
+from elastic.warm import start_early
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
 from trainer.errors import known_errors
@@ -162,6 +163,8 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="")
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
+    if not arguments.dry_run:
+        start_early()
     from trainer.preflight import check_inputs
     from trainer.tasks import build_task
 
