@@ -40,7 +40,7 @@ def cluster(workspace, tmp_path):
         nodes.__exit__()
 
 
-def until_worlds_of_three(nodes, count, seconds=60):
+def until_worlds_of_three(nodes, count, seconds=180):
     """Until there were `count` worlds of three ranks."""
     deadline = time.monotonic() + seconds
     while sum(node.text().count("over 3 rank(s)") for node in nodes.nodes) < count:
