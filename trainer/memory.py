@@ -78,6 +78,10 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.label = ""
         """Put on storages that are made from now on."""
+        self.alive = 0
+        """Bytes after the last operator."""
+        self.peak = 0
+        """Most bytes after any operator."""
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
     def __torch_dispatch__(
@@ -90,6 +94,8 @@ class LiveTensors(TorchDispatchMode):
             # A view of what was given is not new, whether or not that was made in here.
             if _key(storage) not in given and (known is None or known[0]() is None):
                 self._made[_key(storage)] = (weakref.ref(storage), self.label)
+        self.alive = self.total()
+        self.peak = max(self.peak, self.alive)
         return result
 
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:

@@ -1,6 +1,6 @@
 """One forward and backward pass on fake tensors: bytes of activations, and work.
 
-A model whose blocks are alike is traced with `DEPTH` of them; the others need what the last one
+A model whose blocks are alike is traced with `DEPTH` of them; the others need what the first one
 needs. Fake tensors have shapes and storages, but no memory, so this takes no GPU and a fraction of
 a second for any size of model.
 """
@@ -28,7 +28,8 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.tasks import bare_model
 
 DEPTH = 2
-"""Blocks that are traced where all are alike: the last one and one before it."""
+"""Blocks that are traced where all are alike: the last one, and one whose output another block
+takes in."""
 
 Recompute: TypeAlias = Literal["none", "full", "selective"]
 Work: TypeAlias = tuple[tuple[float, float], ...]
@@ -208,12 +209,14 @@ class _Tape(LiveTensors):
         self, model: nn.Module, blocks: Iterable[nn.Module], *, keep_gradients: bool
     ) -> None:
         super().__init__()
-        names = ("head", "blocks", "block", "head back", "block back", "blocks back", "tail")
+        names = ("start", "first", "others", "head", "head back", "last back", "others back",
+                 "first back", "tail")  # fmt: skip
         self._phases = {name: _Phase() for name in names}
         self._in_backward = False
+        self._first_alive = 0
         self._parameters = list(model.parameters())
         self._watch(list(blocks))
-        self._enter("blocks" if blocks else "head")
+        self._enter("start")
         if not keep_gradients:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(_drop)
@@ -223,16 +226,15 @@ class _Tape(LiveTensors):
         for number, block in enumerate(blocks):
 
             def before(block: nn.Module, inputs: Any, number: int = number) -> None:
-                if self._in_backward:  # recomputation
-                    return
-                self._enter("block" if number == last else "blocks")
-                following = "tail" if number == 0 else "blocks back"
-                _on_gradient(inputs, lambda: self._leave(block, following))
+                if not self._in_backward:  # else it is recomputed
+                    self._enter("others" if number else "first")
+                    following = ("tail", "first back", "others back")[min(number, 2)]
+                    _on_gradient(inputs, lambda: self._leave(block, following))
 
             def after(block: nn.Module, _inputs: Any, output: Any, number: int = number) -> None:
                 if number == last and not self._in_backward:
-                    self._block_alive = self.total("block")
-                    _on_gradient(output, lambda: self._enter("block back"))
+                    self._first_alive = self.total("first")
+                    _on_gradient(output, lambda: self._enter("last back"))
                     self._enter("head")
 
             block.register_forward_pre_hook(before)
@@ -251,7 +253,7 @@ class _Tape(LiveTensors):
     def forward_ends(self) -> None:
         """The loss is there; what autocast has kept is gone."""
         self._saved = self.total()
-        self._block_saved = self.total("block")
+        self._first_saved = self.total("first")
         self._in_backward = True
         self._enter("head back")
 
@@ -259,29 +261,31 @@ class _Tape(LiveTensors):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operator, types, args, kwargs)
-        self._phase.peak = max(self._phase.peak, self.total())
+        self._phase.peak = max(self._phase.peak, self.alive)
         work = _work(operator, args, kwargs or {}, result)
         if any(work):
             self._phase.work.append(work)
         return result
 
-    _block_alive = 0
-
     def result(self, extra: int) -> Trace:
-        """For `extra` blocks more, each like the last one."""
+        """For `extra` blocks more, each like the first one."""
         peaks = {name: phase.peak for name, phase in self._phases.items()}
         work = {name: phase.work for name, phase in self._phases.items()}
-        alive, saved = extra * self._block_alive, extra * self._block_saved
+        alive, saved = extra * self._first_alive, extra * self._first_saved
         return Trace(
             saved=self._saved + saved,
-            head_forward=max(peaks["head"], peaks["block"], peaks["blocks"]) + alive,
+            head_forward=max(peaks["start"], peaks["first"], peaks["others"], peaks["head"]) + alive,
             head_backward=peaks["head back"] + saved,
-            block_backward=max(peaks["block back"] + saved, peaks["blocks back"]),
+            block_backward=max(
+                peaks["last back"] + saved, peaks["others back"], peaks["first back"]
+            ),
             tail_backward=peaks["tail"],
-            forward=(*work["head"], *work["blocks"], *work["block"] * (extra + 1)),
+            forward=(
+                *work["start"], *work["first"] * (extra + 1), *work["others"], *work["head"],
+            ),
             backward=(
-                *work["head back"], *work["blocks back"], *work["tail"],
-                *work["block back"] * (extra + 1),
+                *work["head back"], *work["last back"], *work["others back"],
+                *work["first back"] * (extra + 1), *work["tail"],
             ),
         )  # fmt: skip
 
