@@ -36,7 +36,8 @@ def measure(recipe, world):
     plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
     shape = (plan.micro_batch, recipe.data.seq_len)
     batch = {name: torch.ones(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
-    batch["document_ids"] = torch.zeros(shape, dtype=torch.int32)
+    if recipe.data.document_mask:
+        batch["document_ids"] = torch.zeros(shape, dtype=torch.int32)
     standing = tensor_bytes([*model.parameters.values(), *model.optimized.values()])
     with LiveTensors() as live:
         for step in range(3):

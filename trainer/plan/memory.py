@@ -5,7 +5,9 @@ moments and less than the sum of everything's largest size:
 
 - *forward*: the loss has just been computed; logits and all activations are there.
 - *head*: backward through loss and output head; FSDP has fetched the last block again.
-- *blocks*: backward through the last block, whose recomputed activations and gradients are there.
+- *blocks*: backward through a block, whose recomputed activations and gradients are there. From
+  block to block activations go and reduced gradients come, so it is worst in the last block, in the
+  one before it (the buffer of a reduction is there too) or in the first.
 - *end*: backward below the blocks: the gradient of the embedding.
 - *reduce*: FSDP copies the gradients of what belongs to no block into the reduction's buffer.
 - *update*: all gradients are reduced; the optimizer runs.
@@ -21,7 +23,7 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   into them in the last pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +74,7 @@ class Memory:
 class Moment:
     """What comes and goes, in bytes."""
 
+    name: str
     gradients: int = 0
     """Reduced, or in DDP's buckets."""
     pass_: int = 0
@@ -111,25 +114,24 @@ def memory_of(
         if recipe.sharding == "OPTIMIZER_STATE":
             mine = _bytes(shapes, layout.replicas)
             parameters, state = whole + mine, 2 * mine + 4 * len(shapes)
-            largest = max(_bytes([shape]) for shape in shapes)  # gathered one after another
+            largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
         moments = _ddp_moments(blueprint, layout, trace, largest)
     offloaded = recipe.strategy.cpu_offload and device != "cpu"
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
 
-    def device_bytes(name: str) -> int:
-        moment = moments[name]
+    def device_bytes(moment: Moment) -> int:
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
 
-    name = max(moments, key=device_bytes)
+    moment = max(moments, key=device_bytes)
     return Memory(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=state,
         buffers=blueprint.buffers,
         activations=trace.saved,
-        transient=moments[name].other + max(0, moments[name].pass_ - trace.saved),
-        peak=device_bytes(name),
-        moment=name,
+        transient=moment.other + max(0, moment.pass_ - trace.saved),
+        peak=device_bytes(moment),
+        moment=moment.name,
         host=parameters + gradients + state if offloaded else 0,
     )
 
@@ -138,75 +140,105 @@ def _bytes(shapes: Sequence[Shape], ranks: int = 1, itemsize: int | None = None)
     return sum(shape.sharded(ranks) * (itemsize or shape.itemsize) for shape in shapes)
 
 
+def _full_tensor_bytes(shape: Shape, ranks: int) -> int:
+    """At the peak of `DTensor.full_tensor`: three copies, and where ranks have different numbers of
+    rows one more, and a padded slice. Measured with gloo; NCCL may need less."""
+    uneven = shape.rows % ranks > 0
+    return (3 + uneven) * _bytes([shape]) + uneven * _bytes([shape], ranks)
+
+
 def _ddp_moments(
     blueprint: Blueprint, layout: Layout, trace: Trace, largest: int
-) -> dict[str, Moment]:
+) -> list[Moment]:
     shapes = [shape for unit in blueprint.units for shape in unit]
     whole, root = _bytes(shapes), _bytes(blueprint.units[0])
-    block = max(map(_bytes, blueprint.units[1:]), default=0)
     several = layout.passes > 1
+    moments = [Moment("update", whole, 0, largest)]
     if layout.replicas > 1:
         aside = whole if several else 0
-        return {
-            "forward": Moment(whole, trace.head_forward, aside),
-            "head": Moment(whole, trace.head_backward, aside),
-            "blocks": Moment(whole, trace.block_backward, aside),
-            "end": Moment(whole, trace.tail_backward, min(aside, root)),
-            "update": Moment(whole, 0, largest),
-        }
-    return {
-        "forward": Moment(whole if several else 0, trace.head_forward),
-        "head": Moment(whole if several else root, trace.head_backward),
-        "blocks": Moment(whole if several else root + block, trace.block_backward),
-        "end": Moment(whole, trace.tail_backward),
-        "update": Moment(whole, 0, largest),
-    }
+        moments += [
+            Moment("forward", whole, trace.head_forward, aside),
+            Moment("head", whole, trace.head_backward, aside),
+            Moment("blocks", whole, trace.last_backward, aside),
+            Moment("end", whole, trace.tail_backward, min(aside, root)),
+        ]
+        block = _bytes(blueprint.units[-1])
+        for back, below in _inner_blocks(blueprint):
+            held = trace.first_backward + below * trace.block_saved
+            moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
+        return moments
+    moments += [
+        Moment("forward", whole if several else 0, trace.head_forward),
+        Moment("head", whole if several else root, trace.head_backward),
+        Moment("end", whole, trace.tail_backward),
+    ]
+    block = _bytes(blueprint.units[-1])
+    moments.append(Moment("blocks", whole if several else root + block, trace.last_backward))
+    for back, below in _inner_blocks(blueprint):
+        held = trace.first_backward + below * trace.block_saved
+        moments.append(Moment("blocks", whole if several else root + (back + 1) * block, held))
+    return moments
+
+
+def _inner_blocks(blueprint: Blueprint) -> list[tuple[int, int]]:
+    """(blocks that are through with their backward pass, blocks still to come) where the next one
+    to last is at work, and where the first one is."""
+    others = len(blueprint.units) - 2
+    return [(1, others - 1), (others, 0)] if others > 0 else []
 
 
 def _fsdp_moments(
     blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace
-) -> dict[str, Moment]:
+) -> list[Moment]:
     shards, units = layout.shards, blueprint.units
     compute = DTYPES[recipe.precision.dtype].itemsize
     reduced = 8 if recipe.exact else 4
 
-    def padded(itemsize: int) -> Callable[[Sequence[Shape]], int]:
-        return lambda unit: shards * _bytes(unit, shards, itemsize)
+    def padded(unit: Sequence[Shape], itemsize: int) -> int:
+        return shards * _bytes(unit, shards, itemsize)
 
-    gathered, in_reduction = padded(compute), padded(reduced)
-    root = gathered(units[0])
-    block = max(map(gathered, units[1:]), default=0)
+    root, root_buffer = padded(units[0], compute), padded(units[0], reduced)
+    blocks = units[1:]
+    block = max((padded(unit, compute) for unit in blocks), default=0)
+    buffer = max((padded(unit, reduced) for unit in blocks), default=0)
     flat = block if shards > 1 else 0  # a group of one rank copies without it
-    buffer = max(map(in_reduction, units[1:]), default=0)
-    root_buffer = in_reduction(units[0])
     keeps_whole = recipe.sharding not in ("FULL_SHARD", "HYBRID_SHARD")
-    everything = sum(map(gathered, units))
+    everything = sum(padded(unit, compute) for unit in units)
 
+    slices = sum(_bytes(unit, shards) for unit in units)
+    root_slices, block_slices = (_bytes(units[i], shards) for i in (0, -1))
     several = layout.passes > 1
-    aside = root_aside = early = kept = 0
-    slices = _bytes([shape for unit in units for shape in unit], shards)
-    root_slices = _bytes(units[0], shards)
+    # Whole gradients of the passes before, or their reduced ones and the last buffer of that.
+    aside = root_aside = block_aside = early = kept = added = 0
     if several and recipe.strategy.reduce_every_pass:
-        early, kept = slices, root_buffer  # of the pass before, until the next reduction
+        early, kept, added = slices, root_buffer, block_slices  # which are not yet added up
     elif several:
         aside = sum(_bytes(unit, 1, reduced) for unit in units)
-        root_aside = _bytes(units[0], 1, reduced)
-    if keeps_whole:
-        before, again, working = everything + flat, everything, everything
-    else:
-        before, again, working = root + flat, root + flat, root + block + flat
-    blocks_reduced = max(early, slices - root_slices)
+        root_aside, block_aside = (_bytes(units[i], 1, reduced) for i in (0, -1))
+
+    gathered = everything if keeps_whole else root
+    ahead = 0 if keeps_whole else flat
+    moments = [
+        Moment("forward", early, trace.head_forward, gathered + flat + aside + kept),
+        Moment("head", early, trace.head_backward, gathered + ahead + aside + kept),
+    ]
+    if blocks:
+        own = 0 if keeps_whole else block
+        other = gathered + own + ahead + aside + kept + added
+        moments.append(Moment("blocks", early, trace.last_backward, other))
+    for back, below in _inner_blocks(blueprint):
+        other = gathered - back * block if keeps_whole else root + block + (flat if below else 0)
+        other += aside - back * block_aside + buffer + added
+        held = trace.first_backward + below * trace.block_saved
+        moments.append(Moment("blocks", max(early, back * block_slices), held, other))
+    done = max(early, slices - root_slices)
     root_gradients = max(root, root_aside)
-    return {
-        "forward": Moment(early, trace.head_forward, before + aside + kept),
-        "head": Moment(early, trace.head_backward, again + aside + kept),
-        "blocks": Moment(early, trace.block_backward, working + aside + max(buffer, kept)),
-        "end": Moment(blocks_reduced, trace.tail_backward, root + buffer + root_aside),
-        "reduce": Moment(
-            blocks_reduced, 0, root_gradients + root_buffer + root_buffer // shards
-        ),
-        "update": Moment(slices),
-    }
+    return [
+        *moments,
+        Moment("end", done, trace.tail_backward, root + buffer + root_aside),
+        Moment("reduce", done, 0, root_gradients + root_buffer + root_buffer // shards),
+        Moment("update", slices),
+    ]
 
 
 def traced_dtype(recipe: Recipe) -> tuple[torch.dtype, bool]:

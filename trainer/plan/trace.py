@@ -119,8 +119,13 @@ class Trace:
     """Peak until the loss is there."""
     head_backward: int
     """Peak of the backward pass before it comes to the blocks."""
-    block_backward: int
-    """Peak in the backward pass of the last block."""
+    last_backward: int
+    """Peak in the backward pass of the last block, which is the first to go back."""
+    first_backward: int
+    """Peak in the backward pass of any other block, when the blocks above it are through and those
+    below it are none; each of them holds `block_saved` more."""
+    block_saved: int
+    """Part of `saved` that is one block's."""
     tail_backward: int
     """Peak of the backward pass after the blocks."""
     forward: Work
@@ -213,7 +218,7 @@ class _Tape(LiveTensors):
                  "first back", "tail")  # fmt: skip
         self._phases = {name: _Phase() for name in names}
         self._in_backward = False
-        self._first_alive = 0
+        self._first_alive = self._first_saved = 0
         self._parameters = list(model.parameters())
         self._watch(list(blocks))
         self._enter("start")
@@ -276,9 +281,9 @@ class _Tape(LiveTensors):
             saved=self._saved + saved,
             head_forward=max(peaks["start"], peaks["first"], peaks["others"], peaks["head"]) + alive,
             head_backward=peaks["head back"] + saved,
-            block_backward=max(
-                peaks["last back"] + saved, peaks["others back"], peaks["first back"]
-            ),
+            last_backward=peaks["last back"] + saved,
+            first_backward=max(peaks["first back"], peaks["others back"]),
+            block_saved=self._first_saved,
             tail_backward=peaks["tail"],
             forward=(
                 *work["start"], *work["first"] * (extra + 1), *work["others"], *work["head"],
