@@ -3,14 +3,15 @@
 Every assumption is a constant of this file, and printed with the figures.
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.metrics import PEAK_TFLOPS
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.memory import Layout, is_sharded_by_fsdp
 from trainer.plan.trace import Blueprint, Shape, Trace, Work
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, RecipeError
 
 PEAK_SHARE = 0.7
 """Of the peak FLOP/s that large matrix products reach. Assumed: vendors' GEMM libraries reach 0.6
@@ -69,6 +70,8 @@ class Machine:
     """Bytes/s between one node and the others, one way, all its network cards together."""
     storage: float | None = None
     """Bytes/s at which a checkpoint is written, all ranks together."""
+    note: str = ""
+    """What was assumed of it because nobody said."""
 
     @property
     def world_size(self) -> int:
@@ -76,9 +79,78 @@ class Machine:
         return self.nodes * self.gpus_per_node
 
 
-def peak_of(name: str) -> float:
-    """Dense bf16 FLOP/s of a GPU in `GPUS`."""
-    return PEAK_TFLOPS[name] * 1e12
+def describe_machine(
+    gpus: str,
+    nodes: int,
+    dtype: str,
+    *,
+    net: str | None = None,
+    storage: str | None = None,
+    tflops: float | None = None,
+) -> Machine:
+    """What a person says of a machine.
+
+    Args:
+        gpus: per node: 8xH100, 8x80GB, or without the number for one.
+        nodes: how many there are.
+        dtype: of the computation, as in `precision.dtype`.
+        net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for that many network cards.
+        storage: 2GB/s.
+        tflops: of one GPU, where its name does not tell.
+
+    Raises:
+        RecipeError: it cannot be understood, or the speed of the GPU is not known.
+    """
+    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip())
+    count, name = int(found[1] or 1) if found else 0, found[2] if found else ""
+    memory = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name, re.IGNORECASE)
+    if count < 1 or not (memory or name in GPUS):
+        raise RecipeError(
+            f"--gpus: {gpus!r} is not a number of GPUs; write 8x80GB, or 8xNAME with one of "
+            f"{', '.join(GPUS)}"
+        )
+    if nodes < 1:
+        raise RecipeError(f"--nodes: must be at least 1, but it is {nodes}")
+    notes = []
+    if memory:
+        size = float(memory[1]) * 1e9
+        # Of the GPUs that have so much, the slowest: better surprised than disappointed.
+        name = min(GPUS, key=lambda n: (abs(GPUS[n].memory - size), PEAK_TFLOPS[n]))
+        gpu = replace(GPUS[name], memory=size)
+        notes.append(f"No GPU is named: seconds are those of {name} (--gpus {count}x{name}).")
+    else:
+        gpu = GPUS[name]
+    if tflops is not None and not tflops > 0:
+        raise RecipeError(f"--tflops: must be above 0, but it is {tflops}")
+    if tflops is None and dtype == "fp32":
+        raise RecipeError(
+            "--tflops: precision.dtype is fp32, of which no peak is known; give that of one GPU"
+        )
+    if name == "T4" and dtype == "bf16":
+        notes.append("T4 has tensor cores for fp16, not for bf16: set precision.dtype=fp16.")
+    if nodes > 1 and net is None:
+        notes.append(f"--net is not given: {DEFAULT_NET * 8 / 1e9:g} Gb/s per node.")
+    return Machine(
+        nodes=nodes,
+        gpus_per_node=count,
+        gpu=gpu,
+        peak_flops=(tflops or PEAK_TFLOPS[name]) * 1e12,
+        net=_rate("--net", net) if net else DEFAULT_NET,
+        storage=_rate("--storage", storage) if storage else None,
+        note=" ".join(notes),
+    )
+
+
+def _rate(option: str, text: str) -> float:
+    """Bytes/s; bits with a small b, as network cards are sold."""
+    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b|B)(?:/s|ps)", text.strip())
+    if not found or not float(found[2]) or found[1] == "0":
+        raise RecipeError(
+            f"{option}: {text!r} is not a rate; write 400Gb/s (bits) or 50GB/s (bytes), or "
+            "8x400Gb/s for several"
+        )
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[3]]
+    return int(found[1] or 1) * float(found[2]) * scale / (8 if found[4] == "b" else 1)
 
 
 @dataclass(frozen=True)
