@@ -4,7 +4,6 @@ it measured and what was predicted: python -m torch.distributed.run … rank.py 
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 

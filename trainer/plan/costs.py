@@ -209,9 +209,7 @@ def collectives_of(blueprint: Blueprint, recipe: Recipe, layout: Layout) -> list
     first = passes * compute * padded_root
     found = [
         Collective("forward", gather, 1, shards, 1, exposed=first),
-        Collective(
-            when, reduction, 1, shards, 1, exposed=reductions * reduced * padded_root
-        ),
+        Collective(when, reduction, 1, shards, 1, exposed=reductions * reduced * padded_root),
     ]
     if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
         found.append(Collective("backward", gather, 1, shards, 1, exposed=first))

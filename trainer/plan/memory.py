@@ -84,9 +84,7 @@ class Moment:
 
 def is_sharded_by_fsdp(recipe: Recipe) -> bool:
     """As `parallelize` decides."""
-    return recipe.exact or (
-        recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
-    )
+    return recipe.exact or (recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE")
 
 
 def memory_of(
@@ -147,9 +145,7 @@ def _full_tensor_bytes(shape: Shape, ranks: int) -> int:
     return (3 + uneven) * _bytes([shape]) + uneven * _bytes([shape], ranks)
 
 
-def _ddp_moments(
-    blueprint: Blueprint, layout: Layout, trace: Trace, largest: int
-) -> list[Moment]:
+def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, largest: int) -> list[Moment]:
     shapes = [shape for unit in blueprint.units for shape in unit]
     whole, root = _bytes(shapes), _bytes(blueprint.units[0])
     several = layout.passes > 1

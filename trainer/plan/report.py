@@ -162,8 +162,10 @@ def _notes(plan: Plan) -> str:
             "strategy.compile: figures are those of eager kernels; compiled ones keep fewer "
             "activations and take less time."
         )
-    lines.append("(r): strategy.reduce_every_pass. comm: sent by each rank per step. hidden: share")
-    lines[-1] += " of its time beside computation."
+    lines.append(
+        "(r): with strategy.reduce_every_pass. comm: sent by each rank per step. hidden: share of "
+        "its time that lies beside computation."
+    )
     return "\n".join(lines)
 
 
@@ -173,9 +175,10 @@ def assumptions(plan: Plan) -> list[str]:
     lines = [
         f"Traced on fake tensors: {HOW['traced']}. Computed from shapes: {HOW['computed']}.",
         "Peaks leave out what torch, CUDA and NCCL take for themselves, and fragmentation.",
-        f"Seconds assume {machine.peak_flops / 1e12:g} TFLOP/s and {machine.gpu.bandwidth / 1e12:g} "
-        f"TB/s per GPU (matrix products reach {costs.PEAK_SHARE:.0%}, other kernels "
-        f"{costs.BANDWIDTH_SHARE:.0%}), {machine.gpu.link / 1e9:g} GB/s to a GPU of the same node"
+        f"Seconds assume {machine.peak_flops / 1e12:g} TFLOP/s and "
+        f"{machine.gpu.bandwidth / 1e12:g} TB/s per GPU (matrix products reach "
+        f"{costs.PEAK_SHARE:.0%}, other kernels {costs.BANDWIDTH_SHARE:.0%}), "
+        f"{machine.gpu.link / 1e9:g} GB/s to a GPU of the same node"
         + (f", {machine.net / 1e9:g} GB/s between nodes" if machine.nodes > 1 else "")
         + f" (rings reach {costs.NETWORK_SHARE:.0%}), and that nothing waits for data or launches.",
     ]

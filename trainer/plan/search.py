@@ -100,8 +100,11 @@ def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strateg
     yield "ZeRO-3", three
     size = recipe.strategy.shard_size or machine.gpus_per_node
     if size < machine.world_size and machine.world_size % size == 0:
-        yield "hybrid", dataclasses.replace(
-            plain, sharding="HYBRID_SHARD", shard_size=recipe.strategy.shard_size
+        yield (
+            "hybrid",
+            dataclasses.replace(
+                plain, sharding="HYBRID_SHARD", shard_size=recipe.strategy.shard_size
+            ),
         )
     yield "ZeRO-2, CPU offload", dataclasses.replace(two, cpu_offload=True)
     yield "ZeRO-3, CPU offload", dataclasses.replace(three, cpu_offload=True)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
@@ -120,7 +120,8 @@ class Trace:
     head_backward: int
     """Peak of the backward pass before it comes to the blocks."""
     last_backward: int
-    """Peak in the backward pass of the last block, which is the first to go back."""
+    """Peak in the backward pass of the last block, which is the first to go back (of all but the
+    first, where they are all traced)."""
     first_backward: int
     """Peak in the backward pass of any other block, when the blocks above it are through and those
     below it are none; each of them holds `block_saved` more."""
@@ -133,7 +134,7 @@ class Trace:
     """Recomputation included."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def trace(
     blueprint: Blueprint,
     micro_batch: int,
@@ -170,7 +171,9 @@ def trace(
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             model.to_empty(device="cpu")
-            inputs = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+            inputs = {
+                name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")
+            }
             if blueprint.document_mask:
                 inputs["document_ids"] = torch.zeros(shape, dtype=torch.int32)
             tape = _Tape(model, blocks, keep_gradients=not autocast)
@@ -221,6 +224,8 @@ class _Tape(LiveTensors):
         self._first_alive = self._first_saved = 0
         self._parameters = list(model.parameters())
         self._watch(list(blocks))
+        # Within autocast, whose casts of weights live until its end.
+        model.register_forward_hook(lambda *_: self._note_alive())
         self._enter("start")
         if not keep_gradients:
             for parameter in self._parameters:
@@ -238,12 +243,14 @@ class _Tape(LiveTensors):
 
             def after(block: nn.Module, _inputs: Any, output: Any, number: int = number) -> None:
                 if number == last and not self._in_backward:
-                    self._first_alive = self.total("first")
                     _on_gradient(output, lambda: self._enter("last back"))
                     self._enter("head")
 
             block.register_forward_pre_hook(before)
             block.register_forward_hook(after)
+
+    def _note_alive(self) -> None:
+        self._first_alive = self.total("first")
 
     def _enter(self, phase: str) -> None:
         self.label = phase
@@ -279,10 +286,12 @@ class _Tape(LiveTensors):
         alive, saved = extra * self._first_alive, extra * self._first_saved
         return Trace(
             saved=self._saved + saved,
-            head_forward=max(peaks["start"], peaks["first"], peaks["others"], peaks["head"]) + alive,
+            head_forward=max(
+                peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
+            ),
             head_backward=peaks["head back"] + saved,
-            last_backward=peaks["last back"] + saved,
-            first_backward=max(peaks["first back"], peaks["others back"]),
+            last_backward=max(peaks["last back"] + saved, peaks["others back"]),
+            first_backward=peaks["first back"],
             block_saved=self._first_saved,
             tail_backward=peaks["tail"],
             forward=(
@@ -395,9 +404,7 @@ class _FusedRMSNorm(torch.autograd.Function):
     """Keeps its input and one number per row, as the fused kernel does."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         row_norms = x.new_empty(x.shape[: -weight.dim()], dtype=torch.float32)
         ctx.save_for_backward(x, weight, row_norms)
         return x.clone()
