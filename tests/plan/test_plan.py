@@ -41,7 +41,7 @@ CASES = {
     2: [
         "strategy.name=ddp",
         "strategy.zero=1 strategy.activation_checkpointing=selective",
-        "strategy.zero=3 strategy.reduce_every_pass=true",
+        "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
         f"{BLOCKS} strategy.zero=3 strategy.activation_checkpointing=full",
     ],
     4: [

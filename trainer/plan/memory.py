@@ -207,7 +207,9 @@ def _fsdp_moments(
     # Whole gradients of the passes before, or their reduced ones and the last buffer of that.
     aside = root_aside = block_aside = early = kept = added = 0
     if several and recipe.strategy.reduce_every_pass:
-        early, kept, added = slices, root_buffer, block_slices  # which are not yet added up
+        # What the second pass has reduced stays beside the sum from then on (measured).
+        early = slices * (2 if layout.passes > 2 else 1)
+        kept, added = root_buffer, block_slices
     elif several:
         aside = sum(_bytes(unit, 1, reduced) for unit in units)
         root_aside, block_aside = (_bytes(units[i], 1, reduced) for i in (0, -1))
