@@ -87,6 +87,8 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if operator.namespace == "prim":  # asks for a tensor's device, and the like
+            return operator(*args, **(kwargs or {}))
         given = {_key(storage) for storage in _storages((args, kwargs))}
         result = operator(*args, **(kwargs or {}))
         for storage in _storages(result):

@@ -2,16 +2,16 @@
 
 import dataclasses
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from elastic.world import World
+from tests.checkpointing.worlds import run_ranks
+from tests.plan.rank import measure
 from trainer.plan import predict
 from trainer.plan import trace as tracing
 from trainer.plan.costs import Collective, describe_machine
@@ -61,26 +61,24 @@ def recipe_file(tmp_path):
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_a_run_holds_what_was_predicted(recipe_file, ranks):
-    out = recipe_file.parent / "out.json"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher = torchrun if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, ROOT / "tests/plan/rank.py", recipe_file, out,
-         json.dumps(CASES[ranks])],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text())
-    assert list(results) == CASES[ranks]
-    for case, found in results.items():
-        measured, predicted = found["measured"], found["predicted"]
+    recipes = {case: load_recipe(recipe_file, case.split(" ")) for case in CASES[ranks]}
+
+    def work(rank):
+        cpu = torch.device("cpu")
+        world = World(
+            rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, nodes=1, round=0,
+            generation=0, cause=None, device=cpu,
+        )  # fmt: skip
+        return [measure(recipe, world) for recipe in recipes.values()]
+
+    everyone = run_ranks(ranks, work, recipe_file.parent)
+    assert all(isinstance(measured, list) for measured in everyone)
+    for number, (case, recipe) in enumerate(recipes.items()):
+        measured = {kind: max(m[number][kind] for m in everyone) for kind in everyone[0][number]}
+        predicted = dataclasses.asdict(predict(recipe, ranks, ranks))
         for kind in ("parameters", "gradients", "optimizer_state", "buffers"):
             assert predicted[kind] == measured[kind], (case, kind)
-        # Measured: within 1e-4 and 2e-3; the peak depends most on how torch's FSDP uses buffers.
+        # All were equal when this was written; other versions of torch may buffer otherwise.
         assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.01), case
         assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.03), case
 
@@ -91,7 +89,7 @@ def test_deeper_models_and_larger_batches_need_what_a_whole_trace_says(recipe_fi
     short = tracing.read_blueprint(recipe)
     whole = dataclasses.replace(short, traced=short.model)
     for recompute in RECOMPUTES:
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda") if recompute == "none" else ("cuda",):
             pair = [
                 tracing.trace(blueprint, 3, recompute, torch.bfloat16, False, device)
                 for blueprint in (short, whole)

@@ -273,6 +273,8 @@ class _Tape(LiveTensors):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_dispatch__(operator, types, args, kwargs)
+        if operator.namespace == "prim":
+            return result
         self._phase.peak = max(self._phase.peak, self.alive)
         work = _work(operator, args, kwargs or {}, result)
         if any(work):
