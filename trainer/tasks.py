@@ -77,11 +77,6 @@ def build_task(recipe: Recipe) -> Task:
         return init_parameter(name, shape, architecture, seed)
 
     parameters = sum(p.numel() for p in decoder.parameters())
-    products = parameters
-    if not architecture.tie_word_embeddings:
-        products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
-    heads = architecture.num_attention_heads * architecture.head_dim
-    attention = 12 * architecture.num_hidden_layers * heads * recipe.data.seq_len
     return Task(
         f"{architecture.model_type} decoder",
         decoder,
@@ -90,9 +85,35 @@ def build_task(recipe: Recipe) -> Task:
         stream,
         validation,
         _hugging_face_files(recipe, architecture),
-        6.0 * products + attention,
+        flops_per_token(parameters, architecture, recipe.data.seq_len),
         parameters,
     )
+
+
+def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture | None, float]:
+    """(model, its repeated parts, its architecture, `Task.flops_per_token`), without any data.
+
+    Raises:
+        RecipeError: the model cannot be built.
+    """
+    if recipe.model.factory:
+        model, blocks = _call_factory(recipe)
+        return model, blocks, None, 6.0 * sum(p.numel() for p in model.parameters())
+    architecture = recipe.model.architecture or _read_init_config(recipe)
+    with torch.device("meta"):
+        decoder = Decoder(architecture)
+    parameters = sum(p.numel() for p in decoder.parameters())
+    flops = flops_per_token(parameters, architecture, recipe.data.seq_len)
+    return decoder, list(decoder.blocks), architecture, flops
+
+
+def flops_per_token(parameters: int, architecture: Architecture, seq_len: int) -> float:
+    """`Task.flops_per_token` of a decoder with so many parameters."""
+    products = parameters
+    if not architecture.tie_word_embeddings:
+        products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
+    heads = architecture.num_attention_heads * architecture.head_dim
+    return 6.0 * products + 12 * architecture.num_hidden_layers * heads * seq_len
 
 
 def _open_streams(recipe: Recipe) -> tuple[TokenStream, TokenStream | None]:

@@ -1,0 +1,80 @@
+"""One rank of a torchrun job that trains three steps under each of several recipes, and writes what
+it measured and what was predicted: python -m torch.distributed.run … rank.py RECIPE.yaml OUT.json
+'["override …", …]'"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from elastic import plan_batch
+from elastic.world import join_world, leave_world, read_environment
+from trainer.memory import LiveTensors, activation_bytes, measure_state, tensor_bytes
+from trainer.models import init_parameter
+from trainer.optimizer import build_optimizer
+from trainer.parallel import build_mesh, parallelize
+from trainer.plan import predict
+from trainer.recipe import load_recipe
+from trainer.tasks import bare_model
+
+
+def measure(recipe, world):
+    """Bytes of this rank: of its state, its activations, and at the peak of the third step,
+    from when on DDP's buckets stay the same."""
+    decoder, blocks, architecture, _ = bare_model(recipe)
+    model = parallelize(
+        decoder, blocks, build_mesh(recipe, world), recipe, world.device,
+        lambda name, shape: init_parameter(name, shape, architecture, 0),
+    )  # fmt: skip
+    model.draw_weights()
+    model.refresh_copy()
+    optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
+    plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
+    shape = (plan.micro_batch, recipe.data.seq_len)
+    batch = {name: torch.ones(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+    if recipe.data.document_mask:
+        batch["document_ids"] = torch.zeros(shape, dtype=torch.int32)
+    standing = tensor_bytes([*model.parameters.values(), *model.optimized.values()])
+    with LiveTensors() as live:
+        for step in range(3):
+            live.peak = 0
+            for number in range(plan.passes):
+                with model.accumulate(last=number == plan.passes - 1):
+                    if step == 2 and number == 0:
+                        loss, activations = activation_bytes(lambda: model(batch), model.module)
+                    else:
+                        loss = model(batch)
+                    loss.backward()
+                    del loss
+            model.collect_gradients()
+            state = measure_state(model, optimizer)
+            optimizer.step()
+            model.publish_weights()
+            model.zero_gradients()
+    peak = live.peak + standing + state.optimizer_state
+    return {**dataclasses.asdict(state), "activations": activations, "peak": peak}
+
+
+def main():
+    rank, _, world_size, local_world_size = read_environment()
+    world = join_world("cpu", 60)
+    results = {}
+    for case in json.loads(sys.argv[3]):
+        recipe = load_recipe(sys.argv[1], case.split(" "))
+        measured = measure(recipe, world)
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, measured)
+        if rank == 0:
+            predicted = dataclasses.asdict(predict(recipe, world_size, local_world_size))
+            most = {key: max(ranks[key] for ranks in everyone) for key in measured}
+            results[case] = {"measured": most, "predicted": predicted}
+    if rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    leave_world(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Bytes on one rank, moment by moment of a step, as `trainer.parallel` makes torch behave.
+
+[Note: moments] What a rank holds changes within a step, so a peak is the largest of several
+moments and less than the sum of everything's largest size:
+
+- *forward*: the loss has just been computed; logits and all activations are there.
+- *head*: backward through loss and output head; FSDP has fetched the last block again.
+- *blocks*: backward through a block, whose recomputed activations and gradients are there. From
+  block to block activations go and reduced gradients come, so it is worst in the last block, in the
+  one before it (the buffer of a reduction is there too) or in the first.
+- *end*: backward below the blocks: the gradient of the embedding.
+- *reduce*: FSDP copies the gradients of what belongs to no block into the reduction's buffer.
+- *update*: all gradients are reduced; the optimizer runs.
+
+Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
+
+- FSDP gathers into one flat buffer and copies it out, parameter by parameter. In the forward pass
+  the flat buffer stays until the next unit is gathered, in the backward pass the unit that comes
+  next is gathered ahead. The root unit (embedding, head) stays gathered meanwhile.
+- Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
+  unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
+- DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
+  into them in the last pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.parallel.parallelize import DTYPES
+from trainer.plan.trace import Blueprint, Shape, Trace
+from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a recipe lies over ranks."""
+
+    replicas: int
+    """Groups of ranks that hold the same."""
+    shards: int
+    """Ranks of such a group."""
+    passes: int
+    """Forward and backward passes per step."""
+    micro_batch: int
+    """Sequences of the largest pass."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, the first one, which no other's exceed."""
+
+    parameters: int
+    """Whole or sharded; under ZeRO-1 with the slices that the optimizer updates."""
+    gradients: int
+    """When the optimizer runs."""
+    optimizer_state: int
+    buffers: int
+    activations: int
+    """Between forward and backward pass."""
+    transient: int
+    """At the peak, besides the others: gathered units, buffers of reductions, unreduced gradients
+    of earlier passes, and what operators work with."""
+    peak: int
+    """Of the device, at the largest moment; without what torch and CUDA need for themselves."""
+    moment: str
+    """Which one that is; see [Note: moments]."""
+    host: int
+    """Of these, in host memory instead of on the device."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What comes and goes, in bytes."""
+
+    name: str
+    gradients: int = 0
+    """Reduced, or in DDP's buckets."""
+    pass_: int = 0
+    """The peak of a phase of the traced pass."""
+    other: int = 0
+
+
+def is_sharded_by_fsdp(recipe: Recipe) -> bool:
+    """As `parallelize` decides."""
+    return recipe.exact or (recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE")
+
+
+def memory_of(
+    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, device: str
+) -> Memory:
+    """Add up what a rank holds.
+
+    Args:
+        blueprint: the model.
+        recipe: its strategy and precision count.
+        layout: how they lie over the ranks.
+        trace: of one pass.
+        device: "cuda", or "cpu", where nothing is offloaded because all is on the host.
+    """
+    shapes = [shape for unit in blueprint.units for shape in unit]
+    whole = _bytes(shapes)
+    slices = _bytes(shapes, layout.shards)
+    state = 2 * slices + 4 * len(shapes)  # two moments of the gradient, and the step
+    if is_sharded_by_fsdp(recipe):
+        parameters, gradients = slices, slices
+        moments = _fsdp_moments(blueprint, recipe, layout, trace)
+    else:
+        parameters, gradients = whole, whole
+        largest = 0
+        if recipe.sharding == "OPTIMIZER_STATE":
+            mine = _bytes(shapes, layout.replicas)
+            parameters, state = whole + mine, 2 * mine + 4 * len(shapes)
+            largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
+        moments = _ddp_moments(blueprint, layout, trace, largest)
+    offloaded = recipe.strategy.cpu_offload and device != "cpu"
+    standing = blueprint.buffers + (0 if offloaded else parameters + state)
+
+    def device_bytes(moment: Moment) -> int:
+        return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
+
+    moment = max(moments, key=device_bytes)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_state=state,
+        buffers=blueprint.buffers,
+        activations=trace.saved,
+        transient=moment.other + max(0, moment.pass_ - trace.saved),
+        peak=device_bytes(moment),
+        moment=moment.name,
+        host=parameters + gradients + state if offloaded else 0,
+    )
+
+
+def _bytes(shapes: Sequence[Shape], ranks: int = 1, itemsize: int | None = None) -> int:
+    return sum(shape.sharded(ranks) * (itemsize or shape.itemsize) for shape in shapes)
+
+
+def _full_tensor_bytes(shape: Shape, ranks: int) -> int:
+    """At the peak of `DTensor.full_tensor`: three copies, and where ranks have different numbers of
+    rows one more, and a padded slice. Measured with gloo; NCCL may need less."""
+    uneven = shape.rows % ranks > 0
+    return (3 + uneven) * _bytes([shape]) + uneven * _bytes([shape], ranks)
+
+
+def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, largest: int) -> list[Moment]:
+    shapes = [shape for unit in blueprint.units for shape in unit]
+    whole, root = _bytes(shapes), _bytes(blueprint.units[0])
+    several = layout.passes > 1
+    moments = [Moment("update", whole, 0, largest)]
+    if layout.replicas > 1:
+        aside = whole if several else 0
+        moments += [
+            Moment("forward", whole, trace.head_forward, aside),
+            Moment("head", whole, trace.head_backward, aside),
+            Moment("blocks", whole, trace.last_backward, aside),
+            Moment("end", whole, trace.tail_backward, min(aside, root)),
+        ]
+        block = _bytes(blueprint.units[-1])
+        for back, below in _inner_blocks(blueprint):
+            held = trace.first_backward + below * trace.block_saved
+            moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
+        return moments
+    moments += [
+        Moment("forward", whole if several else 0, trace.head_forward),
+        Moment("head", whole if several else root, trace.head_backward),
+        Moment("end", whole, trace.tail_backward),
+    ]
+    block = _bytes(blueprint.units[-1])
+    moments.append(Moment("blocks", whole if several else root + block, trace.last_backward))
+    for back, below in _inner_blocks(blueprint):
+        held = trace.first_backward + below * trace.block_saved
+        moments.append(Moment("blocks", whole if several else root + (back + 1) * block, held))
+    return moments
+
+
+def _inner_blocks(blueprint: Blueprint) -> list[tuple[int, int]]:
+    """(blocks that are through with their backward pass, blocks still to come) where the next one
+    to last is at work, and where the first one is."""
+    others = len(blueprint.units) - 2
+    return [(1, others - 1), (others, 0)] if others > 0 else []
+
+
+def _fsdp_moments(
+    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace
+) -> list[Moment]:
+    shards, units = layout.shards, blueprint.units
+    compute = DTYPES[recipe.precision.dtype].itemsize
+    reduced = 8 if recipe.exact else 4
+
+    def padded(unit: Sequence[Shape], itemsize: int) -> int:
+        return shards * _bytes(unit, shards, itemsize)
+
+    root, root_buffer = padded(units[0], compute), padded(units[0], reduced)
+    blocks = units[1:]
+    block = max((padded(unit, compute) for unit in blocks), default=0)
+    buffer = max((padded(unit, reduced) for unit in blocks), default=0)
+    flat = block if shards > 1 else 0  # a group of one rank copies without it
+    keeps_whole = recipe.sharding not in ("FULL_SHARD", "HYBRID_SHARD")
+    everything = sum(padded(unit, compute) for unit in units)
+
+    slices = sum(_bytes(unit, shards) for unit in units)
+    root_slices, block_slices = (_bytes(units[i], shards) for i in (0, -1))
+    several = layout.passes > 1
+    # Whole gradients of the passes before, or their reduced ones and the last buffer of that.
+    aside = root_aside = block_aside = early = kept = added = 0
+    if several and recipe.strategy.reduce_every_pass:
+        # What the second pass has reduced stays beside the sum from then on (measured).
+        early = slices * (2 if layout.passes > 2 else 1)
+        kept, added = root_buffer, block_slices
+    elif several:
+        aside = sum(_bytes(unit, 1, reduced) for unit in units)
+        root_aside, block_aside = (_bytes(units[i], 1, reduced) for i in (0, -1))
+
+    gathered = everything if keeps_whole else root
+    ahead = 0 if keeps_whole else flat
+    moments = [
+        Moment("forward", early, trace.head_forward, gathered + flat + aside + kept),
+        Moment("head", early, trace.head_backward, gathered + ahead + aside + kept),
+    ]
+    if blocks:
+        own = 0 if keeps_whole else block
+        other = gathered + own + ahead + aside + kept + added
+        moments.append(Moment("blocks", early, trace.last_backward, other))
+    for back, below in _inner_blocks(blueprint):
+        other = gathered - back * block if keeps_whole else root + block + (flat if below else 0)
+        other += aside - back * block_aside + buffer + added
+        held = trace.first_backward + below * trace.block_saved
+        moments.append(Moment("blocks", max(early, back * block_slices), held, other))
+    done = max(early, slices - root_slices)
+    root_gradients = max(root, root_aside)
+    return [
+        *moments,
+        Moment("end", done, trace.tail_backward, root + buffer + root_aside),
+        Moment("reduce", done, 0, root_gradients + root_buffer + root_buffer // shards),
+        Moment("update", slices),
+    ]
+
+
+def traced_dtype(recipe: Recipe) -> tuple[torch.dtype, bool]:
+    """(format of the computation, whether autocast brings it about), as `parallelize` decides."""
+    return DTYPES[recipe.precision.dtype], not is_sharded_by_fsdp(recipe)

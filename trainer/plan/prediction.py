@@ -1,0 +1,124 @@
+"""What one recipe needs on one machine: the numbers behind `perdure plan` and `perdure compare`."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from elastic import plan_batch
+from trainer.parallel.mesh import mesh_shape
+from trainer.plan.costs import Machine, collectives_of, times_of
+from trainer.plan.memory import Layout, memory_of, traced_dtype
+from trainer.plan.trace import Blueprint, read_blueprint, trace
+from trainer.recipe import Recipe, RecipeError
+
+HOW = {
+    "traced": "activations, peak, seconds_per_step, mfu",
+    "computed": "parameters, gradients, optimizer_state, buffers, transient, host, "
+    "communication_bytes, checkpoint_bytes",
+}
+"""Where figures come from: one pass of the model on fake tensors, or sums over the shapes of its
+parameters. Of `peak`, what a pass works with is traced and the rest computed."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank, the one with the most; bytes and seconds. None: not known without a machine."""
+
+    world_size: int
+    passes: int
+    """Forward and backward passes per step."""
+    micro_batch: int
+    """Sequences of the largest pass; `batch.micro_batch` is their limit."""
+    parameters: int
+    """Whole or sharded; under ZeRO-1 with the slices that the optimizer updates."""
+    gradients: int
+    """When the optimizer runs."""
+    optimizer_state: int
+    buffers: int
+    activations: int
+    """Between forward and backward pass; gathered parameters are not among them."""
+    transient: int
+    """At the peak, beside the others: gathered units, buffers of reductions, gradients that are not
+    reduced yet, and what operators work with."""
+    peak: int
+    """Of the device at the largest moment of a step, which is less than the sum of the others.
+    What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
+    moment: str
+    """forward, head, blocks, end (backward, part by part), reduce or update."""
+    host: int
+    """Of these, in host memory: `strategy.cpu_offload`."""
+    communication_bytes: float
+    """Sent by this rank per step, and as many received."""
+    checkpoint_bytes: int
+    """Of one checkpoint, all ranks together."""
+    checkpoint_seconds: float | None
+    seconds_per_step: float | None
+    communication_seconds: float | None
+    """Per step, as if nothing overlapped."""
+    exposed_seconds: float | None
+    """Of these and of transfers to the host, what no computation hides."""
+    mfu: float | None
+    """Share of the peak FLOP/s, as `perdure train` reports it."""
+
+
+def predict(
+    recipe: Recipe,
+    world_size: int,
+    local_world_size: int,
+    *,
+    machine: Machine | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    blueprint: Blueprint | None = None,
+) -> Prediction:
+    """Predict a run of `recipe`. Needs neither its data nor a GPU, and starts no process group.
+
+    Args:
+        recipe: to run.
+        world_size: ranks.
+        local_world_size: ranks on each node.
+        machine: what they run on, for seconds.
+        device: whose kernels; unless said, that of `run.device`, and for `auto` what is here.
+        blueprint: of the recipe's model, to build it once for several predictions.
+
+    Raises:
+        RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
+    """
+    blueprint = blueprint or read_blueprint(recipe)
+    if device is None:
+        auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+        device = auto if recipe.run.device == "auto" else recipe.run.device
+    batch = recipe.batch
+    try:
+        plan = plan_batch(batch.global_batch, world_size, batch.micro_batch, fixed=recipe.exact)
+    except ValueError as error:
+        raise RecipeError(f"batch.global_batch: {error}") from error
+    _, replicas, shards, _, _ = mesh_shape(recipe, world_size, local_world_size)
+    layout = Layout(replicas, shards, plan.passes, plan.micro_batch)
+    dtype, autocast = traced_dtype(recipe)
+    recompute = recipe.strategy.activation_checkpointing
+    traced = trace(blueprint, plan.micro_batch, recompute, dtype, autocast, device)
+    memory = memory_of(blueprint, recipe, layout, traced, device)
+    checkpoint = 12 * blueprint.parameter_count + blueprint.buffers
+    seconds = communication = exposed = mfu = writing = None
+    if machine:
+        times = times_of(blueprint, recipe, layout, traced, machine)
+        seconds, communication, exposed = times.step, times.communication, times.exposed
+        tokens = batch.global_batch * recipe.data.seq_len
+        arithmetic = blueprint.flops_per_token * tokens
+        mfu = arithmetic / (seconds * machine.peak_flops * world_size)
+        writing = checkpoint / machine.storage if machine.storage else None
+    return Prediction(
+        world_size=world_size,
+        passes=plan.passes,
+        micro_batch=plan.micro_batch,
+        **dataclasses.asdict(memory),
+        communication_bytes=sum(c.sent for c in collectives_of(blueprint, recipe, layout)),
+        checkpoint_bytes=checkpoint,
+        checkpoint_seconds=writing,
+        seconds_per_step=seconds,
+        communication_seconds=communication,
+        exposed_seconds=exposed,
+        mfu=mfu,
+    )

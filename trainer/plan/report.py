@@ -1,0 +1,212 @@
+"""A `Plan` as text and as JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.plan import costs
+from trainer.plan.costs import Machine
+from trainer.plan.prediction import HOW
+from trainer.plan.search import ROOM, Candidate, Plan
+from trainer.recipe import Strategy
+
+COLUMNS = (
+    "strategy", "recompute", "micro-batch", "params", "grads", "optim", "activ", "transient",
+    "peak GB", "fits", "comm GB", "hidden", "s/step", "MFU",
+)  # fmt: skip
+MOMENTS = {
+    "forward": "when the loss is computed",
+    "head": "in the backward pass of the output head",
+    "blocks": "in the backward pass of a block",
+    "end": "in the backward pass below the blocks",
+    "reduce": "when the embedding's gradients are reduced",
+    "update": "in the optimizer step",
+}
+
+
+def plan_text(plan: Plan, command: str) -> str:
+    """The table, the recommendation, and what it rests on.
+
+    Args:
+        plan: to print.
+        command: `perdure train RECIPE …`, to which overrides are added.
+    """
+    rows = [_row(candidate, plan) for candidate in (plan.own, *plan.candidates)]
+    parts = [_headline(plan), _table([COLUMNS, *rows]), _advice(plan, command), _notes(plan)]
+    return "\n\n".join(parts)
+
+
+def _headline(plan: Plan) -> str:
+    recipe, machine = plan.recipe, plan.machine
+    return (
+        f"{plan.blueprint.parameter_count / 1e9:.2f} B parameters in {recipe.precision.dtype}, "
+        f"{recipe.batch.global_batch} sequences of {recipe.data.seq_len:,} tokens per step, "
+        f"on {_machine(machine)}; per rank, 1 GB = 10^9 bytes:"
+    )
+
+
+def _machine(machine: Machine) -> str:
+    gpus = f"{machine.gpus_per_node} GPU(s) with {machine.gpu.memory / 1e9:g} GB"
+    return gpus if machine.nodes == 1 else f"{machine.nodes} nodes of {gpus}"
+
+
+def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
+    p, strategy = candidate.prediction, candidate.recipe.strategy
+    free = candidate.free(plan.machine)
+    fits = f"{-free / 1e9:.1f} over"
+    if free >= 0:
+        fits = f"{free / 1e9:.1f} free" if candidate.fits(plan.machine) else "tight"
+    hidden = "-"
+    if p.communication_seconds and p.exposed_seconds is not None:
+        hidden = f"{max(0.0, 1 - p.exposed_seconds / p.communication_seconds):.0%}"
+    label = candidate.label
+    if strategy.reduce_every_pass:
+        label += " (r)"
+    return (
+        label + (" *" if candidate is plan.best else ""),
+        strategy.activation_checkpointing,
+        f"{p.micro_batch} x {p.passes}",
+        *map(_gb, (p.parameters, p.gradients, p.optimizer_state, p.activations, p.transient)),
+        _gb(p.peak),
+        fits,
+        _gb(p.communication_bytes),
+        hidden,
+        f"{p.seconds_per_step:.3g}",
+        f"{p.mfu:.0%}",
+    )
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.2f}" if count < 10e9 else f"{count / 1e9:.0f}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if number < 2 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _advice(plan: Plan, command: str) -> str:
+    best = plan.best
+    if best is None:
+        least = min(plan.candidates, key=lambda c: c.prediction.peak)
+        lines = [
+            f"Nothing fits with {ROOM:.0%} room. {least.label} with recompute "
+            f"{least.recipe.strategy.activation_checkpointing} needs least: "
+            f"{_gb(least.prediction.peak)} GB, most of it "
+            f"{MOMENTS[least.prediction.moment]}."
+        ]
+        if plan.enough_nodes:
+            lines.append(f"On {plan.enough_nodes} such nodes ZeRO-3 with full recomputation fits.")
+        else:
+            lines.append("Take larger GPUs, shorter sequences (data.seq_len), or a smaller model.")
+        return " ".join(lines)
+    p = best.prediction
+    settings = recommended(best)
+    yaml = [
+        "batch:",
+        f"  micro_batch: {settings['batch']['micro_batch']}",
+        "strategy:",
+        *(f"  {key}: {_yaml(value)}" for key, value in settings["strategy"].items()),
+    ]
+    flow = ", ".join(f"{key}: {_yaml(value)}" for key, value in settings["strategy"].items())
+    overrides = f"batch.micro_batch={settings['batch']['micro_batch']} 'strategy={{{flow}}}'"
+    host = f", and {_gb(p.host)} GB of host memory" if p.host else ""
+    return "\n".join(
+        [
+            f"* Fastest that fits with {ROOM:.0%} room: {best.label}, recompute "
+            f"{best.recipe.strategy.activation_checkpointing}. It needs most "
+            f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:g}{host}. "
+            "In the recipe:",
+            "",
+            *(f"    {line}" for line in yaml),
+            "",
+            f"or: {command} {overrides}",
+        ]
+    )
+
+
+def recommended(candidate: Candidate) -> dict[str, Any]:
+    """Recipe sections: the batch's micro_batch, and the whole strategy without its defaults."""
+    strategy = {
+        field.name: value
+        for field in dataclasses.fields(Strategy)
+        if (value := getattr(candidate.recipe.strategy, field.name)) != field.default
+        or field.name == "name"
+    }
+    return {
+        "batch": {"micro_batch": candidate.recipe.batch.micro_batch},
+        "strategy": strategy,
+    }
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _notes(plan: Plan) -> str:
+    p, machine, recipe = plan.own.prediction, plan.machine, plan.recipe
+    lines = [f"Checkpoint: {_gb(p.checkpoint_bytes)} GB"]
+    if p.checkpoint_seconds:
+        rate = (machine.storage or 0) / 1e9
+        lines[0] += f", written in {p.checkpoint_seconds:.1f} s at {rate:g} GB/s beside training"
+    lines += assumptions(plan)
+    if recipe.strategy.compile:
+        lines.append(
+            "strategy.compile: figures are those of eager kernels; compiled ones keep fewer "
+            "activations and take less time."
+        )
+    lines.append(
+        "(r): with strategy.reduce_every_pass. comm: sent by each rank per step. hidden: share of "
+        "its time that lies beside computation."
+    )
+    return "\n".join(lines)
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What the figures rest on, one sentence each."""
+    machine = plan.machine
+    lines = [
+        f"Traced on fake tensors: {HOW['traced']}. Computed from shapes: {HOW['computed']}.",
+        "Peaks leave out what torch, CUDA and NCCL take for themselves, and fragmentation.",
+        f"Seconds assume {machine.peak_flops / 1e12:g} TFLOP/s and "
+        f"{machine.gpu.bandwidth / 1e12:g} TB/s per GPU (matrix products reach "
+        f"{costs.PEAK_SHARE:.0%}, other kernels {costs.BANDWIDTH_SHARE:.0%}), "
+        f"{machine.gpu.link / 1e9:g} GB/s to a GPU of the same node"
+        + (f", {machine.net / 1e9:g} GB/s between nodes" if machine.nodes > 1 else "")
+        + f" (rings reach {costs.NETWORK_SHARE:.0%}), and that nothing waits for data or launches.",
+    ]
+    if machine.note:
+        lines.append(machine.note)
+    return lines
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """All figures: bytes, seconds."""
+
+    def candidate_json(candidate: Candidate) -> dict[str, Any]:
+        return {
+            "label": candidate.label,
+            **recommended(candidate),
+            **dataclasses.asdict(candidate.prediction),
+            "free": candidate.free(plan.machine),
+            "fits": candidate.fits(plan.machine),
+        }
+
+    return {
+        "machine": dataclasses.asdict(plan.machine),
+        "parameter_count": plan.blueprint.parameter_count,
+        "how": HOW,
+        "assumptions": assumptions(plan),
+        "room": ROOM,
+        "own": candidate_json(plan.own),
+        "candidates": [candidate_json(candidate) for candidate in plan.candidates],
+        "best": candidate_json(plan.best) if plan.best else None,
+        "enough_nodes": plan.enough_nodes,
+    }

@@ -1,0 +1,169 @@
+"""Every strategy on one machine: predictions, and which one to take."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.plan.costs import Machine
+from trainer.plan.prediction import Prediction, predict
+from trainer.plan.trace import Blueprint, Recompute, read_blueprint
+from trainer.recipe import Recipe, RecipeError, Strategy
+
+ROOM = 0.1
+"""Share of a GPU's memory that a recommended strategy leaves free: for what torch, CUDA and NCCL
+need for themselves, and for fragmentation."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a recipe."""
+
+    label: str
+    recipe: Recipe
+    prediction: Prediction
+
+    def free(self, machine: Machine) -> float:
+        """Bytes of a GPU's memory that are left at the peak; negative when it does not fit."""
+        return machine.gpu.memory - self.prediction.peak
+
+    def fits(self, machine: Machine) -> bool:
+        """With ROOM."""
+        return self.free(machine) >= ROOM * machine.gpu.memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `perdure plan` tells."""
+
+    recipe: Recipe
+    machine: Machine
+    blueprint: Blueprint
+    own: Candidate
+    """The recipe as it is."""
+    candidates: tuple[Candidate, ...]
+    """One per strategy and kind of recomputation, each with its best micro-batch and way to
+    reduce."""
+    best: Candidate | None
+    """The fastest that fits; None when none does."""
+    enough_nodes: int | None
+    """If none does: nodes of this kind on which one would, if any number does."""
+
+
+def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
+    """Predict every strategy of `recipe` on `machine`.
+
+    Raises:
+        RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
+    """
+    blueprint = read_blueprint(recipe)
+    world_size, local = machine.world_size, machine.gpus_per_node
+
+    def candidate(label: str, recipe: Recipe) -> Candidate:
+        prediction = predict(
+            recipe, world_size, local, machine=machine, device=device, blueprint=blueprint
+        )
+        return Candidate(label, recipe, prediction)
+
+    own = candidate("as it is", recipe)
+    found = []
+    for label, strategy in _strategies(recipe, machine):
+        for recompute in RECOMPUTES:
+            changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
+            tried: list[Candidate] = []
+            for micro_batch in _micro_batches(recipe, world_size):
+                ways = [
+                    candidate(label, _changed(recipe, way, micro_batch))
+                    for way in _reductions(recipe, changed, micro_batch, world_size)
+                ]
+                tried += ways
+                if not any(way.fits(machine) for way in ways):
+                    break  # larger ones need more
+            found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
+    best = _best(found, machine)
+    if best and own.fits(machine) and _order(own) <= _order(best):
+        best = own
+    nodes = None if best else _enough_nodes(recipe, machine, device, blueprint)
+    return Plan(recipe, machine, blueprint, own, tuple(found), best, nodes)
+
+
+def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+    """What `trainer.parallel` offers, and DeepSpeed's name for it."""
+    plain = Strategy(compile=recipe.strategy.compile)
+    yield "DDP", dataclasses.replace(plain, name="ddp")
+    if not recipe.exact:
+        yield "ZeRO-1", dataclasses.replace(plain, sharding="OPTIMIZER_STATE")
+    two = dataclasses.replace(plain, sharding="SHARD_GRAD_OP")
+    three = dataclasses.replace(plain, sharding="FULL_SHARD")
+    yield "ZeRO-2", two
+    yield "ZeRO-3", three
+    size = recipe.strategy.shard_size or machine.gpus_per_node
+    if size < machine.world_size and machine.world_size % size == 0:
+        yield (
+            "hybrid",
+            dataclasses.replace(
+                plain, sharding="HYBRID_SHARD", shard_size=recipe.strategy.shard_size
+            ),
+        )
+    yield "ZeRO-2, CPU offload", dataclasses.replace(two, cpu_offload=True)
+    yield "ZeRO-3, CPU offload", dataclasses.replace(three, cpu_offload=True)
+
+
+def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
+    """Powers of two, and all that a rank has to do."""
+    per_rank = max(1, -(-recipe.batch.global_batch // world_size))
+    if recipe.exact:  # what counts as a micro-batch is part of such a run
+        return [recipe.batch.micro_batch]
+    return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
+
+
+def _reductions(
+    recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
+) -> list[Strategy]:
+    """Gradients may be reduced after every pass, if there are several."""
+    several = micro_batch * world_size < recipe.batch.global_batch
+    by_fsdp = strategy.name == "fsdp" and strategy.sharding != "OPTIMIZER_STATE"
+    if several and by_fsdp and not recipe.exact:
+        return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
+    return [strategy]
+
+
+def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
+    batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
+    return dataclasses.replace(recipe, strategy=strategy, batch=batch)
+
+
+def _order(candidate: Candidate) -> tuple[float, int]:
+    """Fast before slow; of equally fast ones, small before large."""
+    return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
+
+
+def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:
+    return min((c for c in candidates if c.fits(machine)), key=_order, default=None)
+
+
+def _enough_nodes(
+    recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"], blueprint: Blueprint
+) -> int | None:
+    """The smallest doubling of the nodes on which the thriftiest strategy fits."""
+    strategy = Strategy(
+        sharding="FULL_SHARD",
+        activation_checkpointing="full",
+        reduce_every_pass=not recipe.exact,
+    )
+    thrifty = _changed(recipe, strategy, recipe.batch.micro_batch if recipe.exact else 1)
+    nodes = 2 * machine.nodes
+    while nodes <= 1 << 16:
+        larger = dataclasses.replace(machine, nodes=nodes)
+        try:
+            prediction = predict(
+                thrifty, larger.world_size, larger.gpus_per_node, device=device,
+                blueprint=blueprint,
+            )  # fmt: skip
+        except RecipeError:  # more ranks than sequences
+            return None
+        if Candidate("", thrifty, prediction).fits(larger):
+            return nodes
+        nodes *= 2
+    return None

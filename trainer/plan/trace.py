@@ -1,0 +1,417 @@
+"""One forward and backward pass on fake tensors: bytes of activations, and work.
+
+A model whose blocks are alike is traced with `DEPTH` of them; the others need what the first one
+needs. Fake tensors have shapes and storages, but no memory, so this takes no GPU and a fraction of
+a second for any size of model.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainer.memory import LiveTensors
+from trainer.models import Decoder
+from trainer.parallel.activations import apply_activation_checkpointing
+from trainer.recipe import Recipe, RecipeError
+from trainer.tasks import bare_model
+
+DEPTH = 2
+"""Blocks that are traced where all are alike: the last one, and one whose output another block
+takes in."""
+
+Recompute: TypeAlias = Literal["none", "full", "selective"]
+Work: TypeAlias = tuple[tuple[float, float], ...]
+"""(floating-point operations, bytes read and written) of each operator."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A parameter, as sharding on dim 0 sees it."""
+
+    rows: int
+    row: int
+    """Elements per row."""
+    itemsize: int
+    """Bytes per element."""
+
+    def sharded(self, ranks: int) -> int:
+        """Elements of the first rank's slice, which no other's exceeds."""
+        return -(-self.rows // ranks) * self.row
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """What a recipe trains, without weights and data."""
+
+    model: nn.Module
+    """On the meta device."""
+    traced: nn.Module
+    """The same model with fewer blocks, or itself."""
+    block_count: int
+    seq_len: int
+    document_mask: bool
+    flops_per_token: float
+    """As `Task.flops_per_token`."""
+    units: tuple[tuple[Shape, ...], ...]
+    """Parameters by FSDP unit: what belongs to no block, then each block. Tied ones once."""
+    buffers: int
+    """Bytes."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements."""
+        return sum(shape.rows * shape.row for unit in self.units for shape in unit)
+
+
+def read_blueprint(recipe: Recipe) -> Blueprint:
+    """Build the model of a recipe on the meta device.
+
+    Raises:
+        RecipeError: it cannot be built.
+        ConfigError: the config.json of `model.init_from` cannot be used.
+    """
+    model, blocks, architecture, flops = bare_model(recipe)
+    model = model.to("meta")
+    traced = model
+    if architecture and architecture.num_hidden_layers > DEPTH:
+        with torch.device("meta"):
+            traced = Decoder(dataclasses.replace(architecture, num_hidden_layers=DEPTH))
+    in_blocks = {p for block in blocks for p in block.parameters()}
+    rest = [p for p in model.parameters() if p not in in_blocks]
+    units = [rest, *(list(block.parameters()) for block in blocks)]
+    return Blueprint(
+        model=model,
+        traced=traced,
+        block_count=len(blocks),
+        seq_len=recipe.data.seq_len,
+        document_mask=recipe.data.document_mask,
+        flops_per_token=flops,
+        units=tuple(tuple(map(_shape, unit)) for unit in units),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+    )
+
+
+def _shape(parameter: nn.Parameter) -> Shape:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return Shape(rows, parameter.numel() // max(1, rows), parameter.element_size())
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes and work of one pass over one micro-batch on one rank. Parameters are not counted, nor
+    gradients, except those that FSDP has not reduced yet where a peak is meant."""
+
+    saved: int
+    """Activations: alive between forward and backward."""
+    head_forward: int
+    """Peak until the loss is there."""
+    head_backward: int
+    """Peak of the backward pass before it comes to the blocks."""
+    last_backward: int
+    """Peak in the backward pass of the last block, which is the first to go back (of all but the
+    first, where they are all traced)."""
+    first_backward: int
+    """Peak in the backward pass of any other block, when the blocks above it are through and those
+    below it are none; each of them holds `block_saved` more."""
+    block_saved: int
+    """Part of `saved` that is one block's."""
+    tail_backward: int
+    """Peak of the backward pass after the blocks."""
+    forward: Work
+    backward: Work
+    """Recomputation included."""
+
+
+@cache
+def trace(
+    blueprint: Blueprint,
+    micro_batch: int,
+    recompute: Recompute,
+    dtype: torch.dtype,
+    autocast: bool,
+    device: Literal["cpu", "cuda"],
+) -> Trace:
+    """Trace a pass.
+
+    Args:
+        blueprint: of the model.
+        micro_batch: sequences.
+        recompute: `strategy.activation_checkpointing`.
+        dtype: of the computation.
+        autocast: parameters stay as they are and are cast operator by operator, as under DDP, and
+            their gradients go into buckets; else the parameters have `dtype`, as those that FSDP
+            gathers, and the gradients of a unit stay until all of them are there.
+        device: whose kernels for attention and norms are assumed.
+
+    Raises:
+        RecipeError: the model does not run on fake tensors.
+    """
+    model = copy.deepcopy(blueprint.traced)
+    blocks = _largest_list(model)
+    extra = blueprint.block_count - len(blocks)
+    if recompute != "none":
+        blocks = apply_activation_checkpointing(model, blocks, recompute)
+    if not autocast:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    shape = (micro_batch, blueprint.seq_len)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            model.to_empty(device="cpu")
+            inputs = {
+                name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")
+            }
+            if blueprint.document_mask:
+                inputs["document_ids"] = torch.zeros(shape, dtype=torch.int32)
+            tape = _Tape(model, blocks, keep_gradients=not autocast)
+            if device == "cuda":
+                stack.enter_context(_cuda_kernels())
+            stack.enter_context(tape)
+            casts = autocast and dtype != torch.float32
+            with torch.autocast("cpu", dtype=dtype) if casts else nullcontext():
+                loss = _loss(model(**inputs))
+            tape.forward_ends()
+            loss.backward()
+    except Exception as error:  # whatever a user's own model may raise
+        first_line = (str(error).splitlines() or [""])[0]
+        raise RecipeError(
+            f"model: cannot be traced on fake tensors ({type(error).__name__}: {first_line}), so "
+            "its activations are not known; measure them with `perdure compare`"
+        ) from error
+    return tape.result(extra)
+
+
+def _largest_list(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: as `tasks` finds them."""
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda m: sum(p.numel() for b in m for p in b.parameters()), default=[])
+
+
+def _loss(result: Any) -> torch.Tensor:
+    return result["loss"] if isinstance(result, Mapping) else getattr(result, "loss", result)
+
+
+@dataclass
+class _Phase:
+    peak: int = 0
+    work: list[tuple[float, float]] = field(default_factory=list)
+
+
+class _Tape(LiveTensors):
+    """Notes live bytes and work while a pass goes through its phases."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Iterable[nn.Module], *, keep_gradients: bool
+    ) -> None:
+        super().__init__()
+        names = ("start", "first", "others", "head", "head back", "last back", "others back",
+                 "first back", "tail")  # fmt: skip
+        self._phases = {name: _Phase() for name in names}
+        self._in_backward = False
+        self._first_alive = self._first_saved = 0
+        self._parameters = list(model.parameters())
+        self._watch(list(blocks))
+        # Within autocast, whose casts of weights live until its end.
+        model.register_forward_hook(lambda *_: self._note_alive())
+        self._enter("start")
+        if not keep_gradients:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(_drop)
+
+    def _watch(self, blocks: list[nn.Module]) -> None:
+        last = len(blocks) - 1
+        for number, block in enumerate(blocks):
+
+            def before(block: nn.Module, inputs: Any, number: int = number) -> None:
+                if not self._in_backward:  # else it is recomputed
+                    self._enter("others" if number else "first")
+                    following = ("tail", "first back", "others back")[min(number, 2)]
+                    _on_gradient(inputs, lambda: self._leave(block, following))
+
+            def after(block: nn.Module, _inputs: Any, output: Any, number: int = number) -> None:
+                if number == last and not self._in_backward:
+                    _on_gradient(output, lambda: self._enter("last back"))
+                    self._enter("head")
+
+            block.register_forward_pre_hook(before)
+            block.register_forward_hook(after)
+
+    def _note_alive(self) -> None:
+        self._first_alive = self.total("first")
+
+    def _enter(self, phase: str) -> None:
+        self.label = phase
+        self._phase = self._phases[phase]
+
+    def _leave(self, block: nn.Module, following: str) -> None:
+        """The backward pass of a block is over: FSDP would reduce its gradients now."""
+        for parameter in block.parameters():
+            parameter.grad = None
+        self._enter(following)
+
+    def forward_ends(self) -> None:
+        """The loss is there; what autocast has kept is gone."""
+        self._saved = self.total()
+        self._first_saved = self.total("first")
+        self._in_backward = True
+        self._enter("head back")
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
+        if operator.namespace == "prim":
+            return result
+        self._phase.peak = max(self._phase.peak, self.alive)
+        work = _work(operator, args, kwargs or {}, result)
+        if any(work):
+            self._phase.work.append(work)
+        return result
+
+    def result(self, extra: int) -> Trace:
+        """For `extra` blocks more, each like the first one."""
+        peaks = {name: phase.peak for name, phase in self._phases.items()}
+        work = {name: phase.work for name, phase in self._phases.items()}
+        alive, saved = extra * self._first_alive, extra * self._first_saved
+        return Trace(
+            saved=self._saved + saved,
+            head_forward=max(
+                peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
+            ),
+            head_backward=peaks["head back"] + saved,
+            last_backward=max(peaks["last back"] + saved, peaks["others back"]),
+            first_backward=peaks["first back"],
+            block_saved=self._first_saved,
+            tail_backward=peaks["tail"],
+            forward=(
+                *work["start"], *work["first"] * (extra + 1), *work["others"], *work["head"],
+            ),
+            backward=(
+                *work["head back"], *work["last back"], *work["others back"],
+                *work["first back"] * (extra + 1), *work["tail"],
+            ),
+        )  # fmt: skip
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _on_gradient(value: Any, call: Callable[[], None]) -> None:
+    """Call when the gradient of the first tensor in `value` that has one is complete."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _gradient: call())
+            return
+
+
+# --- work ------------------------------------------------------------------------------------
+
+_NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
+
+
+def _work(operator: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float]:
+    """Operations and bytes of an operator; none for one that only makes another view."""
+    if operator.namespace != "aten" or operator.overloadpacket.__name__ in _NO_TRAFFIC:
+        return 0.0, 0.0
+    given = {_place(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    made = {_place(t): t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+    if operator.is_view or not made:
+        return 0.0, 0.0
+    traffic = sum(t.numel() * t.element_size() for t in (*given.values(), *made.values()))
+    return _operations(operator, args, kwargs, result), float(traffic)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _operations(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
+    name = operator.overloadpacket.__name__
+    if name.startswith("_scaled_dot_product"):
+        named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
+        batch, heads, queries, size = named["query"].shape
+        products = 5 if "backward" in name else 2  # Dao et al. 2022: five products in backward
+        whole = 2.0 * products * batch * heads * queries * named["key"].shape[2] * size
+        return whole / 2 if named.get("is_causal") else whole
+    formula = flop_registry.get(operator.overloadpacket)
+    return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+
+
+# --- kernels that only a GPU has -------------------------------------------------------------
+
+
+def _cuda_kernels() -> Any:
+    """While entered, attention and RMSNorm are what CUDA would call. Fake tensors of a GPU need a
+    build of torch for it; these stand on the CPU, whose kernels keep other tensors for the backward
+    pass. (A TorchFunctionMode would be off in the backward pass, where blocks are recomputed.)"""
+    return patch.multiple(F, scaled_dot_product_attention=_attend, rms_norm=_normalise)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention where it can, else the memory-efficient kernel, as SDPA chooses on CUDA."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if attn_mask is None and q.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:  # `models.decoder.attend` repeats them on CUDA, and SDPA would
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask
+        if attn_mask.dtype == torch.bool:
+            bias = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _normalise(
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    if weight is None:
+        weight = input.new_ones(normalized_shape)
+    return _FusedRMSNorm.apply(input, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Keeps its input and one number per row, as the fused kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        row_norms = x.new_empty(x.shape[: -weight.dim()], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, row_norms)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return gradient + x, torch.empty_like(weight)
