@@ -1,0 +1,219 @@
+"""What each rank holds and how long it communicates, over the last steps of a run → one record per
+rank in `<run.dir>/ranks/`.
+
+Bytes are those of storages: views of one storage count once, and a storage counts whole, whatever
+part of it a tensor shows. On a GPU memory is the GPU's, and `host` tells what lies in host memory.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from elastic import World
+from trainer.parallel import ParallelModel
+from trainer.recipe import Recipe
+
+RANKS = "ranks"
+"""Folder of the records in the run directory."""
+Storages = dict[int, int]
+"""Address of a storage → its bytes."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Of one rank, over `steps` steps. Bytes, unless it says otherwise."""
+
+    rank: int
+    steps: int
+    parameters: int
+    """Held between steps, the slices of ZeRO-1 included."""
+    gathered: int
+    """Whole parameters that FSDP holds at the end of a forward pass, besides `parameters`."""
+    gradients: int
+    """When the optimizer takes its step: the reduced ones."""
+    optimizer_state: int
+    buffers: int
+    peak: int
+    """Most that was allocated at once; the memory of checkpoints and of the process itself, which
+    torch does not allocate, is not in it."""
+    host: int
+    """Parameters, gradients and optimizer state in host memory; 0 when that is what is measured."""
+    communication: float
+    """Share of the time in which at least one collective was under way, waiting for peers
+    included."""
+    collectives: float
+    """Started per step."""
+
+
+class RankMeter:
+    """Measures the last `tracking.measure_steps` steps of a run under torch's profiler.
+
+    `with meter.step(number):` goes around every step; around those before it does nothing.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: ParallelModel, optimizer: torch.optim.Optimizer, world: World
+    ) -> None:
+        self._first = recipe.run.steps - recipe.tracking.measure_steps + 1
+        self._last = recipe.run.steps
+        self._directory = Path(recipe.run.dir) / RANKS
+        self._model, self._optimizer, self._world = model, optimizer, world
+        self._running: _Running | None = None
+
+    def covers(self, step: int) -> bool:
+        """Whether a step is measured, and slower for it."""
+        return step >= self._first
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Measure what happens inside, if it is due. On all ranks."""
+        if not self.covers(number):
+            yield
+            return
+        if self._running is None:
+            self._running = _Running(self._model, self._optimizer, self._world.device)
+        self._running.steps += 1
+        yield
+        if number == self._last:
+            record = self._running.finish(self._world.rank)
+            self._running = None
+            self._directory.mkdir(exist_ok=True)
+            path = self._directory / f"rank-{record.rank:05}.json"
+            path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+
+
+class _Running:
+    """A measurement under way."""
+
+    def __init__(
+        self, model: ParallelModel, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        self.steps = 0
+        self._model, self._device = model, device
+        weights = [*model.parameters.values(), *model.optimized.values()]
+        state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+        self._tensors: dict[str, list[Any]] = {
+            "parameters": weights,
+            "optimizer_state": state,
+            "buffers": list(model.module.buffers()),
+        }
+        self._held = {kind: storages(some, device) for kind, some in self._tensors.items()}
+        self._gathered: Storages = {}
+        self._gradients: Storages = {}
+        self._gradients_on_host = 0
+        self._hooks = [
+            model.module.register_forward_hook(self._after_forward),
+            optimizer.register_step_pre_hook(self._before_update),
+        ]
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.reset_peak_memory_stats(device)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start on stderr
+        self._profile = profile(activities=activities, profile_memory=device.type == "cpu")
+        self._profile.start()
+        self._began = time.perf_counter()
+
+    def _after_forward(self, *_: Any) -> None:
+        held = self._held["parameters"]
+        found = storages(self._model.module.parameters(), self._device)
+        self._gathered |= {key: size for key, size in found.items() if key not in held}
+
+    def _before_update(self, *_: Any) -> None:
+        weights = self._tensors["parameters"]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        self._gradients = storages(gradients, self._device)
+        self._gradients_on_host = self._on_host(gradients)
+
+    def _on_host(self, tensors: Iterable[torch.Tensor]) -> int:
+        if self._device.type == "cpu":
+            return 0
+        return sum(storages(tensors, torch.device("cpu")).values())
+
+    def finish(self, rank: int) -> RankRecord:
+        """End the measurement."""
+        seconds = time.perf_counter() - self._began
+        self._profile.stop()
+        for hook in self._hooks:
+            hook.remove()
+        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        collectives = _collectives(events, self._device)
+        bytes_of = {kind: sum(held.values()) for kind, held in self._held.items()}
+        return RankRecord(
+            rank=rank,
+            steps=self.steps,
+            gathered=sum(self._gathered.values()),
+            gradients=sum(self._gradients.values()),
+            peak=self._peak(events),
+            host=self._gradients_on_host + sum(map(self._on_host, self._tensors.values())),
+            communication=covered(collectives) / (seconds * 1e9),
+            collectives=len(collectives) / self.steps,
+            **bytes_of,
+        )
+
+    def _peak(self, events: Sequence[Any]) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        held: Storages = {}
+        for of_kind in self._held.values():
+            held |= of_kind
+        if isinstance(self._model.module, DistributedDataParallel):
+            held |= self._gradients  # views of its buckets, which it never frees
+        # What is known above was there before; the profiler tells of all that came and went since.
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        level = highest = 0
+        for _, change in changes:
+            level += change
+            highest = max(highest, level)
+        return sum(held.values()) + highest
+
+
+def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
+    """The storages of tensors, or of this rank's shards of them, on a kind of device."""
+    found: Storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.device.type == device.type:
+                storage = local.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)  # empty ones
+    return found
+
+
+def covered(spans: Iterable[tuple[int, int]]) -> int:
+    """Length of the union of spans (begin, end)."""
+    total = reached = 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _collectives(events: Iterable[Any], device: torch.device) -> list[tuple[int, int]]:
+    """(begin, end) in nanoseconds: gloo's from being asked for to being done, NCCL's kernels."""
+    if device.type == "cuda":
+        found = [
+            e
+            for e in events
+            if e.device_type() == torch.profiler.DeviceType.CUDA and "nccl" in e.name().lower()
+        ]
+    else:
+        found = [e for e in events if e.name().startswith("gloo:")]
+    return [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in found]
+
+
+def read_records(run: Path) -> list[RankRecord]:
+    """The records of all ranks of a run; empty when nothing was measured."""
+    paths = sorted((run / RANKS).glob("rank-*.json"))
+    return [RankRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
