@@ -19,6 +19,7 @@ from elastic.exits import (
 )
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
+from trainer.cli_compare import add_compare_command, default_ranks
 from trainer.errors import known_errors
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_ckpt_commands(ckpt.add_subparsers(required=True, metavar="COMMAND"), _command)
 
+    add_compare_command(commands, _command)
     add_chaos_command(commands, _command)
 
     generate = _command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
@@ -165,22 +167,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from trainer.preflight import check_inputs
     from trainer.tasks import build_task
 
-    ranks = arguments.nproc_per_node or _default_ranks(recipe.run.device)
+    ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     nodes = int(arguments.nnodes.split(":")[0])
     check_inputs(recipe, build_task(recipe), 0, nodes * ranks, ranks)
     if arguments.dry_run:
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0
     return _launch(arguments, ranks)
-
-
-def _default_ranks(device: str) -> int:
-    import torch
-
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    # Two, so that what runs on a laptop is what runs on a cluster.
-    return min(2, os.cpu_count() or 1)
 
 
 def _launch(arguments: argparse.Namespace, ranks: int) -> int:

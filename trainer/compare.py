@@ -1,12 +1,14 @@
 """`perdure compare`: a recipe trained for a few steps under each strategy, for real, one after
 another on this machine, and what each of them cost.
 
-[Note: steps of a comparison] `warm-up | timed | save | after the save | measured`. Speed is that of
-the timed steps alone. A checkpoint begins after the last of them; the steps that follow tell what it
-cost. The last ones run under torch's profiler (trainer/measure.py) and are slower for it.
+[Note: steps of a comparison] Steps are, in this order: warm-up, timed, after the save, measured.
+Speed is that of the timed steps alone. A checkpoint begins after the last of them; the steps that
+follow tell what it cost. The measured ones, last, run under torch's profiler (trainer/measure.py)
+and are slower for it.
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -22,6 +25,7 @@ from typing import Any
 
 from checkpointing.slots import collect_memory
 from checkpointing.storage import location
+from elastic.chaos import gone
 from elastic.history import LedgerError, Step, read_history
 from elastic.local_nodes import RUN, LocalNode
 from trainer.measure import RankRecord, read_records
@@ -32,6 +36,8 @@ from trainer.report import read_metrics
 WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 2
 """Steps; see [Note: steps of a comparison]."""
 LOG_EVERY = 5
+GONE_SECONDS = 5.0
+"""How long processes that are killed may take to go."""
 
 _FSDP = "strategy.name=fsdp"
 BASES: dict[str, tuple[str, ...]] = {
@@ -107,6 +113,7 @@ class Outcome:
 
     @property
     def final_loss(self) -> float | None:
+        """Of the last step."""
         return self.losses[max(self.losses)] if self.losses else None
 
 
@@ -287,7 +294,10 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
     try:
         return process.wait()
     finally:
-        LocalNode(0, process, log).kill()
+        node = LocalNode(0, process, log)
+        family = node.family()
+        node.kill()
+        gone(lambda: [str(pid) for pid in family if Path(f"/proc/{pid}").exists()], GONE_SECONDS)
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -312,6 +322,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     timed = [by_number[number].seconds for number in range(WARM_UP + 1, save_at + 1)]
     records = read_metrics(run)
     logged = [record for record in records if "loss" in record]
+    losses = {r["step"]: math.inf if r["loss"] is None else r["loss"] for r in logged}
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
@@ -323,7 +334,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
         name,
         step_seconds=timed,
         tokens_per_second=tokens_per_step / median(timed),
-        losses={record["step"]: record["loss"] for record in logged},
+        losses=losses,
         ranks=ranks,
         peak=most("peak"),
         parameters=most("parameters"),
@@ -362,9 +373,7 @@ def predicted(recipe: Recipe, ranks: int) -> dict[str, Any]:
     """What `perdure plan` says of a recipe on this machine, by field."""
     if not find_spec("trainer.plan"):
         return {}
-    from trainer.plan import predict
-
-    return asdict(predict(recipe, ranks, ranks))
+    return asdict(import_module("trainer.plan").predict(recipe, ranks, ranks))
 
 
 # --- judging ---------------------------------------------------------------------------------

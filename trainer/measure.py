@@ -8,9 +8,10 @@ part of it a tensor shows. On a GPU memory is the GPU's, and `host` tells what l
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,7 @@ class _Running:
             model.module.register_forward_hook(self._after_forward),
             optimizer.register_step_pre_hook(self._before_update),
         ]
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.reset_peak_memory_stats(device)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start on stderr
-        self._profile = profile(activities=activities, profile_memory=device.type == "cpu")
-        self._profile.start()
-        self._began = time.perf_counter()
+        self._trace = Trace(device)
 
     def _after_forward(self, *_: Any) -> None:
         held = self._held["parameters"]
@@ -142,40 +136,67 @@ class _Running:
 
     def finish(self, rank: int) -> RankRecord:
         """End the measurement."""
-        seconds = time.perf_counter() - self._began
-        self._profile.stop()
+        self._trace.stop()
         for hook in self._hooks:
             hook.remove()
-        events = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        collectives = _collectives(events, self._device)
         bytes_of = {kind: sum(held.values()) for kind, held in self._held.items()}
         return RankRecord(
             rank=rank,
             steps=self.steps,
             gathered=sum(self._gathered.values()),
             gradients=sum(self._gradients.values()),
-            peak=self._peak(events),
+            peak=self._trace.peak(self._held_between_steps()),
             host=self._gradients_on_host + sum(map(self._on_host, self._tensors.values())),
-            communication=covered(collectives) / (seconds * 1e9),
-            collectives=len(collectives) / self.steps,
+            communication=self._trace.communication,
+            collectives=self._trace.collectives / self.steps,
             **bytes_of,
         )
 
-    def _peak(self, events: Sequence[Any]) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+    def _held_between_steps(self) -> int:
         held: Storages = {}
         for of_kind in self._held.values():
             held |= of_kind
         if isinstance(self._model.module, DistributedDataParallel):
             held |= self._gradients  # views of its buckets, which it never frees
-        # What is known above was there before; the profiler tells of all that came and went since.
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        level = highest = 0
-        for _, change in changes:
-            level += change
-            highest = max(highest, level)
-        return sum(held.values()) + highest
+        return sum(held.values())
+
+
+class Trace:
+    """torch's profiler over a few steps of this rank, from the moment it is made to `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.reset_peak_memory_stats(device)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start on stderr
+        self._profile = profile(activities=activities, profile_memory=device.type == "cpu")
+        self._profile.start()
+        self._began = time.perf_counter()
+        self._highest = 0
+        self.communication = 0.0
+        """Share of the time in which a collective was under way."""
+        self.collectives = 0
+
+    def stop(self) -> None:
+        """Stop, and work out the figures."""
+        seconds = time.perf_counter() - self._began
+        self._profile.stop()
+        events: Any = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        spans = _collectives(events, self._device)
+        self.communication = covered(spans) / (seconds * 1e9)
+        self.collectives = len(spans)
+        if self._device.type == "cpu":
+            # Of memory that was there before, it tells nothing.
+            changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+            self._highest = max(accumulate(change for _, change in changes), default=0)
+
+    def peak(self, held: int) -> int:
+        """Most bytes allocated at once, when `held` were at the beginning."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return held + max(0, self._highest)
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
