@@ -10,6 +10,7 @@ and are slower for it.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -209,7 +210,7 @@ def candidate(
         recipe = load_recipe(arguments[0], arguments[1:])
         mesh_shape(recipe, ranks, ranks)
     except RecipeError as error:
-        return Candidate(name, arguments, None, str(error))
+        return Candidate(name, arguments, None, re.sub(r"^override '[^']*': ", "", str(error)))
     return Candidate(name, arguments, recipe)
 
 

@@ -121,30 +121,32 @@ class _Running:
     def _after_forward(self, *_: Any) -> None:
         held = self._held["parameters"]
         found = storages(self._model.module.parameters(), self._device)
-        self._gathered |= {key: size for key, size in found.items() if key not in held}
+        found = {key: size for key, size in found.items() if key not in held}
+        self._gathered = max(self._gathered, found, key=_total)
 
     def _before_update(self, *_: Any) -> None:
         weights = self._tensors["parameters"]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        self._gradients = storages(gradients, self._device)
-        self._gradients_on_host = self._on_host(gradients)
+        found = storages(gradients, self._device)
+        self._gradients = max(self._gradients, found, key=_total)
+        self._gradients_on_host = max(self._gradients_on_host, self._on_host(gradients))
 
     def _on_host(self, tensors: Iterable[torch.Tensor]) -> int:
         if self._device.type == "cpu":
             return 0
-        return sum(storages(tensors, torch.device("cpu")).values())
+        return _total(storages(tensors, torch.device("cpu")))
 
     def finish(self, rank: int) -> RankRecord:
         """End the measurement."""
         self._trace.stop()
         for hook in self._hooks:
             hook.remove()
-        bytes_of = {kind: sum(held.values()) for kind, held in self._held.items()}
+        bytes_of = {kind: _total(held) for kind, held in self._held.items()}
         return RankRecord(
             rank=rank,
             steps=self.steps,
-            gathered=sum(self._gathered.values()),
-            gradients=sum(self._gradients.values()),
+            gathered=_total(self._gathered),
+            gradients=_total(self._gradients),
             peak=self._trace.peak(self._held_between_steps()),
             host=self._gradients_on_host + sum(map(self._on_host, self._tensors.values())),
             communication=self._trace.communication,
@@ -158,7 +160,7 @@ class _Running:
             held |= of_kind
         if isinstance(self._model.module, DistributedDataParallel):
             held |= self._gradients  # views of its buckets, which it never frees
-        return sum(held.values())
+        return _total(held)
 
 
 class Trace:
@@ -210,6 +212,10 @@ def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)  # empty ones
     return found
+
+
+def _total(found: Storages) -> int:
+    return sum(found.values())
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:
