@@ -34,7 +34,7 @@ from trainer.parallel import mesh_shape
 from trainer.recipe import Recipe, RecipeError, load_recipe
 from trainer.report import read_metrics
 
-WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 2
+WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 3
 """Steps; see [Note: steps of a comparison]."""
 LOG_EVERY = 5
 GONE_SECONDS = 5.0

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,21 +72,24 @@ def main(arguments: list[str]) -> None:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        for _ in range(plan.passes):
-            inputs = {key: value.to(world.device) for key, value in next(batches).items()}
-            loss = engine(**inputs)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / (plan.passes * world.world_size)
-        dist.all_reduce(total)
+        with trace.step() if trace else nullcontext():
+            for _ in range(plan.passes):
+                inputs = {key: value.to(world.device) for key, value in next(batches).items()}
+                loss = engine(**inputs)
+                engine.backward(loss)
+                engine.step()
+                total += loss.detach() / (plan.passes * world.world_size)
+            dist.all_reduce(total)
         if step % LOG_EVERY == 0 or step == recipe.run.steps:
             losses[step] = total.item()
         seconds.append(time.perf_counter() - began)
     batches.close()
     peak = torch.zeros((), dtype=torch.float64)
     communication = 0.0
+    folder = Path(recipe.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
     if trace:
-        trace.stop()
+        trace.stop(folder / f"rank-{world.rank:05}.trace.json.gz")
         peak += trace.peak(held)
         communication = trace.communication
     dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -99,8 +103,6 @@ def main(arguments: list[str]) -> None:
             "peak": int(peak.item()),
             "communication": communication,
         }
-        folder = Path(recipe.run.dir)
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "deepspeed.json").write_text(json.dumps(figures), encoding="utf-8")
     leave_world(0)
 

@@ -1,24 +1,23 @@
 """What each rank holds and how long it communicates, over the last steps of a run → one record per
-rank in `<run.dir>/ranks/`.
+rank in `<run.dir>/ranks/`, with the profiler's trace beside it.
 
 Bytes are those of storages: views of one storage count once, and a storage counts whole, whatever
 part of it a tensor shows. On a GPU memory is the GPU's, and `host` tells what lies in host memory.
 """
 
+import gzip
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from elastic import World
 from trainer.parallel import ParallelModel
@@ -28,6 +27,10 @@ RANKS = "ranks"
 """Folder of the records in the run directory."""
 Storages = dict[int, int]
 """Address of a storage → its bytes."""
+Event = dict[str, Any]
+"""Of a trace in Chrome's format; times in microseconds."""
+STEP = "perdure:step"
+"""Name of the events that stand for steps."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,13 @@ class RankMeter:
         if self._running is None:
             self._running = _Running(self._model, self._optimizer, self._world.device)
         self._running.steps += 1
-        yield
+        with self._running.trace.step():
+            yield
         if number == self._last:
-            record = self._running.finish(self._world.rank)
-            self._running = None
             self._directory.mkdir(exist_ok=True)
-            path = self._directory / f"rank-{record.rank:05}.json"
+            path = self._directory / f"rank-{self._world.rank:05}.json"
+            record = self._running.finish(self._world.rank, path.with_suffix(".trace.json.gz"))
+            self._running = None
             path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
@@ -100,6 +104,7 @@ class _Running:
         self, model: ParallelModel, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
         self.steps = 0
+        self.trace = Trace(device)
         self._model, self._device = model, device
         weights = [*model.parameters.values(), *model.optimized.values()]
         state = [value for of_one in optimizer.state.values() for value in of_one.values()]
@@ -116,7 +121,6 @@ class _Running:
             model.module.register_forward_hook(self._after_forward),
             optimizer.register_step_pre_hook(self._before_update),
         ]
-        self._trace = Trace(device)
 
     def _after_forward(self, *_: Any) -> None:
         held = self._held["parameters"]
@@ -136,9 +140,9 @@ class _Running:
             return 0
         return _total(storages(tensors, torch.device("cpu")))
 
-    def finish(self, rank: int) -> RankRecord:
-        """End the measurement."""
-        self._trace.stop()
+    def finish(self, rank: int, trace: Path) -> RankRecord:
+        """End the measurement, and leave the profiler's trace in a file."""
+        self.trace.stop(trace)
         for hook in self._hooks:
             hook.remove()
         bytes_of = {kind: _total(held) for kind, held in self._held.items()}
@@ -147,10 +151,10 @@ class _Running:
             steps=self.steps,
             gathered=_total(self._gathered),
             gradients=_total(self._gradients),
-            peak=self._trace.peak(self._held_between_steps()),
+            peak=self.trace.peak(self._held_between_steps()),
             host=self._gradients_on_host + sum(map(self._on_host, self._tensors.values())),
-            communication=self._trace.communication,
-            collectives=self._trace.collectives / self.steps,
+            communication=self.trace.communication,
+            collectives=self.trace.collectives / self.steps,
             **bytes_of,
         )
 
@@ -175,30 +179,65 @@ class Trace:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start on stderr
         self._profile = profile(activities=activities, profile_memory=device.type == "cpu")
         self._profile.start()
-        self._began = time.perf_counter()
         self._highest = 0
         self.communication = 0.0
-        """Share of the time in which a collective was under way."""
+        """Share of the time of steps in which a collective was under way."""
         self.collectives = 0
 
-    def stop(self) -> None:
-        """Stop, and work out the figures."""
-        seconds = time.perf_counter() - self._began
+    @staticmethod
+    def step() -> AbstractContextManager[Any]:
+        """Goes around each step."""
+        return record_function(STEP)
+
+    def stop(self, path: Path) -> None:
+        """Stop, leave the trace in a file (json.gz), and work out the figures."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._profile.stop()
-        events: Any = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        self._profile.export_chrome_trace(str(path))
+        with gzip.open(path) as file:
+            events: list[Event] = json.load(file)["traceEvents"]
+        steps = [
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event["name"] == STEP and event.get("cat") == "user_annotation"
+        ]
         spans = _collectives(events, self._device)
-        self.communication = covered(spans) / (seconds * 1e9)
+        inside = [(max(a, b), min(c, d)) for a, c in spans for b, d in steps if a < d and b < c]
+        self.communication = covered(inside) / covered(steps)
         self.collectives = len(spans)
         if self._device.type == "cpu":
-            # Of memory that was there before, it tells nothing.
-            changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-            self._highest = max(accumulate(change for _, change in changes), default=0)
+            self._highest = min(_highest_level(events, *step) for step in steps)
 
     def peak(self, held: int) -> int:
-        """Most bytes allocated at once, when `held` were at the beginning."""
+        """Most bytes allocated at once, when `held` were between steps."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return held + max(0, self._highest)
+        return held + self._highest
+
+
+def _highest_level(events: Iterable[Event], begin: float, end: float) -> int:
+    """Most bytes of host memory held at once of those allocated from `begin` to `end`.
+
+    The profiler does not hear what gloo's threads free, when they are the last to hold it. An
+    address that is given out again was freed; what is not may be counted too long, so the least of
+    several steps is nearest the truth.
+    """
+    changes = sorted(
+        (event["ts"], event["args"]["Bytes"], event["args"]["Addr"])
+        for event in events
+        if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
+        if begin <= event["ts"] <= end
+    )
+    live: dict[int, int] = {}
+    level = highest = 0
+    for _, change, address in changes:
+        level -= live.pop(address, 0)
+        if change > 0:
+            live[address] = change
+            level += change
+        highest = max(highest, level)
+    return highest
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
@@ -218,29 +257,25 @@ def _total(found: Storages) -> int:
     return sum(found.values())
 
 
-def covered(spans: Iterable[tuple[int, int]]) -> int:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of spans (begin, end)."""
-    total = reached = 0
+    total = reached = 0.0
     for begin, end in sorted(spans):
-        total += max(0, end - max(begin, reached))
+        total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total
 
 
-def _collectives(events: Iterable[Any], device: torch.device) -> list[tuple[int, int]]:
-    """(begin, end) in nanoseconds: gloo's from being asked for to being done, NCCL's kernels."""
+def _collectives(events: Iterable[Event], device: torch.device) -> list[tuple[float, float]]:
+    """(begin, end): gloo's from being asked for to being done, NCCL's kernels."""
     if device.type == "cuda":
-        found = [
-            e
-            for e in events
-            if e.device_type() == torch.profiler.DeviceType.CUDA and "nccl" in e.name().lower()
-        ]
+        found = [e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
     else:
-        found = [e for e in events if e.name().startswith("gloo:")]
-    return [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in found]
+        found = [e for e in events if e["name"].startswith("gloo:") and "dur" in e]
+    return [(e["ts"], e["ts"] + e["dur"]) for e in found]
 
 
 def read_records(run: Path) -> list[RankRecord]:
     """The records of all ranks of a run; empty when nothing was measured."""
-    paths = sorted((run / RANKS).glob("rank-*.json"))
+    paths = sorted((run / RANKS).glob("rank-?????.json"))
     return [RankRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

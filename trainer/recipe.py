@@ -237,8 +237,8 @@ class Tracking:
 
     measure_steps: int = 0
     """The last steps of the run that are measured by torch's profiler, which slows them: each rank
-    leaves what it holds and how long it communicates in `<run.dir>/ranks/` (see docs/metrics.md).
-    They do not count in speeds. 0: none."""
+    leaves its trace, what it holds and how long it communicates in `<run.dir>/ranks/` (see
+    docs/metrics.md). They do not count in speeds. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
