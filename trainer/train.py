@@ -535,7 +535,6 @@ def restore(
         )
     elif state is None:
         model.draw_weights()
-    model.refresh_copy()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
         return Progress(loss_scale=LossScale(scale))
@@ -616,7 +615,6 @@ def roll_back(
     )
     if loaded is None:
         return False
-    state.model.refresh_copy()
     progress.rollbacks += 1
     progress.skipped_in_row = 0
     warn(
