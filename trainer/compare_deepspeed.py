@@ -109,6 +109,8 @@ def main(arguments: list[str]) -> None:
 
 def config(recipe: Recipe, stage: int, micro_batch: int, passes: int) -> dict[str, Any]:
     """A recipe in DeepSpeed's words, for one of its ZeRO stages."""
+    # Without ZeRO it accumulates gradients in the format of the model and in no other.
+    accumulate = {"grad_accum_dtype": "fp32"} if stage else {}
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": passes,
@@ -116,7 +118,7 @@ def config(recipe: Recipe, stage: int, micro_batch: int, passes: int) -> dict[st
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": recipe.precision.dtype == "bf16"},
         "fp16": {"enabled": recipe.precision.dtype == "fp16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "data_types": accumulate,
         "gradient_clipping": recipe.optimizer.clip_norm,
         "steps_per_print": 1 << 30,
     }
