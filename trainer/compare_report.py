@@ -148,13 +148,14 @@ def _nested(value: object) -> bool:
 
 # --- picture ---------------------------------------------------------------------------------
 
-WIDTH, LEFT, GAP, TOP, ROW, BAR = 980, 150, 110, 92, 30, 18
-PANEL = (WIDTH - LEFT - 2 * GAP) / 2
+WIDTH, LEFT, GAP, RIGHT = 1000, 140, 80, 140
+TOP, ROW, BAR = 92, 30, 18
+PANEL = (WIDTH - LEFT - GAP - RIGHT) / 2
 PARTS = (
     ("parameters", "#4e79a7"),
     ("gradients", "#f28e2b"),
     ("optimizer_state", "#59a14f"),
-    ("activations and the rest of the peak", "#c9ced6"),
+    ("activations and the rest", "#c9ced6"),
 )
 COMPUTE, COMMUNICATION = "#76a5c4", "#e15759"
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
@@ -181,7 +182,7 @@ def picture(outcomes: Sequence[Outcome], caption: str) -> str:
         body += _memory_bar(one, y, PANEL / most)
         body += _time_bar(one, right, y, PANEL / slowest)
     if any(map(_planned, shown)):
-        body.append(_text(LEFT, height - 12, "| planned", size=11, color="#666666"))
+        body.append(_text(LEFT, height - 12, "| as perdure plan says", size=11, color="#666666"))
     note = "line: 10 % to 90 % of the steps"
     body.append(_text(right, height - 12, note, size=11, color="#666666"))
     head = (
@@ -235,7 +236,7 @@ def _key(x: float, entries: Sequence[tuple[str, str]]) -> list[str]:
     for name, color in entries:
         parts.append(f'<rect x="{x:.1f}" y="74" width="9" height="9" fill="{color}"/>')
         parts.append(_text(x + 13, 83, name, size=10, color="#444444"))
-        x += 26 + 5.2 * len(name)
+        x += 26 + 5.0 * len(name)
     return parts
 
 
