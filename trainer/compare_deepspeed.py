@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic import die_with_parent, plan_batch
+from elastic import BatchPlan, die_with_parent, plan_batch
 from elastic.world import join_world, leave_world
 from trainer.compare import LOG_EVERY, MEASURED, WARM_UP
 from trainer.data.loader import load
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        config=config(recipe, int(arguments[0]), plan.micro_batch, plan.passes),
+        config=config(recipe, int(arguments[0]), plan, task.parameter_count),
         dist_init_required=False,
     )
     batches = load(
@@ -107,18 +107,27 @@ def main(arguments: list[str]) -> None:
     leave_world(0)
 
 
-def config(recipe: Recipe, stage: int, micro_batch: int, passes: int) -> dict[str, Any]:
-    """A recipe in DeepSpeed's words, for one of its ZeRO stages."""
-    # Without ZeRO it accumulates gradients in the format of the model and in no other.
-    accumulate = {"grad_accum_dtype": "fp32"} if stage else {}
+def config(recipe: Recipe, stage: int, plan: BatchPlan, parameters: int) -> dict[str, Any]:
+    """A recipe in DeepSpeed's words, for one of its ZeRO stages. Buckets are those it has unless
+    told otherwise, but no larger than the model: they are allocated whole."""
+    dtype = recipe.precision.dtype
+    precision: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+    if dtype != "fp32" and stage == 0:  # without ZeRO it has none with gradients in float32
+        name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+        precision |= {"torch_autocast": {"enabled": True, "dtype": name}}
+    elif dtype != "fp32":
+        precision |= {dtype: {"enabled": True}}
     return {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": passes,
-        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.passes,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": min(500_000_000, parameters),
+            "allgather_bucket_size": min(500_000_000, parameters),
+            "stage3_prefetch_bucket_size": min(50_000_000, parameters),
+        },
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": recipe.precision.dtype == "bf16"},
-        "fp16": {"enabled": recipe.precision.dtype == "fp16"},
-        "data_types": accumulate,
+        **precision,
         "gradient_clipping": recipe.optimizer.clip_norm,
         "steps_per_print": 1 << 30,
     }
