@@ -19,7 +19,7 @@ from elastic.exits import (
 )
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
-from trainer.cli_compare import add_compare_command, default_ranks
+from trainer.cli_compare import add_compare_command
 from trainer.errors import known_errors
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
@@ -164,7 +164,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="")
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
-    from trainer.preflight import check_inputs
+    from trainer.preflight import check_inputs, default_ranks
     from trainer.tasks import build_task
 
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)

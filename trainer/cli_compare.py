@@ -49,6 +49,7 @@ def add_compare_command(commands: Any, new: Callable[..., argparse.ArgumentParse
 def _compare(arguments: argparse.Namespace) -> int:
     from trainer.compare import DEFAULT, TOLERANCE, problems, run_comparison, stop_on_sigterm
     from trainer.compare_report import conditions, table, write_report
+    from trainer.preflight import default_ranks
 
     for option in ("steps", "nproc"):
         value = getattr(arguments, option)
@@ -80,12 +81,3 @@ def _compare(arguments: argparse.Namespace) -> int:
     for problem in found:
         print(f"problem: {problem}")
     return EXIT_FAILED if found else EXIT_DONE
-
-
-def default_ranks(device: str) -> int:
-    """One per GPU; else two, so that what runs on a laptop is what runs on a cluster."""
-    import torch
-
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return min(2, os.cpu_count() or 1)
