@@ -47,8 +47,9 @@ def add_compare_command(commands: Any, new: Callable[..., argparse.ArgumentParse
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from trainer.compare import DEFAULT, TOLERANCE, problems, run_comparison, stop_on_sigterm
+    from trainer.compare import TOLERANCE, problems, run_comparison, stop_on_sigterm
     from trainer.compare_report import conditions, table, write_report
+    from trainer.compare_strategies import DEFAULT
     from trainer.preflight import default_ranks
 
     for option in ("steps", "nproc"):

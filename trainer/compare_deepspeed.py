@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from elastic import BatchPlan, die_with_parent, plan_batch
 from elastic.world import join_world, leave_world
-from trainer.compare import LOG_EVERY, MEASURED, WARM_UP
+from trainer.compare_strategies import LOG_EVERY, MEASURED, WARM_UP
 from trainer.data.loader import load
 from trainer.measure import Trace, storages
 from trainer.optimizer import build_optimizer, learning_rate

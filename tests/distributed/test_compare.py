@@ -22,15 +22,8 @@ from elastic.history import Step
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT
-from trainer.compare import (
-    AFTER_SAVE,
-    Outcome,
-    candidate,
-    compare_losses,
-    problems,
-    run_comparison,
-    stall,
-)
+from trainer.compare import Outcome, compare_losses, problems, run_comparison, stall
+from trainer.compare_strategies import AFTER_SAVE, candidate
 from trainer.data.loader import load
 from trainer.measure import RankMeter, Trace, covered, read_records
 from trainer.optimizer import build_optimizer
