@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +25,10 @@ from elastic.history import LedgerError, Step, read_history
 from elastic.local_nodes import RUN, LocalNode
 from trainer.compare_strategies import AFTER_SAVE, WARM_UP, Candidate, candidate, slug
 from trainer.measure import RankRecord, read_records
+from trainer.preflight import check_inputs
 from trainer.recipe import Recipe, RecipeError
 from trainer.report import read_metrics
+from trainer.tasks import build_task
 
 GONE_SECONDS = 5.0
 """How long processes that are killed may take to go."""
@@ -95,9 +96,8 @@ def run_comparison(
     steps: int,
     out: Path,
     against: str | None = None,
-    say: Callable[[str], None] = partial(print, flush=True),
 ) -> list[Outcome]:
-    """Run every strategy; what cannot run says why.
+    """Run every strategy, and print a line for each; what cannot run says why.
 
     Args:
         recipe_path: YAML file.
@@ -107,7 +107,6 @@ def run_comparison(
         steps: timed ones.
         out: folder that is made: `runs` and `logs`.
         against: "deepspeed" to run its ZeRO stages too.
-        say: is told one line per strategy.
 
     Raises:
         RecipeError: wrong recipe, an unknown name, `out` is there, DeepSpeed is not.
@@ -120,30 +119,24 @@ def run_comparison(
         candidate(name, recipe_path, overrides, ranks, steps, out / "runs" / slug(name))
         for name in names
     ]
-    plain = [one for one in found if one.recipe]
-    if not plain:
+    recipe = next((one.recipe for one in found if one.recipe), None)
+    if recipe is None:
         raise RecipeError("; ".join(f"{one.name}: {one.problem}" for one in found))
-    _check_inputs(plain[0], ranks)
+    check_inputs(recipe, build_task(recipe), 0, ranks, ranks)
     (out / "logs").mkdir(parents=True)
     outcomes = []
-    everything = [*found, *(_deepspeed(plain[0], stage, out) for stage in range(4) if against)]
-    for number, one in enumerate(everything, 1):
+    if against:
+        like = next(one for one in found if one.recipe)
+        found += [_deepspeed(like, stage, out) for stage in range(4)]
+    for number, one in enumerate(found, 1):
         began = time.monotonic()
         outcome = _run(one, ranks, steps, out)
         outcomes.append(outcome)
         seconds = time.monotonic() - began
         text = outcome.problem or f"{outcome.tokens_per_second:,.0f} tokens/s"
-        say(f"[{number}/{len(everything)}] {one.name}: {text} ({seconds:.0f} s)")
+        print(f"[{number}/{len(found)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
     compare_losses(outcomes)
     return outcomes
-
-
-def _check_inputs(one: Candidate, ranks: int) -> None:
-    from trainer.preflight import check_inputs
-    from trainer.tasks import build_task
-
-    assert one.recipe
-    check_inputs(one.recipe, build_task(one.recipe), 0, ranks, ranks)
 
 
 def _deepspeed(like: Candidate, stage: int, out: Path) -> Candidate:
@@ -281,10 +274,14 @@ def read_deepspeed(name: str, run: Path) -> Outcome:
 
 
 def predicted(recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """What `perdure plan` says of a recipe on this machine, by field."""
+    """What `perdure plan` says of a recipe on this machine, by field; nothing where it cannot
+    tell."""
     if not find_spec("trainer.plan"):
         return {}
-    return asdict(import_module("trainer.plan").predict(recipe, ranks, ranks))
+    try:
+        return asdict(import_module("trainer.plan").predict(recipe, ranks, ranks))
+    except RecipeError:  # a model of the user's own that cannot be traced
+        return {}
 
 
 # --- judging ---------------------------------------------------------------------------------
