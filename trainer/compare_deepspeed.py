@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic import BatchPlan, die_with_parent, plan_batch
+from elastic import BatchPlan, World, die_with_parent, plan_batch
 from elastic.world import join_world, leave_world
-from trainer.compare_strategies import LOG_EVERY, MEASURED, WARM_UP
+from trainer.compare_strategies import AFTER_SAVE, MEASURED, WARM_UP
 from trainer.data.loader import load
 from trainer.measure import Trace, storages
 from trainer.optimizer import build_optimizer, learning_rate
-from trainer.recipe import Recipe, RecipeError, load_recipe
+from trainer.recipe import Recipe, load_recipe
 from trainer.tasks import Task, build_task
-from trainer.train import requests
+from trainer.train import Batches, requests
 
 
 def main(arguments: list[str]) -> None:
@@ -61,18 +61,34 @@ def main(arguments: list[str]) -> None:
         workers=0,
         pin_memory=world.device.type == "cuda",
     )
-    seconds, losses, trace, held = [], {}, None, 0
-    for step in range(1, recipe.run.steps + 1):
-        if step == recipe.run.steps - MEASURED + 1:
+    figures = _train(engine, batches, recipe, plan, world)
+    batches.close()
+    if world.is_main:
+        path = Path(recipe.run.dir) / "deepspeed.json"
+        path.write_text(json.dumps(figures), encoding="utf-8")
+    leave_world(0)
+
+
+def _train(
+    engine: Any, batches: Batches, recipe: Recipe, plan: BatchPlan, world: World
+) -> dict[str, Any]:
+    """The steps of a comparison (see [Note: steps of a comparison]); returns fields of an
+    `Outcome`. On all ranks."""
+    seconds: list[float] = []
+    losses: dict[int, float] = {}
+    last = recipe.run.steps
+    for step in range(1, last + 1):
+        if step == last - MEASURED + 1:
             gc.collect()
-            held = sum(storages(_live_tensors(), world.device).values())
+            tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+            held = sum(storages(tensors, world.device).values())
             trace = Trace(world.device)
         began = time.perf_counter()
-        lr = learning_rate(step, recipe.run.steps, recipe.optimizer.lr, recipe.schedule)
+        lr = learning_rate(step, last, recipe.optimizer.lr, recipe.schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        with trace.step() if trace else nullcontext():
+        with trace.step() if step > last - MEASURED else nullcontext():
             for _ in range(plan.passes):
                 inputs = {key: value.to(world.device) for key, value in next(batches).items()}
                 loss = engine(**inputs)
@@ -80,31 +96,21 @@ def main(arguments: list[str]) -> None:
                 engine.step()
                 total += loss.detach() / (plan.passes * world.world_size)
             dist.all_reduce(total)
-        if step % LOG_EVERY == 0 or step == recipe.run.steps:
             losses[step] = total.item()
         seconds.append(time.perf_counter() - began)
-    batches.close()
-    peak = torch.zeros((), dtype=torch.float64)
-    communication = 0.0
     folder = Path(recipe.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    if trace:
-        trace.stop(folder / f"rank-{world.rank:05}.trace.json.gz")
-        peak += trace.peak(held)
-        communication = trace.communication
+    trace.stop(folder / f"rank-{world.rank:05}.trace.json.gz")
+    peak = torch.tensor(trace.peak(held), dtype=torch.float64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    if world.is_main:
-        timed = seconds[WARM_UP : _last_timed(recipe)]
-        rate = plan.global_batch * recipe.data.seq_len / median(timed)
-        figures: dict[str, Any] = {
-            "step_seconds": timed,
-            "tokens_per_second": rate,
-            "losses": losses,
-            "peak": int(peak.item()),
-            "communication": communication,
-        }
-        (folder / "deepspeed.json").write_text(json.dumps(figures), encoding="utf-8")
-    leave_world(0)
+    timed = seconds[WARM_UP : last - AFTER_SAVE - MEASURED]
+    return {
+        "step_seconds": timed,
+        "tokens_per_second": plan.global_batch * recipe.data.seq_len / median(timed),
+        "losses": losses,
+        "peak": int(peak.item()),
+        "communication": trace.communication,
+    }
 
 
 def config(recipe: Recipe, stage: int, plan: BatchPlan, parameters: int) -> dict[str, Any]:
@@ -133,13 +139,6 @@ def config(recipe: Recipe, stage: int, plan: BatchPlan, parameters: int) -> dict
     }
 
 
-def _last_timed(recipe: Recipe) -> int:
-    every = recipe.checkpoint.every
-    if not isinstance(every, int):
-        raise RecipeError("checkpoint.every: a comparison sets it to the last timed step")
-    return every
-
-
 def _with_weights(task: Task, device: torch.device) -> torch.nn.Module:
     """The model with its initial weights, those of the trainer's own runs."""
     if task.fill is None:
@@ -149,10 +148,6 @@ def _with_weights(task: Task, device: torch.device) -> torch.nn.Module:
         for name, parameter in module.named_parameters():
             parameter.copy_(task.fill(name, tuple(parameter.shape)))
     return module
-
-
-def _live_tensors() -> list[torch.Tensor]:
-    return [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
 
 
 if __name__ == "__main__":
