@@ -199,7 +199,7 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
         return process.wait()
     finally:
         node = LocalNode(0, process, log)
-        family = node.family()
+        family = node.family() if process.poll() is None else []
         node.kill()
         gone(lambda: [str(pid) for pid in family if Path(f"/proc/{pid}").exists()], GONE_SECONDS)
         checkpoints = run / "checkpoints"

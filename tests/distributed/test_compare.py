@@ -100,7 +100,7 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
             # The logits and their gradient are live at once, whatever the strategy.
             assert record.peak > sum_of_parts + 8 // ranks * 32 * 257 * 4
             assert 0 < record.communication < 1
-    assert figures["zero3", 4][0].peak < figures["zero2", 4][0].peak < figures["ddp", 2][0].peak
+    assert figures["zero3", 4][0].peak < figures["zero3", 2][0].peak < figures["ddp", 2][0].peak
 
 
 def perdure_compare(folder, *arguments):
@@ -158,7 +158,7 @@ def test_interrupted(workspace):
     arguments = ["--strategies", "zero3", "--steps", "5000", "--nproc", "1", "--out", "cut"]
     process = perdure_compare(workspace, *arguments)
     ledger = workspace / "cut/runs/zero3/ledger.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (ledger.exists() and '"kind":"step"' in ledger.read_text()):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step came"
@@ -221,7 +221,7 @@ def test_collectives_under_way_at_once_count_once():
 
 
 def test_trace_of_real_allocations(tmp_path):
-    """Of three steps the least: one whose memory another thread frees looks larger."""
+    """What was held at once counts, not what was allocated in all, nor what the step before held."""
     trace = Trace(torch.device("cpu"))
     for _ in range(3):
         with trace.step():
