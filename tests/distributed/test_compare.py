@@ -221,7 +221,7 @@ def test_collectives_under_way_at_once_count_once():
 
 
 def test_trace_of_real_allocations(tmp_path):
-    """What was held at once counts, not what was allocated in all, nor what the step before held."""
+    """What was held at once counts; not all that was allocated, nor what another step held."""
     trace = Trace(torch.device("cpu"))
     for _ in range(3):
         with trace.step():
