@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, Protocol
 
+from checkpointing.claim import hold
 from checkpointing.errors import explain
 from checkpointing.layout import (
     BLOCK_BYTES,
@@ -190,6 +191,8 @@ class Coordinator:
         self._aside = 0
         """Work aside that must end before this process may."""
         self._closing: set[int] = set()
+        self._claim: Path | None = None
+        """Stands for the right to commit, from the first save on."""
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -305,6 +308,7 @@ class Coordinator:
         if target:
             try:
                 target.begin(self._files)
+                self._claim = hold(self._directory, self._claim)
             except Exception:
                 target.abort()
                 raise
@@ -450,6 +454,7 @@ class Coordinator:
     def _commit(self, save: _Save, target: Target) -> None:
         """Make a save that is written a checkpoint. Runs aside."""
         started = time.time()
+        hold(self._directory, self._claim)
         records = {
             file.name: FileRecord(
                 file.size,
@@ -488,7 +493,7 @@ class Coordinator:
 
     def _tidied(self, result: Any) -> None:
         if isinstance(result, Exception):  # the save itself has succeeded
-            logger.warning("could not delete old checkpoints: %s", failure_of(result).message)
+            logger.warning("could not tidy %s: %s", self._directory, failure_of(result).message)
 
     def _fail(self, node: int, failure: Failure) -> None:
         save = self._save

@@ -1,9 +1,10 @@
 """Does to a run what a plan (chaos_plan.py) says, while its nodes run on this machine, and watches
-what comes of it in the ledger. Nothing of it is in the training processes: all faults come from
-outside, as they do in life."""
+what comes of it in the ledger. All faults come from outside, as they do in life; only for a wrong
+number in a gradient the training processes are asked (`POISON`)."""
 
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ STOPPED_SECONDS = 0.5
 """So long after a process was stopped no step can be under way any more."""
 PHASES = {"init": ("init",), "load": ("load",), "step": ("step", "reduce"), "save": ("save",)}
 """What a rank says it does (progress.py), by the phase of a plan."""
+POISON = "PERDURE_POISON"
+"""Environment variable: a folder. A training process that finds a file there with its process id as
+its name removes it, and makes one of its gradients NaN."""
 MARK = "PERDURE_CHAOS"
 """Environment variable by which the processes of a run are found."""
 
@@ -251,6 +255,11 @@ class Chaos:
             target += f" rank {local}"
             for pid in workers[local : local + 1]:  # it may have ended just now
                 self._to_worker(fault, pid)
+        elif fault.what == "partition" and node.machine:
+            node.machine.cut(incoming=fault.way != "out", outgoing=fault.way != "in")
+            self._later(fault.seconds, node.machine.heal)
+        elif fault.what == "storage":
+            self._refuse_writes(node, fault.seconds)
         elif fault.what == "stop_node":
             self._stop([node.process.pid, *node.family()], fault.seconds)
         elif fault.what == "kill_agent":
@@ -298,6 +307,8 @@ class Chaos:
             return lambda: node not in self._up or self._is(node, 0, PHASES["step"])
         if fault.what == "notice":
             return lambda: node.process.poll() is not None
+        if fault.what == "nan":
+            return lambda: True
         if fault.what in LASTING:
             return lambda: time.monotonic() > now + min(fault.seconds, STOPPED_SECONDS)
         return lambda: self.watched.starts > starts or not trained
@@ -306,6 +317,8 @@ class Chaos:
         if fault.what == "kill_worker":
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        elif fault.what == "nan":
+            (self.nodes.logs / str(pid)).touch()
         elif fault.what == "stop_worker":
             self._stop([pid], fault.seconds)
         else:
@@ -327,6 +340,18 @@ class Chaos:
                 os.close(descriptor)
 
         self._later(seconds, resume)
+
+    def _refuse_writes(self, node: LocalNode, seconds: float) -> None:
+        """No file of the node's checkpoint writer may grow, as on a full disk."""
+        writers = node.running("checkpointing.writer")
+
+        def limit(size: int) -> None:
+            for pid in writers:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+        limit(0)
+        self._later(seconds, lambda: limit(resource.RLIM_INFINITY))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         self._timers.append((time.monotonic() + seconds, action))

@@ -28,15 +28,22 @@ What = Literal[
     "stop_worker",
     "stop_node",
     "slow_worker",
+    "partition",
+    "storage",
+    "nan",
     "notice",
     "store",
     "join",
 ]
+Way = Literal["both", "in", "out"]
 Phase = Literal["init", "load", "step", "save", "rendezvous"]
 Key = tuple[str | int, ...]
 
-OF_WORKERS: tuple[What, ...] = ("kill_worker", "stop_worker", "slow_worker")
-LASTING: tuple[What, ...] = ("stop_worker", "stop_node", "slow_worker", "store")
+OF_WORKERS: tuple[What, ...] = ("kill_worker", "stop_worker", "slow_worker", "nan")
+LASTING: tuple[What, ...] = (
+    *("stop_worker", "stop_node", "slow_worker"),
+    *("partition", "storage", "store"),
+)
 RESTARTING: tuple[What, ...] = ("kill_worker", "kill_agent", "kill_node", "notice", "join")
 """After these, training processes start anew."""
 NODES: dict[What, int] = {"kill_agent": -1, "kill_node": -1, "notice": -1, "join": 1}
@@ -55,9 +62,12 @@ class Fault:
     """kill_worker: SIGKILL to a training process. kill_agent: to a node's agent, with which its
     processes go; the machine's memory stays. kill_node: the machine is gone, with its memory.
     stop_worker, stop_node: SIGSTOP to the one, or to all processes of the node; SIGCONT `seconds`
-    later. slow_worker: stopped for half of the time, in turns of 50 ms. notice: SIGTERM to the
-    agent. store: SIGKILL to the store, which comes back empty `seconds` later. join: a node more,
-    on a machine whose agent was killed if there is one."""
+    later. slow_worker: stopped for half of the time, in turns of 50 ms. partition: no packet
+    reaches the node, or leaves it, for `seconds`; takes root, and ip and nft. storage: every write
+    of the node's checkpoint writer fails for `seconds`. nan: a gradient of a rank is NaN once, as
+    after a fault of its hardware. notice: SIGTERM to the agent. store: SIGKILL to the store, which
+    comes back empty `seconds` later. join: a node more, on a machine whose agent was killed if
+    there is one."""
 
     at: int = 0
     """Not before this step is done."""
@@ -72,11 +82,17 @@ class Fault:
     """Which of its ranks; counted round."""
 
     seconds: float = 2.0
-    """How long a stop, slowness, or the absence of the store lasts."""
+    """How long what lasts does."""
+
+    way: Way = "both"
+    """Of a partition: which packets are lost."""
 
     def __str__(self) -> str:
+        way = f" ({self.way})" if self.what == "partition" else ""
         lasting = f" for {self.seconds:g} s" if self.what in LASTING else ""
-        return f"{self.what}{lasting}" + ("" if self.during == "step" else f" during {self.during}")
+        return f"{self.what}{way}{lasting}" + (
+            "" if self.during == "step" else f" during {self.during}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +141,16 @@ class Plan:
         return max((fault.at for fault in self.faults), default=0)
 
 
-def read_plan(tree: Any, seed: int, where: Callable[[Key], str]) -> Plan:
+def read_plan(
+    tree: Any, seed: int, where: Callable[[Key], str], *, partitions: bool = False
+) -> Plan:
     """Plain values → a plan, its random faults drawn.
 
     Args:
         tree: as a YAML file holds it.
         seed: of what is drawn.
         where: tells where a key was written, for messages.
+        partitions: whether nodes can be cut off here.
 
     Raises:
         PlanError: one line that names place, key and remedy.
@@ -142,6 +161,13 @@ def read_plan(tree: Any, seed: int, where: Callable[[Key], str]) -> Plan:
         raise PlanError(_explain(error, where)) from None
     for key, problem in _problems(plan):
         raise PlanError(f"{where(key)}: {'.'.join(map(str, key))}: {problem}")
+    for number, fault in enumerate(plan.faults):
+        if fault.what == "partition" and not partitions:
+            key = ("faults", number)
+            raise PlanError(
+                f"{where(key)}: a partition takes root, and the commands ip, nft and nsenter; take "
+                "stop_node instead, or run as root with iproute2 and nftables installed"
+            )
     if plan.random is None:
         return plan
     draw = plan.random
@@ -153,6 +179,7 @@ def read_plan(tree: Any, seed: int, where: Callable[[Key], str]) -> Plan:
         nodes=plan.counts[-1],
         every=draw.every,
         after=plan.last_step,
+        partitions=partitions,
     )
     return replace(plan, faults=(*plan.faults, *drawn.faults), random=None)
 
@@ -166,6 +193,7 @@ def random_plan(
     nodes: int | None = None,
     every: int = 30,
     after: int = 0,
+    partitions: bool = False,
 ) -> Plan:
     """A mixed schedule, the same for the same arguments.
 
@@ -176,6 +204,7 @@ def random_plan(
         nodes: at the start; any unless given.
         every: steps between two faults, on average.
         after: the first fault comes after this step.
+        partitions: among others.
     """
     draw = random.Random(seed)
     up = nodes if nodes is not None else draw.randint(min_nodes, max_nodes)
@@ -195,6 +224,7 @@ def random_plan(
             for what, weight in WEIGHTS.items()
             if min_nodes <= up + NODES.get(what, 0) <= max_nodes
             and not (phase == "rendezvous" and what in OF_WORKERS)
+            and (partitions or what != "partition")
         ]
         (what,) = draw.choices([w for w, _ in possible], [weight for _, weight in possible])
         fault = Fault(
@@ -204,6 +234,7 @@ def random_plan(
             node=draw.randrange(max_nodes),
             rank=draw.randrange(8),
             seconds=round(draw.uniform(0.5, 3.0), 1),
+            way=draw.choice(("both", "in", "out")),
         )
         up += NODES.get(what, 0)
         plan = replace(plan, faults=(*plan.faults, fault))
@@ -217,6 +248,9 @@ WEIGHTS: dict[What, float] = {
     "stop_worker": 1,
     "stop_node": 1,
     "slow_worker": 0.5,
+    "partition": 1.5,
+    "storage": 1,
+    "nan": 1,
     "notice": 2,
     "store": 1.5,
     "join": 6,  # what else was taken must come back

@@ -18,6 +18,8 @@ from elastic.machine import Machine
 from elastic.progress import Progress, ProgressPage
 
 RUN = sys.executable, "-m", "elastic.process"
+NETWORK = "10.77.0"
+"""Addresses of nodes with interfaces of their own; seen by them alone."""
 
 
 @dataclass
@@ -30,6 +32,15 @@ class LocalNode:
     machine: Machine | None = None
     """None: it shares the memory of this one."""
     _page: tuple[int, ProgressPage] | None = None
+
+    def running(self, module: str) -> list[int]:
+        """Process ids of all of its processes that run a module by `python -m`."""
+        found = []
+        for pid in self.family():
+            with suppress(OSError):
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return found
 
     def zygote(self) -> int | None:
         """Process id of what forks its training processes."""
@@ -104,6 +115,8 @@ class LocalNodes:
         launcher: module that takes these options, and what it needs before them; torchrun unless
             given.
         own_memory: each node has shared memory of its own, which is lost with it (root only).
+        own_network: besides, each has a network interface of its own, and `node.machine` can cut
+            it off (root, with ip and nft).
     """
 
     worker: Sequence[str]
@@ -117,11 +130,15 @@ class LocalNodes:
     store_outside: bool = True
     launcher: Sequence[str] = ()
     own_memory: bool = False
+    own_network: bool = False
     nodes: list[LocalNode] = field(default_factory=list)
     port: int = 0
     _store: subprocess.Popen[str] | None = None
+    _network: Machine | None = None
 
     def __enter__(self) -> Self:
+        if self.own_network:
+            self._network = Machine.start_network(f"{NETWORK}.1")
         self.port = self.port or _free_port()
         if self.store_outside:
             self.start_store()
@@ -132,12 +149,19 @@ class LocalNodes:
         for node in self.nodes:
             node.kill()
         self.kill_store()
+        if self._network:
+            self._network.kill()
+
+    @property
+    def prefix(self) -> str:
+        """Of the addresses of store (.1) and nodes (.11 and on)."""
+        return NETWORK if self.own_network else "127.0.0"
 
     def start_store(self) -> None:
         """Start the store, unless it runs."""
         if not self._store:
             self._store = subprocess.Popen(
-                [*RUN, "elastic.store", str(self.port)],
+                [*(self._network.run if self._network else RUN), "elastic.store", str(self.port)],
                 stdout=subprocess.PIPE,
                 text=True,
                 env=self._environment(),
@@ -166,7 +190,11 @@ class LocalNodes:
         """Start another node, with an address of its own."""
         number = len(self.nodes)
         log = self.logs / f"node-{number}.log"
-        machine = Machine.start() if self.own_memory else None
+        machine = None
+        if self._network:
+            machine = Machine.start(self._network, self._address(number))
+        elif self.own_memory:
+            machine = Machine.start()
         self.nodes.append(LocalNode(number, self._start_agent(number, log, machine), log, machine))
         return self.nodes[-1]
 
@@ -178,13 +206,13 @@ class LocalNodes:
         self, number: int, log: Path, machine: Machine | None
     ) -> subprocess.Popen[bytes]:
         torchrun = ["torch.distributed.run", "--rdzv-backend", self.backend]
-        address = f"127.0.0.{number + 11}"
+        address = self._address(number)
         with open(log, "ab") as output:
             return subprocess.Popen(
                 [
                     *(machine.run if machine else RUN),
                     *(self.launcher or torchrun),
-                    *("--rdzv-endpoint", f"127.0.0.1:{self.port}"),
+                    *("--rdzv-endpoint", f"{self.prefix}.1:{self.port}"),
                     *("--rdzv-id", "local", "--nnodes", self.nnodes),
                     *("--nproc-per-node", str(self.ranks), "--local-addr", address),
                     *("--max-restarts", "1000000", *self._conf(), *self.options, *self.worker),
@@ -214,8 +242,12 @@ class LocalNodes:
         # Else a node that starts while the store is away hosts one itself, and keeps its port.
         return ["--rdzv-conf", "is_host=0"] if self.store_outside else []
 
+    def _address(self, number: int) -> str:
+        return f"{self.prefix}.{number + 11}"
+
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+        network = {"GLOO_SOCKET_IFNAME": "eth0"} if self.own_network else {}
+        return {**os.environ, "OMP_NUM_THREADS": "1", **network, **self.environment}
 
 
 def _free_port() -> int:

@@ -1,26 +1,30 @@
-"""A pretended machine for a local node: shared memory of its own, which is gone when it is killed.
+"""A pretended machine for a local node: shared memory of its own, which is gone when it is killed,
+and a network interface of its own, whose cable can be pulled.
 
-A mount namespace with a /dev/shm of its own, held by a process that only sleeps; takes root. The
-agent of the node enters it. Without root all local nodes share the memory of the real machine.
+Namespaces held by a process that only sleeps; takes root. The agent of the node enters them.
+Without root all local nodes share the memory and the network of the real machine.
 
-`python -m elastic.machine hold` is the one, `python -m elastic.machine enter PID MODULE ARGUMENT …`
-runs a module like `python -m` in the other.
+`python -m elastic.machine hold [net]` is the one, `python -m elastic.machine enter PID MODULE
+ARGUMENT …` runs a module like `python -m` in the other.
 """
 
 import ctypes
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
 from elastic.process import die_with_parent
 
 SHARED_MEMORY = "/dev/shm"
-_CLONE_NEWNS = 0x00020000
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
@@ -31,22 +35,84 @@ class Machine:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls) -> Self:
+    def start(cls, network: "Machine | None" = None, address: str = "") -> Self:
         """Make one; ends with the calling process.
+
+        Args:
+            network: what `start_network` has made, to plug this one in; else it has the network of
+                the real machine.
+            address: its own there, such as 10.77.0.11.
 
         Raises:
             PermissionError: not root.
         """
+        machine = cls._hold(*(["net"] if network else []))
+        if network:
+            port = f"port-{address.rpartition('.')[2]}"
+            network.command(
+                f"ip link add {port} type veth peer name eth0 netns {machine.process.pid}"
+            )
+            network.command(f"ip link set {port} master switch up")
+            machine.command("ip link set lo up")
+            machine.command(f"ip address add {address}/24 dev eth0")
+            machine.command("ip link set eth0 up")
+        return machine
+
+    @classmethod
+    def start_network(cls, address: str) -> Self:
+        """Make the machine that the others are plugged into: a bridge with an address of its own.
+
+        Raises:
+            PermissionError: not root.
+        """
+        machine = cls._hold("net")
+        try:
+            machine.command("ip link set lo up")
+            machine.command("ip link add switch type bridge")
+            machine.command(f"ip address add {address}/24 dev switch")
+            machine.command("ip link set switch up")
+        except OSError:
+            machine.kill()
+            raise
+        return machine
+
+    @classmethod
+    def _hold(cls, *options: str) -> Self:
         process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.machine", "hold"],
+            [sys.executable, "-m", "elastic.machine", "hold", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
         ready = process.stdout.readline() if process.stdout else b""
         if ready != b"ready\n":
             process.wait()
-            raise PermissionError("shared memory of its own for each local node takes root")
+            raise PermissionError("memory or a network of its own for each local node takes root")
         return cls(process)
+
+    def command(self, line: str) -> None:
+        """Run a command in its network.
+
+        Raises:
+            OSError: it failed; says how.
+        """
+        inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net", *line.split(" ")]
+        done = subprocess.run(inside, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{line}: {done.stderr.strip()}")
+
+    def cut(self, *, incoming: bool = True, outgoing: bool = True) -> None:
+        """Let nothing in, or out, or neither: silently, as when a cable is pulled."""
+        self.command("nft add table inet cut")
+        for wanted, hook, way in ((incoming, "input", "iifname"), (outgoing, "output", "oifname")):
+            if wanted:
+                chain = f"{{ type filter hook {hook} priority 0 ; }}"
+                self.command(f"nft add chain inet cut {hook} {chain}")
+                self.command(f"nft add rule inet cut {hook} {way} eth0 drop")
+
+    def heal(self) -> None:
+        """Take back what `cut` did, if it is still there."""
+        with suppress(OSError):
+            self.command("nft delete table inet cut")
 
     @property
     def memory(self) -> Path:
@@ -71,10 +137,28 @@ def possible() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
-def _hold() -> None:
+@cache
+def network_possible() -> bool:
+    """Whether this user can make machines with networks of their own, and cut them off."""
+    if not possible() or not all(map(shutil.which, ("ip", "nft", "nsenter"))):
+        return False
+    try:
+        machine = Machine.start_network("10.77.0.1")
+    except OSError:
+        return False
+    try:
+        machine.cut()
+    except OSError:  # a container that may have namespaces, but no filters
+        return False
+    finally:
+        machine.kill()
+    return True
+
+
+def _hold(network: bool) -> None:
     die_with_parent()
     libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.unshare(_CLONE_NEWNS))
+    _check(libc.unshare(_CLONE_NEWNS | (_CLONE_NEWNET if network else 0)))
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     _check(libc.mount(b"tmpfs", SHARED_MEMORY.encode(), b"tmpfs", 0, b"mode=1777"))
     print("ready", flush=True)
@@ -84,9 +168,10 @@ def _hold() -> None:
 
 def _enter(pid: int) -> None:
     directory = os.getcwd()
-    namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
-    _check(ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNS))
-    os.close(namespace)
+    for kind, flag in (("net", _CLONE_NEWNET), ("mnt", _CLONE_NEWNS)):
+        namespace = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+        _check(ctypes.CDLL(None, use_errno=True).setns(namespace, flag))
+        os.close(namespace)
     os.chdir(directory)
 
 
@@ -97,9 +182,9 @@ def _check(result: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["hold"]:
+    if sys.argv[1] == "hold":
         try:
-            _hold()
+            _hold("net" in sys.argv)
         except OSError:
             sys.exit(1)
     die_with_parent()

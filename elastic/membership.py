@@ -75,6 +75,9 @@ class Membership:
     """The node whose loss ended the round before."""
     failures: tuple[Failure, ...] = ()
     """The latest failures of training processes."""
+    struck: tuple[Failure, ...] = ()
+    """The last failure of each node that was sent away for its failures; it may come back once it
+    is found healthy."""
     alarm: bool = False
     """A rank of this generation seems to hang, and every node is to say where its ranks stand."""
     standings: tuple[tuple[str, str], ...] = ()
@@ -92,6 +95,7 @@ class Membership:
         body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
         body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
         body["standings"] = tuple((node, text) for node, text in body["standings"])
+        body["struck"] = tuple(Failure(**failure) for failure in body["struck"])
         for key in ("lost", "cause"):
             body[key] = Failure(**body[key]) if body[key] else None
         body["closed"] = Closed(**body["closed"]) if body["closed"] else None
@@ -113,6 +117,8 @@ class Limits:
     """Failures of one hour that are answered by a new generation; the next one ends the job."""
     same_step: int = 3
     """Failures in a row of one rank in one step that end the job."""
+    strikes: int = 5
+    """Failures of one node within an hour for which it is sent away, if enough others are there."""
 
 
 def arrive(state: Membership, node: str) -> Membership:
@@ -205,7 +211,20 @@ def fail(
             f"(--max-restarts), the last on rank {failure.rank}: {failure.why}"
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
-    return replace(state, generation=generation + 1, failures=failures, alarm=False, standings=())
+    state = replace(state, failures=failures, alarm=False, standings=())
+    if len(state.members) > limits.minimum and strikes(state, failure) >= limits.strikes:
+        others = tuple(one for one in state.struck if one.node != failure.node)
+        why = f"sent away after {limits.strikes} failures within an hour"
+        lost = replace(failure, rank=None, why=why)
+        return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
+    return replace(state, generation=generation + 1)
+
+
+def strikes(state: Membership, failure: Failure) -> int:
+    """Failures of a node in the hour before `failure`, and since it was last sent away."""
+    since = [one.at for one in state.struck if one.node == failure.node]
+    after = max([failure.at - 3600, *since])
+    return sum(one.node == failure.node and one.at > after for one in state.failures)
 
 
 def raise_alarm(state: Membership, round: int, generation: int) -> Membership:

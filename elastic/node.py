@@ -17,8 +17,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -36,8 +34,9 @@ from elastic.exits import (
     EXIT_WRONG_INPUT,
 )
 from elastic.membership import Closed, Failure, Membership, calm, leave, raise_alarm, stand
-from elastic.progress import PROGRESS, Progress, ProgressPage
+from elastic.progress import PROGRESS, Progress
 from elastic.standin import NODE_SOCKET
+from elastic.warm import Zygote, first_zygote
 from elastic.watchdog import PhaseTimes, Standing, blame, overdue, standings, take_dumps
 from elastic.world import CAUSE, GENERATION, ROUND
 from elastic.zygote import MAX_MESSAGE, Job
@@ -46,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 FINAL = (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE)
 
-PRELOAD = "PERDURE_PRELOAD"
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
 LOOK_SECONDS = 0.1
 LOOK_AGAIN_SECONDS = 1.0
@@ -113,7 +111,8 @@ class Node:
     """torchrun was told of a change, and is going to end the stand-ins."""
 
     def __post_init__(self) -> None:
-        self.page = ProgressPage.make()
+        self._zygote = first_zygote()
+        self.page = self._zygote.page
         self.socket_name = f"perdure-node-{os.getpid()}-{os.urandom(4).hex()}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.socket_name}")
@@ -125,7 +124,7 @@ class Node:
         self._end = False
         self.warm = threading.Event()
         """The zygote has imported what there is to import."""
-        self._start_zygote()
+        self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         os.environ[NODE_SOCKET] = self.socket_name
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
 
@@ -143,8 +142,7 @@ class Node:
         self.wake()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
-        self._zygote.kill()
-        self._zygote.wait()
+        self._zygote.end()
 
     def paused(self) -> bool:
         """Whether all ranks have ended because they were asked to."""
@@ -368,7 +366,7 @@ class Node:
 
     def _hear_zygote(self) -> None:
         try:
-            data = self._zygote_socket.recv(MAX_MESSAGE)
+            data = self._zygote.socket.recv(MAX_MESSAGE)
         except OSError:
             data = b""
         if not data:
@@ -410,32 +408,20 @@ class Node:
 
     # --- zygote ------------------------------------------------------------------------------
 
-    def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._zygote_socket = ours
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "elastic.zygote", str(theirs.fileno())],
-            pass_fds=[theirs.fileno(), self.page.descriptor],
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        self._selector.register(ours, selectors.EVENT_READ, "zygote")
-        preload = os.environ.get(PRELOAD, "")
-        self._tell({"preload": ["torch", *filter(None, [preload])]})
-
     def _replace_zygote(self) -> None:
         """It died, and its forks with it."""
-        self._selector.unregister(self._zygote_socket)
-        self._zygote_socket.close()
-        logger.warning("the zygote died (%s); starting another", self._zygote.wait())
-        self._start_zygote()
+        self._selector.unregister(self._zygote.socket)
+        logger.warning("the zygote died (%s); starting another", self._zygote.process.wait())
+        self._zygote.end()
+        self._zygote = Zygote.start(self.page)
+        self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         for rank in self._ranks.values():
             if rank.key is not None:
                 self._ended(rank, EXIT_FAILED)
 
     def _tell(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
         with suppress(OSError):  # it died, which the selector says in a moment
-            socket.send_fds(self._zygote_socket, [json.dumps(message).encode()], descriptors or [])
+            socket.send_fds(self._zygote.socket, [json.dumps(message).encode()], descriptors or [])
 
 
 def _close(state: Membership, code: int, reason: str) -> Membership:

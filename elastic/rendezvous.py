@@ -73,6 +73,8 @@ WARM_SECONDS = 60.0
 """How long a node waits for its own imports before it joins anyway."""
 REJOIN_SECONDS = 3600.0
 STORE_PATIENCE = 5.0
+RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
+"""Between two health checks of a node that was sent away; doubled each time."""
 
 
 def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -325,6 +327,8 @@ class PerdureRendezvous(RendezvousHandler):
         if not self._round:  # others pause when we arrive: only once we can start
             self._check_health()
             self._node.warm.wait(WARM_SECONDS)
+        elif self._sent_away():
+            self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
         deadline = time.monotonic() + timeout
         while True:
@@ -358,6 +362,26 @@ class PerdureRendezvous(RendezvousHandler):
             raise RendezvousConnectionError(
                 f"this node does not join: {'; '.join(map(str, problems))}"
             )
+
+    def _sent_away(self) -> bool:
+        """Whether this node is out for its failures."""
+        state, name = self._member.state, self._member.name
+        struck = any(one.node == name for one in state.struck)
+        return struck and name not in state.members and not state.closed
+
+    def _recover(self) -> None:
+        """Wait until this node is found healthy: it failed too often."""
+        wait = RECOVER_SECONDS
+        while True:
+            try:
+                self._check_health()
+                logger.warning("this node was sent away for its failures; it is healthy, and joins")
+                return
+            except RendezvousConnectionError as error:
+                logger.warning("%s; checking again in %.0f s", error, wait)
+            if self._member.wait_for(lambda state: state.closed is not None, wait):
+                return
+            wait = min(2 * wait, MAX_RECOVER_SECONDS)
 
     def _next_round(self, before: int, timeout: float, deadline: float) -> Membership:
         """Wait for a round after `before`."""

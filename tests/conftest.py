@@ -7,9 +7,14 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+from hypothesis import settings
 
 from checkpointing.owners import is_alive
 from checkpointing.slots import SHARED_MEMORY, forget
+
+# A busy machine is no failure.
+settings.register_profile("perdure", deadline=None)
+settings.load_profile("perdure")
 
 _before: set[Path] = set()
 

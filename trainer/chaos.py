@@ -20,7 +20,7 @@ from checkpointing.source import TensorReader, open_source
 from checkpointing.storage import location
 from checkpointing.tensors import TORCH_DTYPES
 from elastic import machine
-from elastic.chaos import MARK, Chaos, Outcome, gone, left_memory, processes_with
+from elastic.chaos import MARK, POISON, Chaos, Outcome, gone, left_memory, processes_with
 from elastic.chaos_plan import Plan
 from elastic.goodput import goodput
 from elastic.history import LedgerError, read_history
@@ -105,6 +105,7 @@ def run_chaos(
         return [recipe_path, *shared, f"run.dir={folder / name}"]
 
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
+    environment |= {POISON: str(logs), "PERDURE_PRELOAD": "trainer.worker,trainer.poison"}
     say(f"undisturbed run of {recipe.run.steps} steps in one process")
     quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
     _undisturbed([*of("undisturbed"), *quiet], logs / "undisturbed.log", environment)
@@ -120,6 +121,7 @@ def run_chaos(
         environment=environment,
         launcher=NODE,
         own_memory=machine.possible(),
+        own_network=machine.network_possible(),
     ) as nodes:
         if not nodes.own_memory:
             say("not root: all nodes share the memory of this machine")

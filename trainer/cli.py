@@ -17,6 +17,7 @@ from elastic.exits import (
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
 )
+from elastic.warm import start_early
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
 from trainer.cli_compare import add_compare_command
@@ -156,7 +157,7 @@ def _command(
 
 def _train(arguments: argparse.Namespace) -> int:
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
-    os.environ["PERDURE_PRELOAD"] = "trainer.worker"
+    os.environ.setdefault("PERDURE_PRELOAD", "trainer.worker")
     # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -164,6 +165,8 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="")
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
+    if not arguments.dry_run:
+        start_early()
     from trainer.preflight import check_inputs, default_ranks
     from trainer.tasks import build_task
 

@@ -22,7 +22,8 @@ A plan, as YAML:
     - {what: join, at: 40}
     - {what: stop_node, at: 60, node: 1, seconds: 3}
   random: {faults: 20, every: 30, max_nodes: 4}      more, drawn from the seed
-what:   kill_worker, kill_agent, kill_node, stop_worker, stop_node, slow_worker, notice, store, join
+what:   kill_worker, kill_agent, kill_node, stop_worker, stop_node, slow_worker, partition, storage,
+        nan, notice, store, join
 during: step (unless said), init, load, save, rendezvous
 
 Nodes run on this machine's CPUs; everything lies in <run.dir>-chaos.
@@ -55,20 +56,26 @@ def add_chaos_command(commands: Any, new: Callable[..., argparse.ArgumentParser]
 
 def _chaos(arguments: argparse.Namespace) -> int:
     from elastic.chaos_plan import PlanError, read_plan
+    from elastic.machine import network_possible
     from trainer.chaos import run_chaos
 
-    path = arguments.plan
+    path, partitions = arguments.plan, network_possible()
     if (path is None) == (arguments.faults is None):
         raise RecipeError("perdure chaos: give either --plan FILE or --faults N")
     if path is None:
         tree: Any = {"nodes": 2, "random": {"faults": arguments.faults}}
-        plan = read_plan(tree, arguments.seed, lambda _: "--faults")
+        plan = read_plan(tree, arguments.seed, lambda _: "--faults", partitions=partitions)
     else:
         if not path.is_file():
             raise RecipeError(f"{path}: there is no such plan")
         tree, origins = read_tree(path)
         try:
-            plan = read_plan(tree, arguments.seed, lambda key: origin_of(key, origins, str(path)))
+            plan = read_plan(
+                tree,
+                arguments.seed,
+                lambda key: origin_of(key, origins, str(path)),
+                partitions=partitions,
+            )
         except PlanError as error:
             raise RecipeError(str(error)) from None
     verdict = run_chaos(

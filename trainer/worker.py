@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from checkpointing import SaveFailed
 from elastic import (
     EXIT_FAILED,
@@ -47,6 +49,10 @@ def main(arguments: list[str]) -> NoReturn:
     rank, local_rank, world_size, local_world_size = read_environment()
     if world_size > 1:
         die_with_parent()
+    # The process that this one was forked from may have begun before it was known.
+    threads = int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
     pulse = Pulse.from_environment()
     watch_signals(pulse)
     if DUMPS in os.environ:

@@ -57,8 +57,8 @@ def load(checkpointer: Checkpointer, strategy: str = "replicated", bulk: int = 0
 
 
 def names(directory: Path) -> list[str]:
-    """What is in a checkpoint directory."""
-    return sorted(path.name for path in directory.iterdir())
+    """What is in a checkpoint directory, besides the claim of who saved there last."""
+    return sorted(path.name for path in directory.iterdir() if path.name[:8] != ".writer-")
 
 
 def memory_of(run: Path) -> list[Path]:

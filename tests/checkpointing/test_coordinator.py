@@ -122,6 +122,7 @@ class World:
             is_shared=lambda kind: shared,
             new_target=self.new_target,
             prune=lambda *arguments: None,
+            hold=lambda directory, mine: directory / ".writer-000001",
         )
         with self.patches:
             options = CheckpointOptions(max_writers=limit)

@@ -132,6 +132,8 @@ def test_bytes_reach_the_disk_before_the_names_that_lead_to_them(tmp_path, monke
     for _, call, path, target in log_of(tmp_path / "log"):
         if not path.startswith(str(tmp_path)):  # memory
             continue
+        if Path(path).name.startswith(".writer-"):  # claims are for the living
+            continue
         parent = str(Path(path).parent)
         if call == "create":
             if Path(path).name == COMMIT_RECORD:
@@ -230,6 +232,25 @@ def test_a_rank_killed_at_any_moment_of_a_save(moment, nodes, victim, tmp_path, 
         save_now(checkpointer, 3, **parts(3))
     assert names(run) == ["latest", "step-00000003"]
     assert not memory_of(run)
+
+
+def test_who_comes_back_from_the_dead_commits_nothing(tmp_path):
+    """A run that was frozen or cut off while another went on from its checkpoints."""
+    run = tmp_path / "run"
+    with Checkpointer(run, OPTIONS, None) as frozen:
+        save_now(frozen, 1, **parts(1))
+        with Checkpointer(run, OPTIONS, None) as other:
+            assert load(other) == 1
+            save_now(other, 2, **parts(2))
+            frozen.save(3, **parts(3))
+            with pytest.raises(SaveFailed, match="another process has taken over this run"):
+                frozen.wait()
+            save_now(other, 4, **parts(4))
+        frozen.save(5, **parts(5))
+        with pytest.raises(SaveFailed, match="another process has taken over this run"):
+            frozen.wait()
+        assert until(lambda: names(run) == ["latest", "step-00000004"], 5)
+        assert (run / "latest").read_text() == "step-00000004\n"
 
 
 # --- at random moments ---------------------------------------------------------------------------

@@ -6,17 +6,31 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from elastic.chaos import gone, processes_with
-from elastic.chaos_plan import random_plan
+from elastic.chaos_plan import Fault, Plan, random_plan
+from elastic.machine import network_possible
 from tests.distributed.jobs import ROOT, soak
 from trainer.chaos import judge, run_chaos
 
-SEED = 605
-"""Its first eight faults are of seven kinds; one comes amid a recovery, three during a save; a node
-that joins, which takes longest, is needed only once."""
+CUT = Fault(what="partition", at=20, node=2, seconds=2.5, way="out")
+FAULTS = (
+    Fault(what="nan", at=5, node=1),
+    Fault(what="kill_worker", at=10, node=1),
+    Fault(what="kill_worker", at=10, during="load"),
+    CUT if network_possible() else replace(CUT, what="stop_node"),
+    Fault(what="storage", at=40, during="save", seconds=1.0),
+    Fault(what="kill_agent", at=60, node=1),
+    Fault(what="join", at=60, during="rendezvous"),
+    Fault(what="store", at=80, seconds=1.0),
+    Fault(what="slow_worker", at=90, node=2, seconds=1.0),
+    Fault(what="notice", at=100, node=2),
+    Fault(what="kill_node", at=120),
+)
+"""Of every kind, on three nodes of which one is left."""
 STEADY = [
     *("optimizer.lr=3e-4", "checkpoint.every=20"),
     *("elastic.snapshot_every=1", "checkpoint.slots=2"),
@@ -28,10 +42,16 @@ def chaos(workspace, monkeypatch):
     """chaos(plan, run, steps) → Verdict."""
     monkeypatch.chdir(workspace)
 
-    def chaos(plan, run, steps, patience=90.0):
-        overrides = [*STEADY, f"run.dir={run}", f"run.steps={steps}"]
-        environment = {"PYTHONPATH": f"{ROOT}:{workspace}"}
-        return run_chaos("recipe.yaml", overrides, plan, patience=patience, environment=environment)
+    def chaos(plan, run, steps, mode="fast"):
+        overrides = [*STEADY, f"run.dir={run}", f"run.steps={steps}", f"run.determinism={mode}"]
+        return run_chaos(
+            "recipe.yaml",
+            overrides,
+            plan,
+            tolerance=0.0 if mode == "exact" else 1e-4,
+            patience=180.0,
+            environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+        )
 
     return chaos
 
@@ -43,7 +63,7 @@ def steps_for(plan):
 
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
-    plan = random_plan(SEED, 8, 1, 3, nodes=3, every=8)
+    plan = Plan(nodes=3, faults=FAULTS)
     steps = steps_for(plan)
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
@@ -74,9 +94,11 @@ def test_a_few_faults(chaos, workspace, tmp_path):
 
 @soak
 @pytest.mark.timeout(3600)
-def test_a_hundred_faults(chaos):
-    plan = random_plan(int(os.environ.get("CHAOS_SEED", "1")), 100, 1, 4, nodes=2, every=12)
-    verdict = chaos(plan, "many", steps_for(plan), patience=180.0)
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_a_hundred_faults(chaos, mode):
+    seed, cuts = int(os.environ.get("CHAOS_SEED", "1")), network_possible()
+    plan = random_plan(seed, 100, 1, 4, nodes=2, every=12, partitions=cuts)
+    verdict = chaos(plan, mode, steps_for(plan), mode)
     print(verdict)
     assert not verdict.problems, verdict
     assert len(verdict.outcomes) == 100

@@ -44,8 +44,10 @@ def test_a_random_plan_can_be_carried_out(seed, faults, min_nodes, more, every, 
 
 
 def test_every_fault_is_drawn():
-    plan = random_plan(1, 300, 1, 4)
+    plan = random_plan(1, 300, 1, 4, partitions=True)
     assert {fault.what for fault in plan.faults} == set(WEIGHTS)
+    without = random_plan(1, 300, 1, 4)
+    assert {fault.what for fault in without.faults} == set(WEIGHTS) - {"partition"}
     assert {fault.during for fault in plan.faults} == {
         *("init", "load", "step", "save", "rendezvous")
     }
@@ -105,6 +107,10 @@ def test_a_plan_is_read():
         (
             {"faults": [{"what": "kill_worker", "during": "rendezvous"}]},
             "plan.yaml:3: faults.0.during: there is no worker during a rendezvous",
+        ),
+        (
+            {"faults": [{"what": "partition"}]},
+            "plan.yaml:2: a partition takes root, and the commands ip, nft and nsenter",
         ),
         (
             {"faults": [{"what": "store", "seconds": -1}]},

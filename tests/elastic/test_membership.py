@@ -103,6 +103,28 @@ def test_failures_are_counted_over_an_hour():
     assert seldom.generation == 4
 
 
+def test_a_node_that_fails_often_is_sent_away_and_may_come_back():
+    limits = Limits(minimum=1, maximum=3, strikes=3)
+    state = begin("a", "b", "c", limits=limits)
+    for number in range(1, 4):
+        assert state.members == ("a", "b", "c")
+        state = fail(state, 1, state.generation, failure(step=number, at=number * 60.0), limits)
+    assert state.members == ("b", "c")
+    assert state.generation == 2
+    assert state.lost.why == "sent away after 3 failures within an hour"
+    state = Membership.decode(state.encode())
+    state = begin("a", "b", "c", limits=limits, state=state)
+    assert (state.round, state.members) == (2, ("b", "c", "a"))
+    state = fail(state, 2, 0, failure(step=4, at=240.0), limits)
+    assert state.members == ("b", "c", "a"), "counted anew"
+
+
+def test_nobody_is_sent_away_who_is_needed():
+    limits = Limits(minimum=2, maximum=3, strikes=1)
+    state = fail(begin("a", "b"), 1, 0, failure(), limits)
+    assert (state.members, state.generation) == (("a", "b"), 1)
+
+
 def test_leases_lapse_when_a_counter_stands_still_and_not_when_we_were_away():
     leases = Leases()
     assert leases.lapsed({"a": b"1", "b": None}, now=0, seconds=1) == []

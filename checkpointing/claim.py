@@ -1,0 +1,75 @@
+"""Who may commit: the process that claimed a run's checkpoint directory last.
+
+A machine that was cut off or frozen may come back after the others went on without it, with a save
+that it believes to be the newest. Each coordinator therefore claims the directory at its first
+save, and looks whether the claim is still the newest at the beginning of every save and right
+before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications, 2017, chapter
+8). So do two runs that were given the same directory by mistake notice each other.
+"""
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from checkpointing.errors import StorageError
+from checkpointing.objects import ObjectPath, store_of
+from checkpointing.owners import owner
+from checkpointing.storage import opened, read_file, retrying
+
+_CLAIM = re.compile(r"\.writer-(\d+)")
+
+
+def hold(directory: Path, mine: Path | None) -> Path:
+    """Claim an existing checkpoint directory (`mine` is None, or all claims are gone), or make sure
+    that nobody has claimed it since; returns the file that stands for the claim. It stays when the
+    run has ended, for whoever wakes up then.
+
+    Raises:
+        StorageError: somebody has; says who and when.
+        OSError: the directory cannot be read or written.
+    """
+    while True:
+        claims = _claims(directory)
+        if mine and claims:
+            if claims[-1][1].name == mine.name:
+                return mine
+            raise StorageError(_taken(claims[-1][1]))
+        new = directory / f".writer-{claims[-1][0] + 1 if claims else 1:06}"
+        with suppress(FileExistsError):  # another was faster: be newer than that one
+            _create(new, f"{owner()} {time.time():.3f}\n".encode())
+            for _, old in claims:
+                _remove(old)
+            return new
+
+
+def _taken(path: Path) -> str:
+    name, _, moment = read_file(path).decode().strip().rpartition(" ")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(moment or 0)))
+    return (
+        f"{path.parent}: another process has taken over this run ({name or 'it'} saves there since "
+        f"{since}); if these are two runs, end one or give it a checkpoint.directory of its own"
+    )
+
+
+def _claims(directory: Path) -> list[tuple[int, Path]]:
+    """All that are there, oldest first."""
+    found = ((_CLAIM.fullmatch(path.name), path) for path in directory.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Raises FileExistsError. A power cut may take it away: claims are for the living."""
+    if isinstance(path, ObjectPath):
+        store_of(path).write_new(path, data)
+        return
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        retrying(os.write, descriptor, data)
+
+
+def _remove(path: Path) -> None:
+    if isinstance(path, ObjectPath):
+        store_of(path).delete([path])
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,26 @@
+"""For `perdure chaos` alone: imported by what training processes are forked from, it makes a
+gradient wrong when the harness asks (elastic/chaos.py). Nothing else imports it."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from elastic.chaos import POISON
+from trainer.parallel import ParallelModel
+
+_collect_gradients = ParallelModel.collect_gradients
+
+
+def _poisoned(model: ParallelModel) -> None:
+    with suppress(FileNotFoundError):
+        (Path(os.environ[POISON]) / str(os.getpid())).unlink()
+        gradient = next(p.grad for p in model.parameters.values() if p.grad is not None)
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.view(-1)[:1] = torch.nan
+    _collect_gradients(model)
+
+
+ParallelModel.collect_gradients = _poisoned  # type: ignore[method-assign,assignment]
