@@ -20,6 +20,7 @@ from elastic.exits import (
 from elastic.warm import start_early
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
+from trainer.cli_compare import add_compare_command
 from trainer.cli_plan import add_plan_command
 from trainer.errors import known_errors
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_ckpt_commands(ckpt.add_subparsers(required=True, metavar="COMMAND"), _command)
 
+    add_compare_command(commands, _command)
     add_chaos_command(commands, _command)
     add_plan_command(commands, _command)
 
@@ -167,25 +169,16 @@ def _train(arguments: argparse.Namespace) -> int:
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
     if not arguments.dry_run:
         start_early()
-    from trainer.preflight import check_inputs
+    from trainer.preflight import check_inputs, default_ranks
     from trainer.tasks import build_task
 
-    ranks = arguments.nproc_per_node or _default_ranks(recipe.run.device)
+    ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     nodes = int(arguments.nnodes.split(":")[0])
     check_inputs(recipe, build_task(recipe), 0, nodes * ranks, ranks)
     if arguments.dry_run:
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0
     return _launch(arguments, ranks)
-
-
-def _default_ranks(device: str) -> int:
-    import torch
-
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    # Two, so that what runs on a laptop is what runs on a cluster.
-    return min(2, os.cpu_count() or 1)
 
 
 def _launch(arguments: argparse.Namespace, ranks: int) -> int:

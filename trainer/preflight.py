@@ -41,6 +41,16 @@ def check_inputs(
         check_resume(read_state(newest), recipe, task, newest)
 
 
+def default_ranks(device: str) -> int:
+    """Ranks of this node where nobody says how many: one per GPU; without GPUs two, so that what
+    runs on a laptop is what runs on a cluster."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(2, os.cpu_count() or 1)
+
+
 def _check_device(recipe: Recipe, local_world_size: int) -> None:
     import torch
 

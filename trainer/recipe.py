@@ -235,6 +235,11 @@ class Tracking:
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common NVIDIA GPUs;
     elsewhere MFU is left out unless this is set."""
 
+    measure_steps: int = 0
+    """The last steps of the run that are measured by torch's profiler, which slows them: each rank
+    leaves its trace, what it holds and how long it communicates in `<run.dir>/ranks/` (see
+    docs/metrics.md). They do not count in speeds. 0: none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -433,6 +438,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("elastic", "snapshot_every", 0),
         ("elastic", "check_replicas_every", 0),
         ("elastic", "timeout_seconds", 1),
+        ("tracking", "measure_steps", 0),
     ):
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not value >= least:  # also refuses NaN

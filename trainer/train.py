@@ -38,6 +38,7 @@ from elastic import (
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
 from trainer.exact import snap_loss, square_sums
+from trainer.measure import RankMeter
 from trainer.metrics import (
     Metrics,
     Startup,
@@ -151,13 +152,15 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
             window, pace, clock = Window(), Pace(), save_clock(recipe, world)
+            meter = RankMeter(recipe, model, optimizer, world)
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.report(progress.step + 1, "step")
                 pulse.wants_save = clock is not None and clock.due(time.monotonic())
-                result = train_step(
-                    state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
-                )
+                with meter.step(progress.step + 1):
+                    result = train_step(
+                        state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
+                    )
                 warn(metrics, progress, result.verdict.reason)
                 if result.verdict.action == "stop" and not roll_back(
                     checkpointer, state, recipe, metrics
@@ -169,7 +172,8 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     say(metrics, str(startup))
                     if metrics:
                         metrics.ledger.phases(startup.parts)
-                else:  # the first step also warms up, and would spoil the averages
+                elif not meter.covers(progress.step):
+                    # The first step also warms up, and would spoil the averages.
                     tokens = plan.global_batch * recipe.data.seq_len
                     window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if metrics:
@@ -531,7 +535,6 @@ def restore(
         )
     elif state is None:
         model.draw_weights()
-    model.refresh_copy()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
         return Progress(loss_scale=LossScale(scale))
@@ -612,7 +615,6 @@ def roll_back(
     )
     if loaded is None:
         return False
-    state.model.refresh_copy()
     progress.rollbacks += 1
     progress.skipped_in_row = 0
     warn(

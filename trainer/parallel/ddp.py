@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -31,64 +31,50 @@ def _sum_gradients(
     return work.get_future().then(lambda future: future.value()[0])
 
 
-class ShardedCopy:
+class ShardedView:
     """ZeRO-1 (Rajbhandari et al. 2020): each rank's optimizer owns one slice of every parameter.
 
-    [Note: sharded copy] The model keeps whole parameters, and DDP reduces whole gradients. The
-    optimizer sees `parameters`: DTensors, sharded on dim 0, that hold this rank's slice of each.
-    `scatter_gradients` points their gradients at this rank's slice of the reduced gradient (a
-    view, no copy); after the optimizer step `gather` puts all slices back into the model.
+    [Note: sharded view] The model keeps whole parameters, and DDP reduces whole gradients. The
+    optimizer sees `parameters`: DTensors, sharded on dim 0, whose local part is a view of this
+    rank's slice of each, so that slices take no memory of their own. `scatter_gradients` points
+    their gradients at this rank's slice of the reduced gradient (a view too); after the optimizer
+    step `gather` brings the slices of the other ranks into the whole parameters.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        """Called on all ranks of `mesh` (1-D), with whole parameters equal on all of them."""
+        """Called on all ranks of `mesh` (1-D), with whole parameters on the device they stay on."""
         self._whole = parameters
         self._mesh = mesh
         self.parameters = {
-            name: nn.Parameter(
-                distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-                if whole.dim()
-                else whole.detach().clone()
-            )
+            name: nn.Parameter(self._shard(whole.detach()), requires_grad=whole.requires_grad)
             for name, whole in parameters.items()
         }
-
-    @torch.no_grad()
-    def scatter_weights(self) -> None:
-        """Fill the slices from the whole parameters."""
-        for name, shard in self.parameters.items():
-            whole = self._whole[name].detach()
-            if isinstance(shard, DTensor):
-                shard.to_local().copy_(self._slice(whole))
-            else:
-                shard.copy_(whole)
 
     def scatter_gradients(self) -> None:
         """Give each sharded parameter its slice of the whole gradient."""
         for name, shard in self.parameters.items():
             gradient = self._whole[name].grad
-            if gradient is None or not isinstance(shard, DTensor):
-                shard.grad = gradient
-                continue
-            shard.grad = DTensor.from_local(
-                self._slice(gradient),
-                self._mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=gradient.shape,
-                stride=gradient.stride(),
-            )
+            shard.grad = None if gradient is None else self._shard(gradient)
 
-    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor: a view, cut as Shard(0) cuts."""
+    def _shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor, cut as Shard(0) cuts: a view. A scalar stays whole."""
+        if not whole.dim():
+            return whole
         per_rank = -(-whole.shape[0] // self._mesh.size())
         start = min(self._mesh.get_local_rank() * per_rank, whole.shape[0])
-        return whole[start : start + per_rank]
+        return DTensor.from_local(
+            whole[start : start + per_rank],
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Put the updated slices of all ranks back into the whole parameters. On all ranks."""
+        """Bring the updated slices of all ranks into the whole parameters. On all ranks."""
         for name, shard in self.parameters.items():
-            value = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            self._whole[name].copy_(value)
+            if isinstance(shard, DTensor):
+                self._whole[name].copy_(shard.full_tensor())
             shard.grad = None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.exact import use_exact_kernels
 from trainer.parallel.activations import apply_activation_checkpointing
-from trainer.parallel.ddp import ShardedCopy, apply_ddp
+from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
 from trainer.parallel.mesh import DATA_PARALLEL
 from trainer.recipe import Recipe
@@ -36,7 +36,7 @@ class ParallelModel:
     """Persistent buffers."""
     optimized: dict[str, nn.Parameter]
     """What the optimizer updates: `parameters`, except under ZeRO-1."""
-    sharded_copy: ShardedCopy | None
+    sharded_view: ShardedView | None
     reduce_every_pass: bool
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
@@ -69,20 +69,15 @@ class ParallelModel:
         """Parameters and persistent buffers: what a checkpoint holds of the model."""
         return {**self.parameters, **self.buffers}
 
-    def refresh_copy(self) -> None:
-        """Bring weights that were just loaded to `optimized`."""
-        if self.sharded_copy:
-            self.sharded_copy.scatter_weights()
-
     def collect_gradients(self) -> None:
         """Bring the reduced gradients to `optimized`."""
-        if self.sharded_copy:
-            self.sharded_copy.scatter_gradients()
+        if self.sharded_view:
+            self.sharded_view.scatter_gradients()
 
     def publish_weights(self) -> None:
         """Bring updated `optimized` tensors back into the model. On all ranks."""
-        if self.sharded_copy:
-            self.sharded_copy.gather()
+        if self.sharded_view:
+            self.sharded_view.gather()
 
     def zero_gradients(self) -> None:
         """Free all gradients."""
@@ -134,14 +129,14 @@ def parallelize(
     buffers = {
         _fqn(name): buffer for name, buffer in model.named_buffers() if _fqn(name) in persistent
     }
-    module, optimized, copy = model, parameters, None
+    module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
         replicas = mesh["dp_replicate"]
         if replicas.size() > 1:
             module = apply_ddp(model, replicas)
         if recipe.sharding == "OPTIMIZER_STATE":
-            copy = ShardedCopy(parameters, replicas)
-            optimized = copy.parameters
+            view = ShardedView(parameters, replicas)
+            optimized = view.parameters
 
     def autocast() -> Any:
         if sharded_by_fsdp or dtype == torch.float32:
@@ -153,7 +148,7 @@ def parallelize(
             _fill(model, fill)
 
     return ParallelModel(
-        module, parameters, buffers, optimized, copy, strategy.reduce_every_pass, autocast,
+        module, parameters, buffers, optimized, view, strategy.reduce_every_pass, autocast,
         draw_weights,
     )  # fmt: skip
 

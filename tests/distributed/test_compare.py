@@ -1,0 +1,236 @@
+"""`perdure compare`: what it measures is what theory says, what it prints is what it measured, and
+nothing is left behind."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from itertools import count
+
+import pytest
+import torch
+
+from checkpointing.slots import SHARED_MEMORY, run_id
+from elastic import Pulse, plan_batch
+from elastic.chaos import gone, processes_with
+from elastic.history import Step
+from elastic.world import World
+from tests.checkpointing.worlds import run_ranks
+from tests.distributed.jobs import ROOT
+from trainer.compare import Outcome, compare_losses, problems, run_comparison, stall
+from trainer.compare_strategies import AFTER_SAVE, candidate
+from trainer.data.loader import load
+from trainer.measure import RankMeter, Trace, covered, read_records
+from trainer.optimizer import build_optimizer
+from trainer.parallel import build_mesh, parallelize
+from trainer.recipe import RecipeError, load_recipe
+from trainer.tasks import build_task
+from trainer.train import Progress, TrainState, requests, train_step
+
+MARK = "PERDURE_TEST_COMPARE"
+# Shards are padded to rows that every rank has: 257 rows over 4 ranks are 260.
+THEORY = 0.03
+
+
+def measure(recipe, rank, world_size):
+    """The trainer's own step, three times, measured in the last two."""
+    world = World(
+        rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, nodes=1,
+        round=0, generation=0, cause=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    task, mesh = build_task(recipe), build_mesh(recipe, world)
+    model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
+    model.draw_weights()
+    optimizer = build_optimizer(model.optimized, recipe.optimizer)
+    plan = plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
+    batches = load(task.stream, requests(plan, rank, 0), workers=0, pin_memory=False)
+    state = TrainState(model, optimizer, Progress())
+    meter = RankMeter(recipe, model, optimizer, world)
+    for step in range(1, recipe.run.steps + 1):
+        with meter.step(step):
+            train_step(state, batches, plan, recipe, world, Pulse.from_environment(), lambda: None)
+
+
+def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
+    """Rajbhandari et al. 2020, figure 1: which of the three kinds each stage divides by N."""
+    monkeypatch.chdir(workspace)
+
+    def recipe_of(name, ranks):
+        overrides = ["batch.micro_batch=8", "run.steps=3", "tracking.measure_steps=2"]
+        run = tmp_path / f"{name}-{ranks}"
+        run.mkdir(exist_ok=True)
+        one = candidate(name, "recipe.yaml", ["schedule={}"], ranks, 3, run)
+        return load_recipe(one.arguments[0], [*one.arguments[1:], *overrides])
+
+    figures = {}
+    stages = ["zero1", "zero2", "zero3"]
+    for ranks, names in (2, ["ddp", *stages]), (4, [*stages, "hybrid"]):
+        recipes = [recipe_of(name, ranks) for name in names]
+
+        def work(rank, ranks=ranks, recipes=recipes):
+            torch.set_num_threads(1)
+            for recipe in recipes:
+                measure(recipe, rank, ranks)
+
+        run_ranks(ranks, work, tmp_path / f"ranks-{ranks}")
+        for name in names:
+            records = read_records(tmp_path / f"{name}-{ranks}")
+            assert len(records) == ranks
+            figures[name, ranks] = records
+
+    whole = sum(4 * p.numel() for p in build_task(recipe_of("ddp", 2)).model.parameters())
+    for (name, ranks), records in figures.items():
+        shards = {"ddp": 1, "hybrid": 2}.get(name, ranks)
+        # Held whole: parameters between steps, those of a forward pass, gradients.
+        kept, gathered, gradients = {
+            "ddp": (1, 0, 1), "zero1": (1, 0, 1), "zero2": (1 / shards, 1, 1 / shards),
+            "zero3": (1 / shards, 0, 1 / shards), "hybrid": (1 / shards, 0, 1 / shards),
+        }[name]  # fmt: skip
+        largest = [max(getattr(r, kind) for r in records) / whole for kind in (
+            "parameters", "gathered", "gradients", "optimizer_state"
+        )]  # fmt: skip
+        assert largest == pytest.approx([kept, gathered, gradients, 2 / shards], rel=THEORY), name
+        for record in records:
+            sum_of_parts = record.parameters + record.gradients + record.optimizer_state
+            # The logits and their gradient are live at once, whatever the strategy.
+            assert record.peak > sum_of_parts + 8 // ranks * 32 * 257 * 4
+            assert 0 < record.communication < 1
+    assert figures["zero3", 4][0].peak < figures["zero3", 2][0].peak < figures["ddp", 2][0].peak
+
+
+def perdure_compare(folder, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer.cli", "compare", "recipe.yaml", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), MARK: "yes"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_nothing_left(runs):
+    assert not gone(lambda: processes_with(MARK, "yes"), 5)
+    for run in runs.iterdir():
+        assert not (run / "checkpoints").exists()
+        assert not list(SHARED_MEMORY.glob(f"perdure-{run_id(str(run / 'checkpoints'))}-*"))
+
+
+def test_command(workspace):
+    names = "ddp,zero3+full_ac,ddp+offload,hybrid"
+    process = perdure_compare(workspace, "--strategies", names, "--steps", "4", "--out", "compared")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    folder = workspace / "compared"
+    result = json.loads((folder / "compare.json").read_text())
+    ddp, zero3, offload, hybrid = result["strategies"]
+    assert result["recipe"]["precision"]["dtype"] == "fp32"
+    for one in ddp, zero3:
+        assert len(one["step_seconds"]) == 4
+        rate = 8 * 32 / sorted(one["step_seconds"])[2]
+        assert one["tokens_per_second"] >= rate  # a median of four lies below the third
+        assert one["checkpoint_bytes"] > 3 * ddp["parameters"]
+        assert one["difference"] <= 1e-4
+        assert f" {one['tokens_per_second']:,.0f} |" in output
+    assert ddp["losses"].keys() == zero3["losses"].keys()
+    assert zero3["parameters"] < 0.6 * ddp["parameters"]
+    assert zero3["peak"] < ddp["peak"]
+    assert "cannot run" in offload["problem"]
+    assert "strategy.name: fsdp" in offload["problem"]
+    assert "there are 2" in hybrid["problem"]
+    assert hybrid["problem"] in output
+    assert hybrid["problem"] in (folder / "compare.md").read_text()
+    rows = list(csv.DictReader((folder / "compare.csv").open()))
+    assert [row["name"] for row in rows] == names.split(",")
+    assert int(rows[1]["peak"]) == zero3["peak"]
+    words = [element.text for element in ET.parse(folder / "compare.svg").iter()]
+    assert {"ddp", "zero3+full_ac", f"{ddp['peak'] / 1e6:,.1f}"} <= set(words)
+    assert_nothing_left(folder / "runs")
+
+
+def test_interrupted(workspace):
+    """One rank: of several, torchrun's death would be enough to end them."""
+    arguments = ["--strategies", "zero3", "--steps", "5000", "--nproc", "1", "--out", "cut"]
+    process = perdure_compare(workspace, *arguments)
+    ledger = workspace / "cut/runs/zero3/ledger.jsonl"
+    deadline = time.monotonic() + 120
+    while not (ledger.exists() and '"kind":"step"' in ledger.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step came"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert_nothing_left(workspace / "cut/runs")
+
+
+def test_wrong_input(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace)
+
+    def compare(names, out=tmp_path / "new", **options):
+        run_comparison("recipe.yaml", [], names, ranks=2, steps=4, out=out, **options)
+
+    with pytest.raises(RecipeError, match=r"no 'zero4'; it is one of ddp, zero1"):
+        compare(["ddp", "zero4"])
+    with pytest.raises(RecipeError, match=r"no 'ddp\+ofload'.*\+offload"):
+        compare(["ddp+ofload"])
+    with pytest.raises(RecipeError, match="is there already"):
+        compare(["ddp"], out=tmp_path)
+    with pytest.raises(RecipeError, match=r"hybrid: needs groups"):
+        compare(["hybrid"])
+    with pytest.raises(RecipeError, match="--against no_such_peer: it is not installed"):
+        compare(["ddp"], against="no_such_peer")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("other", [2.1, math.inf, math.nan])
+def test_losses_that_differ_are_named(other):
+    outcomes = [
+        Outcome("no", "cannot run: because"),
+        Outcome("ddp", losses={5: 3.0, 10: 2.0}),
+        Outcome("zero1", losses={5: 3.0001, 10: 2.0}),
+        Outcome("zero3", losses={5: 3.0, 10: other}),
+        Outcome("zero2", "failed: out of memory; see log", failed=True),
+    ]
+    compare_losses(outcomes)
+    found = problems(outcomes, 1e-2)
+    assert [text.split(":")[0] for text in found] == ["zero2", "zero3"]
+    assert "differs from that of ddp" in found[1]
+
+
+def test_stall_is_what_a_checkpoint_cost():
+    after, steps = 0.0, {}
+    for number in count(1):
+        slow = number == 9
+        seconds = 1.4 if slow else 1.0  # the step after the save is slower
+        after += 0.1 + seconds + (0.3 if slow else 0)  # and came later
+        steps[number] = Step(number, 0, 0, seconds, after, False, 0)
+        if number == 8 + AFTER_SAVE:
+            break
+    assert stall(steps, 8, 1.0) == pytest.approx(0.7)
+
+
+def test_collectives_under_way_at_once_count_once():
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+
+
+def test_trace_of_real_allocations(tmp_path):
+    """What was held at once counts; not all that was allocated, nor what another step held."""
+    trace = Trace(torch.device("cpu"))
+    for _ in range(3):
+        with trace.step():
+            kept = torch.zeros(1000, 256)
+            del kept
+            first, second = torch.zeros(1000, 256), torch.zeros(500, 256)
+            del first
+            assert torch.zeros(100, 256) is not second
+            del second
+    trace.stop(tmp_path / "trace.json.gz")
+    assert trace.peak(7) == pytest.approx(7 + 1500 * 256 * 4, rel=1e-3)
+    assert trace.collectives == trace.communication == 0

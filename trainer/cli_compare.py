@@ -1,0 +1,84 @@
+"""`perdure compare …`: parses and calls, nothing more."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from trainer.recipe import RecipeError, load_recipe
+
+COMPARE_EXAMPLES = """\
+examples:
+  perdure compare recipes/quickstart.yaml
+  perdure compare recipes/quickstart.yaml --strategies ddp,zero1,zero3+offload --steps 50
+  perdure compare recipes/quickstart.yaml --nproc 4 precision.dtype=fp32
+  perdure compare recipes/quickstart.yaml --against deepspeed
+
+strategies: ddp, zero1, zero2, zero3, hybrid, no_shard; after any of them +offload, +full_ac,
+            +selective_ac, +compile. Each trains for a few steps in a run of its own.
+results: compare.md, compare.json, compare.csv, compare.svg in <run.dir>-compare, or --out
+exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe or option
+"""
+
+
+def add_compare_command(commands: Any, new: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to a parser.
+
+    Args:
+        commands: what `add_subparsers` gave.
+        new: (commands, name, what it does, examples) → parser of a new command.
+    """
+    what = "train a recipe for a few steps under every strategy, and show what each costs"
+    compare = new(commands, "compare", what, COMPARE_EXAMPLES)
+    compare.add_argument("recipe", help="YAML file")
+    compare.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
+    compare.add_argument(
+        "--strategies", metavar="NAME,…", help="which (default: all that make sense)"
+    )
+    compare.add_argument("--steps", type=int, default=20, metavar="N", help="timed (default 20)")
+    compare.add_argument(
+        "--nproc", type=int, metavar="N", help="ranks (default: one per GPU; without GPUs 2)"
+    )
+    compare.add_argument("--out", type=Path, metavar="DIR", help="default: <run.dir>-compare")
+    compare.add_argument("--against", choices=("deepspeed",), help="its ZeRO stages too")
+    compare.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from trainer.compare import TOLERANCE, problems, run_comparison, stop_on_sigterm
+    from trainer.compare_report import conditions, table, write_report
+    from trainer.compare_strategies import DEFAULT
+    from trainer.preflight import default_ranks
+
+    for option in ("steps", "nproc"):
+        value = getattr(arguments, option)
+        if value is not None and value < 2 - (option == "nproc"):
+            raise RecipeError(f"--{option}: {value} is too few")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    names = arguments.strategies.split(",") if arguments.strategies else DEFAULT
+    ranks = arguments.nproc or default_ranks(recipe.run.device)
+    out = (arguments.out or Path(f"{recipe.run.dir}-compare")).absolute()
+    stop_on_sigterm()
+    try:
+        outcomes = run_comparison(
+            arguments.recipe,
+            arguments.overrides,
+            list(dict.fromkeys(names)),
+            ranks=ranks,
+            steps=arguments.steps,
+            out=out,
+            against=arguments.against,
+        )
+    except KeyboardInterrupt:
+        print(f"stopped; what was measured lies in {out}/runs")
+        return EXIT_INTERRUPTED
+    where = conditions(recipe, ranks, arguments.steps)
+    print(f"\n{table(outcomes)}\n")
+    paths = write_report(outcomes, where, out)
+    print(f"written: {', '.join(os.path.relpath(path) for path in paths)}")
+    found = problems(outcomes, TOLERANCE[recipe.precision.dtype])
+    for problem in found:
+        print(f"problem: {problem}")
+    return EXIT_FAILED if found else EXIT_DONE
