@@ -256,7 +256,7 @@ def test_cosine_schedule_batch_and_groups(config, tmp_path):
     assert "logarithmic" in made.recipe()
 
 
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 @given(micro=st.integers(1, 64), passes=st.integers(1, 64), ranks=st.integers(1, 512))
 def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks):
     path = tmp_path_factory.getbasetemp() / "ds_config.json"

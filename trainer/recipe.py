@@ -231,6 +231,10 @@ class Tracking:
     name: str | None = None
     """Name of the run in trackers; the last part of run.dir unless set."""
 
+    profile_steps: int = 0
+    """Trace so many steps, from the fifth after a start on, with torch's profiler; one file per
+    rank in <run.dir>/profile. `perdure profile` does it and sums it up."""
+
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common NVIDIA GPUs;
     elsewhere MFU is left out unless this is set."""
@@ -446,6 +450,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("elastic", "snapshot_every", 0),
         ("elastic", "check_replicas_every", 0),
         ("elastic", "timeout_seconds", 1),
+        ("tracking", "profile_steps", 0),
     ):
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not value >= least:  # also refuses NaN
