@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.models.loss import head_cross_entropy
 
-N, D, V = 30, 16, 97
+N, D, V = 30, 8, 97
 
 
 class Largest(TorchDispatchMode):
@@ -68,7 +68,7 @@ def test_no_more_logits_than_a_chunk() -> None:
     hidden, weight, labels = inputs(torch.float32, N)
     with Largest() as largest:
         head_cross_entropy(hidden, weight, labels, 20 * V).backward()
-        assert largest.elements == 20 * V
+        assert largest.elements == 15 * V  # two chunks of the same size
     with Largest() as largest, torch.no_grad():
         head_cross_entropy(hidden, weight, labels, 2 * V)
         assert largest.elements == V * D  # the weight: no gradients are made
