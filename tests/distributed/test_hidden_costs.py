@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.distributed.jobs import RECIPE
+from tests.distributed.jobs import RECIPE, soak
 
 WORD = {"c10d::allreduce_": 1, "tolist": 1}  # the step's one word, and the one read of it
 PASSES = 2  # of a step: 8 sequences, 2 ranks, 2 at a time
@@ -28,7 +28,7 @@ UNITS = 3  # two blocks, and the rest
                 "c10d::_reduce_scatter_base_": UNITS,
             },
         ),
-        (
+        pytest.param(
             "shard-grad-op",
             ["strategy.sharding=SHARD_GRAD_OP"],
             {
@@ -36,6 +36,7 @@ UNITS = 3  # two blocks, and the rest
                 "c10d::_allgather_base_": PASSES * UNITS,
                 "c10d::_reduce_scatter_base_": UNITS,
             },
+            marks=soak,
         ),
     ],
 )
