@@ -81,7 +81,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     traces = sorted((out / TRACES).glob("rank-*.json.gz"))
     if not traces:
         raise RecipeError(f"{out / TRACES}: no trace was written; see the warnings above")
-    every = None if recipe.checkpoint.every in ("auto", 0) else recipe.checkpoint.every
+    every = None if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
     profiles = [read_trace(path) for path in traces]
     page = summary(profiles, f"Profile of {arguments.recipe}", every)
     (out / "profile.md").write_text(page, encoding="utf-8")
