@@ -330,10 +330,10 @@ def gradients(
         squares = square_sums(list(model.optimized.values()), world.device)
     else:
         squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
-    asked = torch.tensor(
-        [pulse.wants_save, pulse.asked_to_pause], dtype=torch.float64, device=world.device
-    )
-    word = torch.cat([loss_sum.reshape(1), squares, asked])
+    asked = [  # filled on the device: a copy from the host would wait for all that was launched
+        loss_sum.new_full((1,), float(value)) for value in (pulse.wants_save, pulse.asked_to_pause)
+    ]
+    word = torch.cat([loss_sum.reshape(1), squares, *asked])
     dist.all_reduce(word)
     mean_loss, *square_parts, saving, pausing = word.tolist()
     norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
