@@ -21,7 +21,9 @@ from elastic.warm import start_early
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
 from trainer.cli_compare import add_compare_command
+from trainer.cli_import import add_import_command
 from trainer.cli_plan import add_plan_command
+from trainer.cli_profile import add_profile_command
 from trainer.errors import known_errors
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
@@ -115,6 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     add_compare_command(commands, _command)
     add_chaos_command(commands, _command)
     add_plan_command(commands, _command)
+    add_import_command(commands, _command)
+    add_profile_command(commands, _command)
 
     generate = _command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument("checkpoint", type=Path, help="run, checkpoint or Hugging Face directory")

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from checkpointing.options import CheckpointOptions
 from elastic.options import ElasticOptions
 from trainer.architecture import Architecture
-from trainer.yaml_tree import RecipeError, origin_of, read_tree
+from trainer.yaml_tree import Origins, RecipeError, origin_of, read_tree
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
 ZERO_STAGES: dict[int, Sharding] = {
@@ -231,6 +231,10 @@ class Tracking:
     name: str | None = None
     """Name of the run in trackers; the last part of run.dir unless set."""
 
+    profile_steps: int = 0
+    """Trace so many steps, from the fifth after a start on, with torch's profiler; one file per
+    rank in <run.dir>/profile. `perdure profile` does it and sums it up."""
+
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common NVIDIA GPUs;
     elsewhere MFU is left out unless this is set."""
@@ -293,15 +297,28 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: one line naming file, line, key and remedy.
     """
     tree, origins = read_tree(path, overrides)
+    return validate(tree, origins, str(path))
+
+
+def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
+    """Plain values → recipe.
+
+    Args:
+        tree: sections; one that is None is empty.
+        origins: where each key was written.
+        file: where the others were.
+
+    Raises:
+        RecipeError: one line naming file, line, key and remedy.
+    """
+    tree = {section: {} if keys is None else keys for section, keys in tree.items()}
     try:
         recipe = TypeAdapter(Recipe).validate_python(tree)
     except ValidationError as error:
-        raise RecipeError(_explain(error, tree, str(path), origins)) from None
+        raise RecipeError(_explain(error, tree, file, origins)) from None
     recipe = _resolve_synonyms(recipe)
     for key, problem in _contradictions(recipe):
-        raise RecipeError(
-            f"{origin_of(tuple(key.split('.')), origins, str(path))}: {key}: {problem}"
-        )
+        raise RecipeError(f"{origin_of(tuple(key.split('.')), origins, file)}: {key}: {problem}")
     return recipe
 
 
@@ -439,6 +456,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("elastic", "check_replicas_every", 0),
         ("elastic", "timeout_seconds", 1),
         ("tracking", "measure_steps", 0),
+        ("tracking", "profile_steps", 0),
     ):
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not value >= least:  # also refuses NaN

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from checkpointing import Checkpointer, SaveFailed, load_model, optimizer_tensors
 from elastic import (
@@ -59,6 +60,7 @@ from trainer.optimizer import (
     square_sum,
 )
 from trainer.parallel import ParallelModel, build_mesh, parallelize
+from trainer.profile import traced
 from trainer.provenance import run_state
 from trainer.recipe import Recipe
 from trainer.seeds import stable_seed
@@ -137,7 +139,8 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         )
         startup.mark("checkpoint")
         start = attempt(checkpointer, progress, plan, recipe, world, startup)
-        with Metrics(recipe, start) if world.is_main else nullcontext() as metrics:
+        sinks = Metrics(recipe, start) if world.is_main else nullcontext()
+        with sinks as metrics, traced(recipe, world) as step_done:
             startup.mark("trackers")
             say(metrics, f"{describe(recipe, task, world, plan, progress)}\n{memory}")
             batches = load(
@@ -206,6 +209,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 elif due(progress.step, recipe.elastic.snapshot_every, last_step):
                     save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics, clock)
+                step_done()
                 if result.pause and progress.step < last_step:
                     pulse.report(progress.step, "save")
                     leaving = result.pause >= PAUSE_TO_LEAVE
@@ -249,7 +253,8 @@ def train_step(
             scale_gradients(model.optimized.values(), factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        before_update()
+        with record_function("wait for checkpoint"):
+            before_update()
         optimizer.step()
         model.publish_weights()
     model.zero_gradients()
@@ -329,10 +334,10 @@ def gradients(
         squares = square_sums(list(model.optimized.values()), world.device)
     else:
         squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
-    asked = torch.tensor(
-        [pulse.wants_save, pulse.asked_to_pause], dtype=torch.float64, device=world.device
-    )
-    word = torch.cat([loss_sum.reshape(1), squares, asked])
+    asked = [  # filled on the device: a copy from the host would wait for all that was launched
+        loss_sum.new_full((1,), float(value)) for value in (pulse.wants_save, pulse.asked_to_pause)
+    ]
+    word = torch.cat([loss_sum.reshape(1), squares, *asked])
     dist.all_reduce(word)
     mean_loss, *square_parts, saving, pausing = word.tolist()
     norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
@@ -544,6 +549,7 @@ def restore(
     )
 
 
+@record_function("save checkpoint")
 def save(
     checkpointer: Checkpointer,
     state: TrainState,

@@ -44,7 +44,7 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections such as `run:` and `data:`")
     for override in overrides:
-        _apply_override(tree, override, origins)
+        apply_override(tree, override, origins)
     return tree, origins
 
 
@@ -98,7 +98,12 @@ def _expand(text: str, origin: str) -> str:
     return re.sub(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", replace, text)
 
 
-def _apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:
+def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:
+    """Set one `key.sub=value` in a tree of plain values.
+
+    Raises:
+        RecipeError: it is no such thing, or leads nowhere.
+    """
     key, equals, text = override.partition("=")
     origin = f"override '{override}'"
     if not equals or not key:

@@ -41,9 +41,10 @@ class Job:
         overrides: Sequence[str],
         recipe: str = "recipe.yaml",
         torchrun: Sequence[str] = (),
+        program: Sequence[str] = ("trainer",),
     ) -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
-        worker = ["-m", "trainer", recipe, *overrides]
+        worker = ["-m", *program, recipe, *overrides]
         self.process = subprocess.Popen(
             [*launcher, "--nproc-per-node", str(ranks), *worker],
             cwd=folder,

@@ -74,7 +74,7 @@ def test_zero_is_a_synonym(recipe_file):
         ("checkpoint.max_shard_size=4 bananas", "checkpoint: max_shard_size is '4 bananas'"),
         ("data.sources.7.path=x", "data.sources has 1 items"),
         ("data.sources=[]", "data.sources: the list is empty"),
-        ("run=null", "run: input should be"),
+        ("run=null", "run.dir: required, but not set"),
         ("lr", "write overrides as key.sub=value"),
         ("run.dir=${PERDURE_NO_SUCH_NAME}", "PERDURE_NO_SUCH_NAME is not set"),
         ("model.factory=a:b", "give exactly one of architecture, init_from, factory"),

@@ -13,11 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.architecture import Architecture, RopeScaling
+from trainer.models.loss import head_cross_entropy
 from trainer.seeds import stable_seed
-
-IGNORED_LABEL = -100
-"""Positions with this label are not part of the loss."""
-
 
 TIED_COPIES = ("lm_head.weight",)
 """What a published checkpoint of a tied model may hold twice."""
@@ -154,14 +151,20 @@ class Decoder(nn.Module):
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
             over the labels that count, a float32 scalar (0 when none does).
         """
-        logits = self.head(self.model(input_ids, document_ids))
-        return logits if labels is None else mean_cross_entropy(logits, labels)
+        hidden = self.model(input_ids, document_ids)
+        return self.head(hidden) if labels is None else self.loss(hidden, labels)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, D) → logits (…, V)."""
-        if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
-        return self.lm_head(hidden)
+        return F.linear(hidden, self._head_weight)
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Hidden states (B, T, D), labels (B, T) → mean cross-entropy; large logits in parts."""
+        return head_cross_entropy(hidden, self._head_weight, labels)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -223,19 +226,6 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
-
-
-def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean in nats over the labels that are not -100; 0, with zero gradients, if there are none.
-
-    Args:
-        logits: (B, T, V), any floating dtype; the softmax is float32.
-        labels: (B, T) int64.
-    """
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
-    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def init_parameter(

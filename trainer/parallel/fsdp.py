@@ -24,7 +24,8 @@ def apply_fsdp(
     recipe: Recipe,
     dtype: torch.dtype,
 ) -> None:
-    """Shard `model` in place over `mesh` (dp_replicate, dp_shard), one unit per block.
+    """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone), one unit per
+    block and one for the rest.
 
     Works on the meta device. `dtype` is that of gathered parameters; gradients are reduced in
     float32, summed rather than averaged: the loss is already divided by the global number of
@@ -41,13 +42,15 @@ def apply_fsdp(
         # them (rotary tables) is meant to stay so.
         cast_forward_inputs=False,
     )
+    free = recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD")
     for unit in (*blocks, model):
         fully_shard(
             unit,
             mesh=mesh,
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"),
+            # What is in no block (embedding, head) is needed as soon as backward begins.
+            reshard_after_forward=free and unit is not model,
         )
     if recipe.exact:
         terms = -(-recipe.batch.global_batch // recipe.batch.micro_batch)

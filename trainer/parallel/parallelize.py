@@ -106,6 +106,8 @@ def parallelize(
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     data_parallel = mesh[DATA_PARALLEL]
+    if mesh["dp_replicate"].size() == 1:  # else FSDP all-reduces every unit in groups of one
+        data_parallel = mesh["dp_shard"]
     blocks = list(blocks)
     if recipe.exact:
         use_exact_kernels(device)

@@ -5,7 +5,8 @@ import torch
 
 from trainer.architecture import Architecture
 from trainer.models import Decoder, init_parameter
-from trainer.models.decoder import RMSNorm, mean_cross_entropy
+from trainer.models.decoder import RMSNorm
+from trainer.models.loss import mean_cross_entropy
 
 # float32 rounding: a document's angles are taken at other positions, its sums in other blocks.
 TOLERANCE = 1e-5

@@ -1,0 +1,81 @@
+"""A rank that counts, in every optimizer step, the collectives and what makes the host wait.
+
+    torchrun … -m tests.distributed.counted COUNTS.json RECIPE.yaml [key=value …]
+
+Rank 0 writes one mapping per step, name → calls. On CUDA it also lets torch warn of every
+synchronisation, and counts the warnings as "synchronised".
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trainer.train
+from trainer.worker import main
+
+WAITING = ("tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
+"""Methods that read a tensor's value without an operator that `Operators` sees."""
+READING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim")
+
+counts: list[Counter[str]] = []
+
+
+class Operators(TorchDispatchMode):
+    """Counts collectives, and operators whose result the host waits for."""
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = operator._schema.name.removeprefix("aten::")
+        if name.startswith("c10d::") or name in READING:
+            counts[-1][name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+class Methods(TorchFunctionMode):
+    """Counts methods that give Python a tensor's value."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in WAITING and isinstance(args[0], torch.Tensor):
+            counts[-1][name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+plain_step = trainer.train.train_step
+
+
+def counted_step(*args: Any) -> Any:
+    """`train_step`, counted."""
+    counts.append(Counter())
+    cuda = torch.cuda.is_initialized()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        with Operators(), Methods():
+            result = plain_step(*args)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    synchronised = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    if cuda:
+        counts[-1]["synchronised"] = len(synchronised)
+    if os.environ["RANK"] == "0":
+        Path(path).write_text(json.dumps(counts))
+    return result
+
+
+if __name__ == "__main__":
+    path = sys.argv[1]
+    trainer.train.train_step = counted_step
+    main(sys.argv[2:])

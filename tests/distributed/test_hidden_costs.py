@@ -1,0 +1,65 @@
+"""What a step may do behind one's back: every collective and every wait of the host is counted, so
+that nobody adds one unseen. Who changes these numbers says why."""
+
+import json
+
+import pytest
+import torch
+
+from tests.distributed.jobs import RECIPE, soak
+
+WORD = {"c10d::allreduce_": 1, "tolist": 1}  # the step's one word, and the one read of it
+PASSES = 2  # of a step: 8 sequences, 2 ranks, 2 at a time
+UNITS = 3  # two blocks, and the rest
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        # One bucket of gradients, reduced in the last pass.
+        ("ddp", ["strategy.name=ddp"], {**WORD, "c10d::allreduce_": 2}),
+        (
+            "full-shard",
+            [],
+            {
+                **WORD,
+                # Every unit for forward and each block again for backward.
+                "c10d::_allgather_base_": PASSES * (UNITS + UNITS - 1),
+                "c10d::_reduce_scatter_base_": UNITS,
+            },
+        ),
+        pytest.param(
+            "shard-grad-op",
+            ["strategy.sharding=SHARD_GRAD_OP"],
+            {
+                **WORD,
+                "c10d::_allgather_base_": PASSES * UNITS,
+                "c10d::_reduce_scatter_base_": UNITS,
+            },
+            marks=soak,
+        ),
+    ],
+)
+def test_collectives_and_waits_of_a_step(workspace, start, name, overrides, expected):
+    path = workspace / f"{name}.json"
+    job = start(
+        2, f"run.dir=counted-{name}", "run.steps=4", "schedule={}", *overrides,
+        program=["tests.distributed.counted", str(path)],
+    )  # fmt: skip
+    code, output = job.wait()
+    assert code == 0, output
+    # The first two steps may do more: DDP puts its buckets in order once.
+    assert json.loads(path.read_text())[2:] == [expected, expected]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch reports synchronisation on CUDA")
+def test_one_synchronisation_a_step_on_cuda(workspace, start):
+    (workspace / "cuda.yaml").write_text(RECIPE.replace("device: cpu", "device: cuda"))
+    path = workspace / "cuda.json"
+    job = start(
+        1, "run.dir=counted-cuda", "run.steps=4", "schedule={}", recipe="cuda.yaml",
+        program=["tests.distributed.counted", str(path)],
+    )  # fmt: skip
+    code, output = job.wait()
+    assert code == 0, output
+    assert [step["synchronised"] for step in json.loads(path.read_text())[2:]] == [1, 1]

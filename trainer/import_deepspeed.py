@@ -1,0 +1,317 @@
+"""A DeepSpeed configuration (ds_config.json) → a recipe, with every key accounted for.
+
+Each key is translated, or named as dropped with the reason; what a recipe needs and a ds_config
+does not say (model, data, length of the run) stays open, as a line to fill in. "auto" is what
+Hugging Face's Trainer puts there: the value of its TrainingArguments, whose default is taken here.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.deepspeed_config import (
+    Source,
+    a_boolean,
+    a_device,
+    a_number,
+    a_pair,
+    a_positive_number,
+    a_whole_number,
+    read_config,
+)
+from trainer.imported import Imported, inline
+from trainer.recipe import ZERO_STAGES, RecipeError
+from trainer.yaml_tree import apply_override
+
+ADAM = ("adam", "adamw", "onebitadam", "zerooneadam")
+
+
+def import_deepspeed(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    allow_unknown: bool = False,
+) -> Imported:
+    """Translate a ds_config.
+
+    Args:
+        path: JSON file.
+        overrides: `key.sub=value` of the recipe, over what the ds_config says.
+        ranks: that the ds_config is run on; tells the global batch where it names the micro-batch
+            only.
+        allow_unknown: list unknown keys as dropped, as DeepSpeed itself does with most of them.
+
+    Raises:
+        RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
+            other; one line that names file and key.
+    """
+    made = Imported(str(path))
+    source = Source(str(path), read_config(path), made)
+    source.drop_switched_off()
+    _strategy(source)
+    _precision(source)
+    peak = _optimizer(source)
+    _schedule(source, peak)
+    _batch(source, ranks)
+    _tracking(source)
+    source.drop_rest(allow_unknown)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if "." not in key:
+            raise RecipeError(f"override '{override}': write it as section.key=value")
+        apply_override(made.tree, override, made.origins)
+        made.notes[key] = ""
+    made.check()
+    return made
+
+
+def _strategy(source: Source) -> None:
+    zero = "zero_optimization"
+    if isinstance(source.left.get(zero), bool):  # as DeepSpeed spelled it in its first year
+        source.left[f"{zero}.stage"] = int(source.left.pop(zero))
+        source.spelled[f"{zero}.stage"] = zero
+    stage = source.take(f"{zero}.stage", a_whole_number, 0)
+    if stage not in ZERO_STAGES:
+        raise source.error(f"{zero}.stage", f"should be 0, 1, 2 or 3, but it is {stage}")
+    group = source.take(f"{zero}.mics_shard_size", a_whole_number, -1)
+    device = _offload_device(source, stage)
+    if stage == 0:
+        source.put(f"{zero}.stage", "strategy.name", "ddp")
+    else:
+        sharding = "HYBRID_SHARD" if stage == 3 and group > 0 else ZERO_STAGES[stage]
+        note = f"ZeRO-{stage}"
+        if device and stage == 1:
+            sharding, note = ZERO_STAGES[2], "ZeRO-1 there; offloading needs sharded gradients"
+        source.made.set("strategy.name", "fsdp", f"{zero}.stage")
+        source.put(f"{zero}.stage", "strategy.sharding", sharding, note)
+        if sharding == "HYBRID_SHARD":
+            source.put(f"{zero}.mics_shard_size", "strategy.shard_size", group, "ranks per group")
+    source.became(f"{zero}.mics_shard_size", "", "MiCS is switched off, or needs stage 3")
+    if device:
+        _offload(source, device)
+    _activations(source)
+    if source.take("compile.enabled", a_boolean, False) is True:
+        source.put("compile.enabled", "strategy.compile", True)
+    elif source.take("compile.disable", a_boolean, True) is False:  # its older spelling
+        source.put("compile.disable", "strategy.compile", True)
+
+
+def _offload_device(source: Source, stage: int) -> str:
+    """Where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme"."""
+    found = set()
+    for what, least in (("optimizer", 1), ("param", 3)):
+        key, old = (
+            f"zero_optimization.offload_{what}.device",
+            "zero_optimization.cpu_offload" + ("_param" if what == "param" else ""),
+        )
+        device = source.take(key, a_device, "none")
+        if source.take(old, a_boolean, False) is True:
+            device = "cpu"
+        if device in ("none", "auto"):
+            source.became(key, "", "nothing is offloaded")
+            source.became(old, "", "nothing is offloaded")
+        elif stage < least:
+            why = f"DeepSpeed offloads this from stage {least} on; stage {stage} keeps it"
+            source.became(key, "", why)
+            source.became(old, "", why)
+        else:
+            found.add(device)
+    return max(found, default="")
+
+
+def _offload(source: Source, device: str) -> None:
+    """The one place that knows how a recipe spells offloading."""
+    target, value, note = "strategy.cpu_offload", True, "parameters, gradients and optimizer state"
+    if device == "nvme":
+        note += "; to host memory, not to NVMe"
+    source.made.set(target, value, "zero_optimization.offload_optimizer.device", note)
+    for key in (
+        "offload_optimizer.device",
+        "offload_param.device",
+        "cpu_offload",
+        "cpu_offload_param",
+    ):
+        source.became(f"zero_optimization.{key}", f"{target}={inline(value)}", note)
+
+
+def _activations(source: Source) -> None:
+    settings = {k: v for k, v in source.left.items() if k.startswith("activation_checkpointing.")}
+    used = next((key for key, value in settings.items() if value not in (None, False, 0)), None)
+    if used:
+        note = "the model's own code decides there; selective costs less time"
+        source.put(used, "strategy.activation_checkpointing", "full", note)
+
+
+def _precision(source: Source) -> None:
+    enabled = {
+        name: source.take(f"{name}.enabled", a_boolean, False)
+        for name in ("bf16", "fp16", "amp", "torch_autocast")
+    }
+    if enabled["bf16"] is True and enabled["fp16"] is True:
+        raise source.error("fp16.enabled", "is true, and so is bf16.enabled; keep one")
+    half = {"float16": "fp16", "half": "fp16", "fp16": "fp16"}
+    cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
+    dtypes = {
+        "bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": half.get(cast, "bf16"),
+    }  # fmt: skip
+    chosen = next((name for name, on in enabled.items() if on is True), "")
+    auto = next((name for name, on in enabled.items() if on == "auto"), "")
+    dtype = dtypes.get(chosen or auto, "fp32")
+    if chosen:
+        source.put(f"{chosen}.enabled", "precision.dtype", dtype)
+    elif auto:
+        note = "auto: --bf16 or --fp16 of your script decides, or fp32 where it gave neither"
+        source.made.set("precision.dtype", dtype, f"{auto}.enabled", note)
+        for name in ("bf16", "fp16"):
+            source.became(f"{name}.enabled", f"precision.dtype={dtype}", note)
+    else:
+        source.put("bf16.enabled", "precision.dtype", "fp32", "neither bf16 nor fp16 there")
+    for name in enabled:
+        source.became(f"{name}.enabled", "", f"precision.dtype is {dtype}")
+    fixed = source.take("fp16.loss_scale", a_number, 0)
+    power = source.take("fp16.initial_scale_power", a_number, 16)
+    if dtype == "fp16" and fixed not in (0, "auto"):
+        note = "fixed there; here where the dynamic scale begins"
+        source.put("fp16.loss_scale", "precision.loss_scale", float(fixed), note)
+        source.became("fp16.initial_scale_power", "", "loss_scale is given")
+    elif dtype == "fp16" and "fp16.initial_scale_power" in source.left and power != "auto":
+        source.put("fp16.initial_scale_power", "precision.loss_scale", 2.0**power)
+    source.became("fp16.loss_scale", "", "the scale is dynamic")
+    source.became("fp16.initial_scale_power", "", f"precision.dtype is {dtype}")
+
+
+def _optimizer(source: Source) -> float | None:
+    """AdamW's parameters; returns the learning rate, if there is one."""
+    clip = source.take("gradient_clipping", a_number, None)
+    legacy = source.take("optimizer.params.max_grad_norm", a_number, None)
+    if None not in (clip, legacy) and clip != legacy:
+        both = f"is {legacy}, but gradient_clipping is {clip}; keep one"
+        raise source.error("optimizer.params.max_grad_norm", both)
+    key = "gradient_clipping" if legacy is None else "optimizer.params.max_grad_norm"
+    source.put(key, "optimizer.clip_norm", _auto(legacy if clip is None else clip, 1.0, 0.0))
+    source.became("gradient_clipping", "optimizer.clip_norm")
+    kind = source.take("optimizer.type", str, None)
+    if kind is None:
+        source.became("optimizer.type", "", "null")
+        return None
+    if kind.lower() not in ADAM:
+        for below in [key for key in source.left if key.startswith("optimizer.")]:
+            source.became(below, "", f"Perdure trains with AdamW; {kind} wants other values")
+        return None
+    compressed = "; gradients are sent whole" if kind.lower() in ADAM[2:] else ""
+    source.became("optimizer.type", "optimizer", f"AdamW{compressed}")
+    params = "optimizer.params."
+    lr = source.take(params + "lr", a_number, 1e-3)
+    source.put(params + "lr", "optimizer.lr", _auto(lr, 5e-5))
+    betas = source.take(params + "betas", a_pair, [0.9, 0.999])
+    source.put(params + "betas", "optimizer.betas", _auto(betas, [0.9, 0.999]))
+    source.put(
+        params + "eps", "optimizer.eps", _auto(source.take(params + "eps", a_number, 1e-8), 1e-8)
+    )
+    decoupled = all(
+        source.take(params + name, a_boolean, True) is not False
+        for name in ("adam_w_mode", "adamw_mode")
+    )
+    torch_adam = source.take(params + "torch_adam", a_boolean, False) is True
+    default = 0.01 if torch_adam and decoupled else 0.0
+    decay = _auto(source.take(params + "weight_decay", a_number, default), 0.0)
+    note = "matrices and embeddings only"
+    if not decoupled and decay:
+        note = "added to the gradient there (adam_w_mode: false), decoupled here"
+    source.put(params + "weight_decay", "optimizer.weight_decay", decay, note)
+    for name in ("adam_w_mode", "adamw_mode"):
+        source.became(params + name, "", "weight decay is always decoupled")
+    if source.take(params + "bias_correction", a_boolean, True) is False:
+        source.became(
+            params + "bias_correction", "", "the first steps differ: moments are corrected"
+        )
+    source.became(params + "bias_correction", "optimizer", "moments are corrected")
+    if source.take(params + "amsgrad", a_boolean, False) is True:
+        source.became(params + "amsgrad", "", "AdamW without the running maximum (AMSGrad)")
+    source.became(params + "amsgrad", "optimizer", "AdamW without the running maximum")
+    return _auto(lr, 5e-5)
+
+
+def _schedule(source: Source, peak: float | None) -> None:
+    kind = source.take("scheduler.type", str, None)
+    shapes = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+    shape = shapes.get((kind or "").lower())
+    if not shape:
+        why = f"{kind} has no counterpart; Perdure knows cosine, linear, wsd and constant"
+        for below in [key for key in source.left if key.startswith("scheduler.")]:
+            source.became(below, "", why)
+        note = why if kind else "no scheduler there; if your script makes one, say it here"
+        source.made.set("schedule.name", "constant", "scheduler.type", note)
+        return
+    params = "scheduler.params."
+    source.put("scheduler.type", "schedule.name", shape)
+    warmup = _auto(source.take(params + "warmup_num_steps", a_whole_number, 1000), 0)
+    form = source.take(params + "warmup_type", str, "log")
+    why = "" if form == "linear" or not warmup else "linear, where DeepSpeed's is logarithmic"
+    source.put(params + "warmup_num_steps", "schedule.warmup_steps", warmup, why)
+    source.became(params + "warmup_type", "" if why else "schedule", why or "warm-up is linear")
+    steps = source.take(params + "total_num_steps", a_whole_number, None)
+    if isinstance(steps, int):
+        source.put(params + "total_num_steps", "run.steps", steps)
+    source.became(params + "total_num_steps", "run.steps", "auto: the length of your run")
+    if shape == "linear":
+        source.made.set("schedule.min_lr_ratio", 0.0, "scheduler.type", "WarmupDecayLR ends at 0")
+    if shape == "cosine":
+        floor = _auto(source.take(params + "cos_min_ratio", a_number, 1e-4), 0.0)
+        source.put(params + "cos_min_ratio", "schedule.min_lr_ratio", floor)
+    top = source.take(params + "warmup_max_lr", a_number, None if shape != "linear" else 1e-3)
+    if top is not None and shape != "cosine" and not (top == "auto" and peak is not None):
+        top, differs = _auto(top, 5e-5), peak is not None and top != peak
+        note = f"the scheduler's peak; optimizer.params.lr is {peak:g}" if differs else ""
+        source.put(params + "warmup_max_lr", "optimizer.lr", top, note)
+    source.became(params + "warmup_max_lr", "" if shape == "cosine" else "optimizer.lr")
+    for name, zero in (("warmup_min_lr", 0.0), ("warmup_min_ratio", 0.0)):
+        start = source.take(params + name, a_number, zero)
+        why = "warm-up starts from 0" if start in (zero, "auto") else "but warm-up starts from 0"
+        source.became(params + name, "schedule" if start in (zero, "auto") else "", why)
+
+
+def _batch(source: Source, ranks: int | None) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, passes = (source.take(name, a_positive_number, None) for name in names)
+    size = micro * passes if isinstance(micro, int) and isinstance(passes, int) else None
+    if isinstance(whole, int) and size and whole % size:
+        raise source.error(
+            names[0], f"{whole} is not a multiple of {micro} x {passes} = {size} sequences per rank"
+        )
+    if isinstance(whole, int) and size and ranks and whole != size * ranks:
+        raise source.error(
+            names[0],
+            f"{whole} = {micro} x {passes} x {whole // size} ranks, but --ranks is {ranks}",
+        )
+    if micro is None and isinstance(whole, int) and isinstance(passes, int) and ranks:
+        micro = max(1, whole // (passes * ranks))
+    if micro is not None:
+        source.put(names[1], "batch.micro_batch", _auto(micro, 8), "the most one rank holds")
+    if isinstance(whole, int):
+        source.put(names[0], "batch.global_batch", whole)
+    elif ranks and micro is not None:
+        total = _auto(micro, 8) * _auto(passes, 1, 1) * ranks
+        note = f"{_auto(micro, 8)} x {_auto(passes, 1, 1)} x {ranks} ranks"
+        source.made.set("batch.global_batch", total, names[0], note)
+    asked = "" if ranks else "; tell --ranks, or fill it in"
+    source.became(names[0], "batch.global_batch", f"micro-batch x accumulation x ranks{asked}")
+    source.became(names[2], "batch.global_batch", "accumulation is what the global batch needs")
+
+
+def _tracking(source: Source) -> None:
+    for tracker, value, name, target in (
+        ("tensorboard", True, "job_name", "name"),
+        ("wandb", "online", "project", "project"),
+    ):
+        if source.take(f"{tracker}.enabled", a_boolean, False) is True:
+            source.put(f"{tracker}.enabled", f"tracking.{tracker}", value)
+            named = source.take(f"{tracker}.{name}", str, None)
+            if named:
+                source.put(f"{tracker}.{name}", f"tracking.{target}", named)
+
+
+def _auto(value: Any, auto: Any, missing: Any = None) -> Any:
+    """`auto` for "auto", `missing` for None, else the value."""
+    return auto if value == "auto" else missing if value is None else value

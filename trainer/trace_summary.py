@@ -1,0 +1,255 @@
+"""Chrome traces of torch's profiler → one page: where the time of a step goes.
+
+Every moment of a step is counted once. On the CPU it belongs to the first of these that is going
+on: waiting for data, the optimizer, an operator (compute), a collective (communication that nothing
+hides); the rest is idle: Python, and waiting for what is not traced. On a GPU the device comes
+first: a kernel of the optimizer, another kernel, a collective; what the host does counts only while
+the device has nothing to do. What a checkpoint holds up is counted apart, as its share depends on
+how often there is one.
+"""
+
+import gzip
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Spans = list[tuple[float, float]]
+"""Disjoint intervals of microseconds, in order."""
+
+PHASES = ("compute", "communication", "optimizer", "data", "idle")
+_COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclDevKernel", "ncclKernel")
+_COMPUTE = ("aten::", "mkldn", "fsdp::", "## Call CompiledFxGraph")
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator, or on a GPU a kernel, by its own time: that of what it calls left out."""
+
+    name: str
+    calls: float
+    """Per step."""
+    seconds: float
+    """Per step."""
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """One rank's steps."""
+
+    rank: int
+    steps: list[float]
+    """Seconds of each, checkpoints left out."""
+    phases: dict[str, float]
+    """Seconds of all steps, by PHASES."""
+    communication: float
+    """Seconds of all steps in which a collective was going on, hidden or not."""
+    saves: int
+    """Checkpoints begun in these steps."""
+    checkpoint: float
+    """Seconds for which they held the steps up."""
+    operators: list[Operator]
+    """The longest first."""
+    collectives: dict[str, int]
+    """Calls of all steps, by name."""
+
+
+def read_trace(path: Path) -> RankProfile:
+    """Sum up one rank's trace.
+
+    Raises:
+        ValueError: it has no step.
+    """
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        trace = json.load(file)
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation"
+    )
+    if not steps:
+        raise ValueError(f"{path}: no step was traced")
+    traced = merge(steps)
+    within = [event for event in events if steps[0][0] <= event["ts"] < steps[-1][1]]
+    named: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in within:
+        named[_phase(event)].append((event["ts"], event["ts"] + event["dur"]))
+    spans = {phase: intersect(traced, merge(intervals)) for phase, intervals in named.items()}
+    on_gpu = "kernel" in spans
+    busy = merge([*spans.get("kernel", []), *spans.get("gpu communication", [])])
+    held = subtract(spans.get("checkpoint", []), busy)
+    if on_gpu:
+        order = {
+            "optimizer": intersect(spans.get("gpu optimizer", []), busy),
+            "compute": spans["kernel"],
+            "communication": spans.get("gpu communication", []),
+            "data": spans.get("data", []),
+        }
+    else:
+        names = ("data", "optimizer", "compute", "communication")
+        order = {name: spans.get(name, []) for name in names}
+    phases, left = dict.fromkeys(PHASES, 0.0), subtract(traced, held)
+    for phase, intervals in order.items():
+        mine = intersect(left, intervals)
+        phases[phase] = length(mine) / 1e6
+        left = subtract(left, mine)
+    phases["idle"] = length(left) / 1e6
+    return RankProfile(
+        rank=trace.get("distributedInfo", {}).get("rank", 0),
+        steps=[length(subtract([step], held)) / 1e6 for step in steps],
+        phases=phases,
+        communication=length(subtract(order["communication"], held)) / 1e6,
+        saves=sum(event["name"] == "save checkpoint" for event in within),
+        checkpoint=length(held) / 1e6,
+        operators=_operators(within, len(steps), on_gpu),
+        collectives=dict(Counter(e["name"] for e in within if e["name"].startswith("c10d::"))),
+    )
+
+
+def _phase(event: dict[str, Any]) -> str:
+    name, category = event["name"], event.get("cat")
+    if category in _KERNELS:
+        return "gpu communication" if "nccl" in name else "kernel"
+    if category == "gpu_user_annotation":
+        return "gpu optimizer" if name.startswith("Optimizer.step") else ""
+    if category not in ("cpu_op", "user_annotation"):
+        return ""
+    if name.startswith("enumerate("):
+        return "data"
+    if name.startswith("Optimizer.step"):
+        return "optimizer"
+    if name in ("save checkpoint", "wait for checkpoint"):
+        return "checkpoint"
+    if name.startswith(_COLLECTIVES):
+        return "communication"
+    return "compute" if name.startswith(_COMPUTE) else ""
+
+
+def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[Operator]:
+    """By own time: on the CPU an operator's time without that of the operators in it."""
+    kinds = _KERNELS if on_gpu else ("cpu_op",)
+    own: dict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    stacks: dict[Any, list[tuple[float, str]]] = defaultdict(list)
+    chosen = [event for event in events if event.get("cat") in kinds]
+    for event in sorted(chosen, key=lambda event: (event["ts"], -event["dur"])):
+        stack = stacks[event.get("tid")]
+        while stack and stack[-1][0] <= event["ts"]:
+            stack.pop()
+        if stack and not on_gpu:
+            own[stack[-1][1]] -= event["dur"]
+        own[event["name"]] += event["dur"]
+        calls[event["name"]] += 1
+        stack.append((event["ts"] + event["dur"], event["name"]))
+    shown = [name for name in own if on_gpu or name.startswith(_COMPUTE)]
+    found = [Operator(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
+    return sorted(found, key=lambda operator: -operator.seconds)
+
+
+# --- intervals -------------------------------------------------------------------------------
+
+
+def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
+    """The union of intervals."""
+    merged: Spans = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def intersect(one: Spans, other: Spans) -> Spans:
+    """What lies in both."""
+    shared: Spans = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            shared.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def subtract(one: Spans, other: Spans) -> Spans:
+    """What lies in `one` and not in `other`."""
+    if not one:
+        return []
+    edges = [one[0][0], *(edge for span in other for edge in span), one[-1][1]]
+    gaps = [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
+    return intersect(one, gaps)
+
+
+def length(spans: Spans) -> float:
+    """Of all spans together."""
+    return sum(end - begin for begin, end in spans)
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+def summary(
+    profiles: Sequence[RankProfile], title: str, every: int | None = None, top: int = 12
+) -> str:
+    """The page, as Markdown.
+
+    Args:
+        profiles: of all ranks.
+        title: what was profiled.
+        every: steps between checkpoints.
+        top: operators to show.
+    """
+    profiles = sorted(profiles, key=lambda profile: profile.rank)
+    steps = [seconds for profile in profiles for seconds in profile.steps]
+    count, mean_step = len(profiles[0].steps), statistics.mean(profiles[0].steps)
+    lines = [
+        f"# {title}",
+        "",
+        f"{count} steps on {len(profiles)} rank(s): median {statistics.median(steps) * 1e3:,.1f} "
+        f"ms ({min(steps) * 1e3:,.1f} to {max(steps) * 1e3:,.1f}). The profiler itself slows "
+        "small operators down: read shares, not speeds.",
+        "",
+        "| | share of the step | ms per step | by rank |",
+        "|---|---|---|---|",
+    ]
+    for phase in PHASES:
+        shares = [profile.phases[phase] / sum(profile.steps) for profile in profiles]
+        mean = statistics.mean(p.phases[phase] / len(p.steps) for p in profiles)
+        by_rank = f"{min(shares):.1%} to {max(shares):.1%}" if len(shares) > 1 else ""
+        lines.append(f"| {phase} | {statistics.mean(shares):.1%} | {mean * 1e3:,.2f} | {by_rank} |")
+    total = sum(profile.communication for profile in profiles)
+    exposed = sum(profile.phases["communication"] for profile in profiles)
+    calls = ", ".join(
+        f"{name.removeprefix('c10d::')} {number / count:g}"
+        for name, number in sorted(profiles[0].collectives.items())
+    )
+    if total:
+        lines += [
+            "",
+            f"A collective is going on for {total / len(steps) * 1e3:,.2f} ms of each step; "
+            f"{max(0.0, 1 - exposed / total):.0%} of that is hidden behind other work. "
+            f"Collectives of rank 0 per step: {calls or 'none'}.",
+        ]
+    if profiles[0].saves:
+        each = max(profile.checkpoint / profile.saves for profile in profiles if profile.saves)
+        share = f", {each / (each + every * mean_step):.2%} of the time" if every else ""
+        often = f"; with one in {every} steps, as the recipe has it{share}" if every else ""
+        lines += ["", f"A checkpoint holds the steps up for {each * 1e3:,.1f} ms{often}."]
+    lines += ["", "| operator (rank 0, own time) | calls per step | ms per step | share |"]
+    lines += ["|---|---|---|---|"]
+    for operator in profiles[0].operators[:top]:
+        name = operator.name if len(operator.name) <= 70 else operator.name[:67] + "..."
+        lines.append(
+            f"| `{name}` | {operator.calls:g} | {operator.seconds * 1e3:,.2f} | "
+            f"{operator.seconds / mean_step:.1%} |"
+        )
+    return "\n".join([*lines, ""])
