@@ -1,24 +1,27 @@
 """Real torchrun jobs on a tiny model and real files; nothing outlives its test."""
 
-from pathlib import Path
+import random
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import RECIPE, ROOT, Job
+from tests.distributed.jobs import RECIPE, Job
 from trainer.data.prepare import prepare
 
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory):
-    """A folder with recipe.yaml and data/ (this repository's own texts, as bytes)."""
+    """A folder with recipe.yaml and data/ (words that are drawn, as bytes: always the same)."""
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "recipe.yaml").write_text(RECIPE)
-    texts = [str(path) for path in sorted((ROOT / "trainer").rglob("*.py"))]
     corpus = folder / "corpus"
     corpus.mkdir()
-    for number, path in enumerate(texts):
-        (corpus / f"{number:03}.txt").write_text(Path(path).read_text())
+    draw = random.Random(0)
+    words = ["".join(draw.choices(ascii_lowercase, k=draw.randint(2, 9))) for _ in range(400)]
+    for number in range(60):
+        text = draw.choices(words, weights=[1 / rank for rank in range(1, 401)], k=800)
+        (corpus / f"{number:03}.txt").write_text(" ".join(text))
     prepare([str(corpus)], folder / "data", tokenizer="bytes", validation_fraction=0.1)
     return folder
 

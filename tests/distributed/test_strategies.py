@@ -4,9 +4,7 @@ import pytest
 
 from tests.distributed.jobs import Job, losses, records, soak
 
-# Largest relative difference seen here: 2e-6, float32 rounding in another order of summation. At a
-# sequence the model is very wrong about (gradient norm 32, not 1) the same rounding of the weights
-# moves the loss more: 1.3e-4.
+# Largest relative difference seen here: 6e-7, float32 rounding in another order of summation.
 TOLERANCE = 1e-4
 EVALUATE = "run.evaluate_every=25"
 
@@ -43,9 +41,8 @@ def test_same_curve_as_single_process(workspace, train, single, name, ranks, ove
     train(ranks, f"run.dir={name}", EVALUATE, *overrides)
     curve = losses(workspace, name)
     assert curve.keys() == single.keys()
-    norms = {r["step"]: r["grad_norm"] for r in records(workspace, "single") if "grad_norm" in r}
-    for step, loss in single.items():
-        assert abs(curve[step] - loss) <= TOLERANCE * loss * max(1, norms[step]), step
+    worst = max(abs(curve[step] - single[step]) / single[step] for step in single)
+    assert worst <= TOLERANCE
     ours, theirs = (
         [r["validation_loss"] for r in records(workspace, run) if "validation_loss" in r]
         for run in (name, "single")
