@@ -30,7 +30,6 @@ def measure(recipe, world):
         lambda name, shape: init_parameter(name, shape, architecture, 0),
     )  # fmt: skip
     model.draw_weights()
-    model.refresh_copy()
     optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
     plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
     shape = (plan.micro_batch, recipe.data.seq_len)

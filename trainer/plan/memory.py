@@ -52,7 +52,7 @@ class Memory:
     """Bytes of one rank, the first one, which no other's exceed."""
 
     parameters: int
-    """Whole or sharded; under ZeRO-1 with the slices that the optimizer updates."""
+    """Whole or sharded."""
     gradients: int
     """When the optimizer runs."""
     optimizer_state: int
@@ -111,7 +111,7 @@ def memory_of(
         largest = 0
         if recipe.sharding == "OPTIMIZER_STATE":
             mine = _bytes(shapes, layout.replicas)
-            parameters, state = whole + mine, 2 * mine + 4 * len(shapes)
+            state = 2 * mine + 4 * len(shapes)
             largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
         moments = _ddp_moments(blueprint, layout, trace, largest)
     offloaded = recipe.strategy.cpu_offload and device != "cpu"
@@ -207,8 +207,7 @@ def _fsdp_moments(
     # Whole gradients of the passes before, or their reduced ones and the last buffer of that.
     aside = root_aside = block_aside = early = kept = added = 0
     if several and recipe.strategy.reduce_every_pass:
-        # What the second pass has reduced stays beside the sum from then on (measured).
-        early = slices * (2 if layout.passes > 2 else 1)
+        early = slices
         kept, added = root_buffer, block_slices
     elif several:
         aside = sum(_bytes(unit, 1, reduced) for unit in units)

@@ -32,7 +32,7 @@ class Prediction:
     micro_batch: int
     """Sequences of the largest pass; `batch.micro_batch` is their limit."""
     parameters: int
-    """Whole or sharded; under ZeRO-1 with the slices that the optimizer updates."""
+    """Whole or sharded."""
     gradients: int
     """When the optimizer runs."""
     optimizer_state: int
