@@ -172,6 +172,8 @@ class Checkpointer:
             saved or because a writer is gone; `outcomes` has the reason.
         """
         plan, staging = self._prepared(model, optimizer)
+        if memory_only and not self.memory_lasts:
+            return False
         staging.wait()
         self._asked += 1
         key = step, self._asked

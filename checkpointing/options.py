@@ -54,6 +54,11 @@ class CheckpointOptions:
     whole one is still there to restart from while the next is copied. Fewer are used, and it is
     said, where memory does not suffice."""
 
+    slot_directory: str | None = None
+    """Directory on a local disk that takes these copies instead of memory, for state that memory
+    does not hold; nothing is then left to restart from but what was written. null: shared memory,
+    or strategy.offload_directory with strategy.offload: nvme."""
+
     peer_copy: bool = False
     """Also keep what each node staged in the memory of the next node, so that a run goes on from
     memory when a node is lost. Takes as much memory again."""

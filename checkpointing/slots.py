@@ -22,6 +22,7 @@ import logging
 import mmap
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -63,6 +64,8 @@ class Slots:
     """What to tell people about it."""
     lasting: bool
     """Whether they outlive this node's processes."""
+    in_memory: bool = True
+    """Whether their pages should be touched before they are used: not those of files on a disk."""
 
 
 @dataclass
@@ -112,6 +115,7 @@ def make_slots(
     wanted: int,
     plan: str,
     node: int,
+    disk: str | None = None,
 ) -> tuple[Path | None, Slots]:
     """Make the slots of this node, or take over those that a dead run of the same plan left.
 
@@ -122,14 +126,17 @@ def make_slots(
         wanted: how many slots.
         plan: digest of the plan.
         node: number of this node.
+        disk: directory whose disk holds them instead, in files without a name.
 
     Returns:
-        The folder in shared memory (None: anonymous memory), and the slots.
+        The folder in shared memory (None: files without a name), and the slots.
 
     Raises:
-        StorageError: not even one fits into memory.
+        StorageError: not even one fits.
     """
     nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
+    if disk is not None:
+        return None, _slots_on_disk(files, ranges, wanted, nbytes, disk)
     folder = SHARED_MEMORY / f"perdure-{run_id(directory)}-{owner()}"
     where, why = f"in {SHARED_MEMORY}", "less than one slot is free there"
     try:
@@ -142,7 +149,7 @@ def make_slots(
         forget(folder)
         where = f"in anonymous memory, not {where}: {why}"
     if not count and _fitting(nbytes, None):
-        paths, count = [_anonymous_slot(files, ranges)], 1
+        paths, count = [_anonymous_slot(files, ranges, None)], 1
     if not count:
         free = available_bytes()
         raise StorageError(
@@ -154,6 +161,25 @@ def make_slots(
     note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB {where}{few}"
     lasting = "anonymous" not in where
     return (folder if lasting else None), Slots(paths, nbytes, note, lasting)
+
+
+def _slots_on_disk(
+    files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, nbytes: int, disk: str
+) -> Slots:
+    try:
+        status = os.statvfs(disk)
+        free = status.f_bavail * status.f_frsize
+        count = min(wanted, free // max(1, nbytes))
+        if not count:
+            raise StorageError(
+                f"slot_directory: {disk} has {free / 1e9:.2f} GB free; a copy of this node's part "
+                f"of a checkpoint takes {nbytes / 1e9:.2f} GB. Make room, or name another directory"
+            )
+        paths = [_anonymous_slot(files, ranges, disk) for _ in range(count)]
+    except OSError as error:
+        raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
+    note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB in {disk}"
+    return Slots(paths, nbytes, note, lasting=False, in_memory=False)
 
 
 def _fitting(nbytes: int, shared: Path | None) -> int:
@@ -184,11 +210,18 @@ def _shared_slot(
     return paths
 
 
-def _anonymous_slot(files: Mapping[str, TensorFile], ranges: Ranges) -> dict[str, str]:
-    """Files without a name, reached through this process; they end with it."""
+def _anonymous_slot(
+    files: Mapping[str, TensorFile], ranges: Ranges, disk: str | None
+) -> dict[str, str]:
+    """Files without a name, in memory or on the disk of a directory, reached through this process;
+    they end with it."""
     paths = {}
     for name, of_file in ranges.items():
-        descriptor = os.memfd_create(Path(name).name)
+        if disk is None:
+            descriptor = os.memfd_create(Path(name).name)
+        else:
+            with tempfile.TemporaryFile(dir=disk) as opened:
+                descriptor = os.dup(opened.fileno())
         _reserve(descriptor, files[name].size, of_file)
         paths[name] = f"/proc/{os.getpid()}/fd/{descriptor}"
     return paths

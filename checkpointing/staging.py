@@ -61,7 +61,8 @@ class Staging:
             for paths in slots.paths
         ]
         self._views = [[_view(files, piece) for piece in self._pieces] for files in self._files]
-        threading.Thread(target=self._touch, args=(self._files,), daemon=True).start()
+        if slots.in_memory:
+            threading.Thread(target=self._touch, args=(self._files,), daemon=True).start()
 
     def _touch(self, slots: Sequence[SlotFiles]) -> None:
         ranges = ranges_of(self._pieces, mmap.PAGESIZE)

@@ -584,10 +584,11 @@ class Writer:
         if self._folder:
             forget(self._folder)
         part = plan_node(plan, digest, self.nodes, self.node)
-        wanted = self.setup.options.slots
+        options = self.setup.options
         folder, slots = make_slots(
-            str(self.directory), part.files, part.ranges, wanted, digest, self.node
-        )
+            str(self.directory), part.files, part.ranges, options.slots, digest, self.node,
+            options.slot_directory,
+        )  # fmt: skip
         return part, folder, slots
 
     def _made(self, plan: PlanInput, digest: str, result: Any) -> None:
@@ -607,7 +608,8 @@ class Writer:
             self.coordinator.set_plan(digest, plan.files, plan.indexes, self._plan.owners)
         self._hello()
         self._give_slots()
-        threading.Thread(target=self._touch, args=(self._files, self._plan.ranges)).start()
+        to_touch = self._files if self._slots.in_memory else []
+        threading.Thread(target=self._touch, args=(to_touch, self._plan.ranges)).start()
 
     def _touch(self, files: list[SlotFiles], ranges: Ranges) -> None:
         _give_way()

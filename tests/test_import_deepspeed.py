@@ -48,7 +48,7 @@ PUBLISHED = {
         },
         {
             "strategy.name": "fsdp", "strategy.sharding": "FULL_SHARD",
-            "strategy.cpu_offload": True, "precision.dtype": "fp16", "precision.loss_scale": 2**16,
+            "strategy.offload": "cpu", "precision.dtype": "fp16", "precision.loss_scale": 2**16,
             "optimizer.lr": 3e-5, "optimizer.betas": (0.8, 0.999), "optimizer.eps": 1e-8,
             "optimizer.weight_decay": 3e-7, "optimizer.clip_norm": 0, "schedule.name": "constant",
             "schedule.warmup_steps": 500,
@@ -73,7 +73,7 @@ PUBLISHED = {
             **AUTO_BATCH,
         },
         {
-            "strategy.sharding": "SHARD_GRAD_OP", "strategy.cpu_offload": True,
+            "strategy.sharding": "SHARD_GRAD_OP", "strategy.offload": "cpu",
             "precision.dtype": "bf16", "optimizer.lr": 5e-5, "optimizer.betas": (0.9, 0.999),
             "optimizer.clip_norm": 1.0, "batch.micro_batch": 8, "schedule.warmup_steps": 0,
         },
@@ -98,8 +98,9 @@ PUBLISHED = {
             "aio": {"block_size": 1048576, "queue_depth": 16, "thread_count": 2},
         },
         {
-            "strategy.sharding": "FULL_SHARD", "strategy.cpu_offload": True,
-            "batch.micro_batch": 4, "precision.loss_scale": 1024, "optimizer.clip_norm": 1.0,
+            "strategy.sharding": "FULL_SHARD", "strategy.offload": "nvme",
+            "strategy.offload_directory": "/nvme_data", "batch.micro_batch": 4,
+            "precision.loss_scale": 1024, "optimizer.clip_norm": 1.0,
         },
     ),
     "DeepSpeedExamples, bing_bert, Lamb at 64k": (
@@ -147,7 +148,7 @@ PUBLISHED = {
             "optimizer": AUTO_ADAMW,
             **AUTO_BATCH,
         },
-        {"strategy.sharding": "OPTIMIZER_STATE", "strategy.cpu_offload": False},
+        {"strategy.sharding": "OPTIMIZER_STATE", "strategy.offload": "none"},
     ),
     "LLaMA-Factory, examples/deepspeed/ds_z2_offload_config.json": (
         {
@@ -162,7 +163,7 @@ PUBLISHED = {
             "comms_config": {"verbose": False},
             "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}},
         },
-        {"strategy.sharding": "SHARD_GRAD_OP", "strategy.cpu_offload": True},
+        {"strategy.sharding": "SHARD_GRAD_OP", "strategy.offload": "cpu"},
     ),
     "open-instruct, configs/ds_configs/stage3_offloading.conf": (
         {
@@ -185,7 +186,7 @@ PUBLISHED = {
         },
         {
             "schedule.name": "linear", "schedule.min_lr_ratio": 0.0, "optimizer.lr": 5e-5,
-            "strategy.cpu_offload": True,
+            "strategy.offload": "cpu",
         },
     ),
 }  # fmt: skip

@@ -28,7 +28,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "no_shard": (_FSDP, "strategy.sharding=NO_SHARD"),
 }
 MODIFIERS: dict[str, str] = {
-    "offload": "strategy.cpu_offload=true",
+    "offload": "strategy.offload=cpu",
     "full_ac": "strategy.activation_checkpointing=full",
     "selective_ac": "strategy.activation_checkpointing=selective",
     "compile": "strategy.compile=true",
@@ -36,7 +36,8 @@ MODIFIERS: dict[str, str] = {
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
-    "strategy.cpu_offload=false",
+    "strategy.offload=none",
+    "strategy.offload_directory=null",
     "strategy.activation_checkpointing=none",
 )
 DEFAULT = (

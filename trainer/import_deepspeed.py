@@ -19,7 +19,7 @@ from trainer.deepspeed_config import (
     a_whole_number,
     read_config,
 )
-from trainer.imported import Imported, inline
+from trainer.imported import Imported
 from trainer.recipe import ZERO_STAGES, RecipeError
 from trainer.yaml_tree import apply_override
 
@@ -122,17 +122,22 @@ def _offload_device(source: Source, stage: int) -> str:
 
 def _offload(source: Source, device: str) -> None:
     """The one place that knows how a recipe spells offloading."""
-    target, value, note = "strategy.cpu_offload", True, "parameters, gradients and optimizer state"
-    if device == "nvme":
-        note += "; to host memory, not to NVMe"
-    source.made.set(target, value, "zero_optimization.offload_optimizer.device", note)
+    zero, note = "zero_optimization", "parameters, gradients and optimizer state"
+    source.made.set("strategy.offload", device, f"{zero}.offload_optimizer.device", note)
     for key in (
         "offload_optimizer.device",
         "offload_param.device",
         "cpu_offload",
         "cpu_offload_param",
     ):
-        source.became(f"zero_optimization.{key}", f"{target}={inline(value)}", note)
+        source.became(f"{zero}.{key}", f"strategy.offload={device}", note)
+    paths = [f"{zero}.offload_{what}.nvme_path" for what in ("optimizer", "param")]
+    if device == "nvme":
+        path = next((source.left[key] for key in paths if key in source.left), "/local_nvme")
+        source.made.set("strategy.offload_directory", path, paths[0], "a directory on a local disk")
+    for key in paths:
+        target = f"strategy.offload_directory={source.left.get(key)}" if device == "nvme" else ""
+        source.became(key, target, "" if target else "nothing is offloaded to it")
 
 
 def _activations(source: Source) -> None:

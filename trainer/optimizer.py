@@ -1,8 +1,9 @@
 """AdamW over named parameters, the learning-rate schedule, the gradient norm, the loss scale."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +14,17 @@ from trainer.recipe import Optimizer, Schedule
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], options: Optimizer, *, exact: bool = False
+    parameters: Mapping[str, nn.Parameter],
+    options: Optimizer,
+    *,
+    exact: bool = False,
+    zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) whose state exists from the start: fused, or exact.
 
     Matrices and embeddings decay, vectors (norms, biases) do not. State tensors are made here
-    rather than at the first step, so that they can be loaded into and their memory is known.
+    rather than at the first step, so that they can be loaded into and their memory is known;
+    `zeros_like` says where.
     """
     trainable = [p for p in parameters.values() if p.requires_grad]
     matrices = [p for p in trainable if p.dim() >= 2]
@@ -38,8 +44,8 @@ def build_optimizer(
     for parameter in trainable:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+            "exp_avg": zeros_like(parameter),
+            "exp_avg_sq": zeros_like(parameter),
         }
     return optimizer
 
@@ -116,6 +122,22 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         if p.grad is not None
     ]
     torch._foreach_mul_(gradients, factor)
+
+
+def update(
+    optimizer: torch.optim.Optimizer, portions: Iterable[list[dict[str, Any]]], factor: float
+) -> None:
+    """One optimizer step, a portion of the parameter groups at a time, with gradients times
+    `factor` (of clipping and of the loss scale)."""
+    groups = optimizer.param_groups
+    try:
+        for portion in portions:
+            if factor != 1.0:
+                scale_gradients((p for group in portion for p in group["params"]), factor)
+            optimizer.param_groups = portion
+            optimizer.step()
+    finally:
+        optimizer.param_groups = groups
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage import location
 from elastic import plan_batch
 from trainer.parallel.mesh import mesh_shape
+from trainer.parallel.offload import BYTES_PER_PARAMETER
 from trainer.provenance import check_resume
 from trainer.recipe import Recipe, RecipeError
 from trainer.tasks import Task
@@ -29,7 +30,10 @@ def check_inputs(
         RecipeError: what is wrong, in one line.
     """
     _check_device(recipe, local_world_size)
-    mesh_shape(recipe, world_size, local_world_size)
+    *_, shards, _, _ = mesh_shape(recipe, world_size, local_world_size)
+    if recipe.strategy.offload_directory:
+        nbytes = BYTES_PER_PARAMETER * task.parameter_count * local_world_size // shards
+        _check_room(Path(recipe.strategy.offload_directory), nbytes)
     try:
         batch = recipe.batch
         plan_batch(batch.global_batch, world_size, batch.micro_batch, fixed=recipe.exact)
@@ -69,10 +73,19 @@ def _check_device(recipe: Recipe, local_world_size: int) -> None:
         )
 
 
+def _check_room(directory: Path, nbytes: int) -> None:
+    status = os.statvfs(_existing(directory))
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise RecipeError(
+            f"strategy.offload_directory: {directory} has {free / 1e9:.2f} GB free, but the "
+            f"weights, gradients and optimizer state of this node take {nbytes / 1e9:.2f} GB there "
+            f"({nbytes:,} bytes); make room, or name another directory"
+        )
+
+
 def _check_writable(directory: Path) -> None:
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    existing = _existing(directory)
     if not existing.is_dir():
         raise RecipeError(f"run.dir: {directory} cannot be made: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -80,3 +93,11 @@ def _check_writable(directory: Path) -> None:
             f"run.dir: {directory} is not writable for this user (at {existing}); choose another "
             "run.dir or mend its permissions"
         )
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or its nearest parent that is there."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing

@@ -187,9 +187,15 @@ class Strategy:
     shard_size: int | None = None
     """Ranks per shard group for HYBRID_SHARD; the ranks of one node unless set."""
 
-    cpu_offload: bool = False
-    """Keep sharded parameters, gradients and optimizer state in host memory and run the optimizer
-    there."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where sharded parameters, gradients and optimizer state live, and the optimizer runs. none:
+    on the device. cpu: in host memory. nvme: in files on a local disk, of which host memory holds
+    what is in use (see docs/offload.md)."""
+
+    offload_directory: str | None = None
+    """Directory on a local disk, for offload: nvme. Each rank takes 16 bytes there for each
+    parameter of its shard, before training begins; the space is free again when the process ends,
+    however it does."""
 
     reduce_every_pass: bool = False
     """Reduce-scatter gradients after every accumulation pass instead of once per step: more
@@ -316,7 +322,7 @@ def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
         recipe = TypeAdapter(Recipe).validate_python(tree)
     except ValidationError as error:
         raise RecipeError(_explain(error, tree, file, origins)) from None
-    recipe = _resolve_synonyms(recipe)
+    recipe = _place_slots(_resolve_synonyms(recipe))
     for key, problem in _contradictions(recipe):
         raise RecipeError(f"{origin_of(tuple(key.split('.')), origins, file)}: {key}: {problem}")
     return recipe
@@ -427,6 +433,15 @@ def _resolve_synonyms(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, strategy=strategy)
 
 
+def _place_slots(recipe: Recipe) -> Recipe:
+    """A model that memory does not hold is not copied to memory for checkpoints either."""
+    directory, checkpoint = recipe.strategy.offload_directory, recipe.checkpoint
+    if directory is None or checkpoint.slot_directory is not None:
+        return recipe
+    checkpoint = dataclasses.replace(checkpoint, slot_directory=directory)
+    return dataclasses.replace(recipe, checkpoint=checkpoint)
+
+
 def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
     run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
@@ -481,18 +496,23 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         for key in ("sharding", "zero", "shard_size"):
             if getattr(strategy, key) is not None:
                 yield f"strategy.{key}", "only with strategy.name: fsdp; remove it, or set fsdp"
-        if strategy.cpu_offload:
-            yield "strategy.cpu_offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
+        if strategy.offload != "none":
+            yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
     if strategy.zero is not None and strategy.name == "fsdp":
         stage = ZERO_STAGES[strategy.zero]
         yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
     if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
         yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
-    if strategy.cpu_offload and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
+    if strategy.offload != "none" and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
         yield (
-            "strategy.cpu_offload",
+            "strategy.offload",
             f"needs sharded parameters, but sharding is {recipe.sharding}; "
             "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
+        )
+    if (strategy.offload == "nvme") != (strategy.offload_directory is not None):
+        yield (
+            "strategy.offload_directory",
+            "goes with strategy.offload: nvme; set both, or neither (a directory on a local disk)",
         )
     if recipe.exact:
         if recipe.sharding == "OPTIMIZER_STATE":

@@ -56,8 +56,8 @@ from trainer.optimizer import (
     build_optimizer,
     learning_rate,
     parameter_groups,
-    scale_gradients,
     square_sum,
+    update,
 )
 from trainer.parallel import ParallelModel, build_mesh, parallelize
 from trainer.profile import traced
@@ -129,7 +129,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
     group = dist.group.WORLD
     with Checkpointer(recipe.checkpoint_directory, recipe.checkpoint, group) as checkpointer:
         model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
-        optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
+        optimizer = build_optimizer(
+            model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like
+        )
         startup.mark("model")
         pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe)
@@ -249,13 +251,11 @@ def train_step(
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) / progress.loss_scale.value
-        if factor != 1.0:
-            scale_gradients(model.optimized.values(), factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
         with record_function("wait for checkpoint"):
             before_update()
-        optimizer.step()
+        update(optimizer, model.portions(optimizer), factor)
         model.publish_weights()
     model.zero_gradients()
 
@@ -501,7 +501,9 @@ def end(metrics: Metrics | None, code: int, reason: str) -> int:
 
 def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress: Progress) -> str:
     """What is about to run, with the arithmetic of the batch."""
-    strategy = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
+    strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
+    if recipe.strategy.offload != "none":
+        strategy += f" with offload to {recipe.strategy.offload},"
     stream = task.stream
     epochs = recipe.run.steps * plan.global_batch / stream.sequences
     lines = [

@@ -1,6 +1,7 @@
 """What a run chooses: to skip or to wait, how fast to write, how much memory to take."""
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -147,6 +148,32 @@ def test_without_shared_memory_slots_are_anonymous(
         assert f"in anonymous memory, not in {small_memory}: " in note
         assert f"{why}; 2 were asked for" in note
     assert [path.name for path in small_memory.iterdir()] == ["filler"]
+
+
+def test_slots_may_lie_on_a_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def work(rank):
+        options = CheckpointOptions(slot_directory=str(disk))
+        what = parts(1, "rows-2")
+        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+            note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+            for step in (1, 2):
+                save_now(checkpointer, step, **parts(step, "rows-2"))
+            assert not checkpointer.save(3, **parts(3, "rows-2"), memory_only=True)
+            assert load(checkpointer, "rows-2") == 2
+        options = CheckpointOptions(slot_directory=str(disk / "absent"))
+        with (
+            Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer,
+            pytest.raises(StorageError, match=r"slot_directory: .*absent: No such file"),
+        ):
+            checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+        return note
+
+    for note in run_ranks(2, work, tmp_path / "ranks"):
+        assert re.fullmatch(rf"2 checkpoint slot\(s\) of .* MB in {disk}", note)
+    assert not list(disk.iterdir())
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_it_takes(tmp_path, monkeypatch):

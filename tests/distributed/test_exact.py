@@ -71,7 +71,7 @@ def single(workspace):
                 [(20, 3, ["strategy.zero=2"])],
                 [(20, 3, ["strategy.name=ddp"])],
                 [(20, 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"])],
-                [(20, 2, ["strategy.cpu_offload=true"])],
+                [(20, 2, ["strategy.offload=cpu"])],
                 [(7, 4, []), (9, 1, ["strategy.zero=2"]), (20, 3, ["strategy.zero=0"])],
             )
         ),

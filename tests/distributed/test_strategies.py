@@ -32,7 +32,6 @@ def single(workspace):
         ("optimizer-state-2", 2, ["strategy.zero=1"]),
         pytest.param("optimizer-state-3", 3, ["strategy.zero=1"], marks=soak),
         ("hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
-        ("offload-2", 2, ["strategy.cpu_offload=true"]),
         ("checkpointing-2", 2, ["strategy.activation_checkpointing=full"]),
         pytest.param("selective-2", 2, ["strategy.activation_checkpointing=selective"], marks=soak),
     ],

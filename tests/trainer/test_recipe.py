@@ -96,9 +96,11 @@ def test_one_clear_line(recipe_file, override, message):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["strategy.name=ddp", "strategy.cpu_offload=true"], "strategy.cpu_offload"),
+        (["strategy.name=ddp", "strategy.offload=cpu"], "strategy.offload"),
         (["strategy.name=ddp", "strategy.sharding=FULL_SHARD"], "strategy.sharding"),
-        (["strategy.zero=1", "strategy.cpu_offload=true"], "strategy.cpu_offload"),
+        (["strategy.zero=1", "strategy.offload=cpu"], "strategy.offload"),
+        (["strategy.offload=nvme"], "strategy.offload_directory: goes with"),
+        (["strategy.offload_directory=x"], "strategy.offload_directory: goes with"),
         (["strategy.zero=2", "strategy.sharding=FULL_SHARD"], "strategy.zero"),
         (["strategy.shard_size=2"], "strategy.shard_size"),
     ],

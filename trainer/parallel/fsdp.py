@@ -33,8 +33,10 @@ def apply_fsdp(
     rank then make this DDP.
     """
     offload = OffloadPolicy()
-    if recipe.strategy.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    if recipe.strategy.offload != "none":
+        # Pages of a file cannot be pinned: FSDP would copy them to memory that is.
+        pin = mesh.device_type == "cuda" and recipe.strategy.offload == "cpu"
+        offload = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.float64 if recipe.exact else torch.float32,

@@ -16,6 +16,7 @@ from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
 from trainer.parallel.mesh import DATA_PARALLEL
+from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -37,6 +38,8 @@ class ParallelModel:
     optimized: dict[str, nn.Parameter]
     """What the optimizer updates: `parameters`, except under ZeRO-1."""
     sharded_view: ShardedView | None
+    file: OffloadFile | None
+    """Where `parameters` and their gradients live, if not in memory."""
     reduce_every_pass: bool
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
@@ -68,6 +71,14 @@ class ParallelModel:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers: what a checkpoint holds of the model."""
         return {**self.parameters, **self.buffers}
+
+    def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Zeros that live where the parameter does: for the optimizer's state."""
+        return self.file.zeros_like(parameter) if self.file else torch.zeros_like(parameter)
+
+    def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
+        """The optimizer's parameter groups in portions that memory holds, one after the other."""
+        return self.file.portions(optimizer) if self.file else iter([optimizer.param_groups])
 
     def collect_gradients(self) -> None:
         """Bring the reduced gradients to `optimized`."""
@@ -105,9 +116,9 @@ def parallelize(
     compiled graph, and both before FSDP, whose hooks stay outside it.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
-    data_parallel = mesh[DATA_PARALLEL]
-    if mesh["dp_replicate"].size() == 1:  # else FSDP all-reduces every unit in groups of one
-        data_parallel = mesh["dp_shard"]
+    # Given a dimension of one replica, FSDP would all-reduce each gradient with nobody, and keep it
+    # on the device until backward ends.
+    data_parallel = mesh[DATA_PARALLEL] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     blocks = list(blocks)
     if recipe.exact:
         use_exact_kernels(device)
@@ -121,11 +132,16 @@ def parallelize(
     )
     if sharded_by_fsdp:
         apply_fsdp(model, blocks, data_parallel, recipe, dtype)
-    home = torch.device("cpu") if strategy.cpu_offload else device
-    if fill:
-        model.to_empty(device=home)
+    file: OffloadFile | None = None
+    if strategy.offload == "nvme" and strategy.offload_directory:
+        trained = list(model.parameters())
+        file = OffloadFile(strategy.offload_directory, bytes_needed(trained))
+        file.take_weights(model, device)
+        file.take_gradients(model.parameters())
+    elif fill:
+        model.to_empty(device=torch.device("cpu") if strategy.offload == "cpu" else device)
     elif not sharded_by_fsdp:
-        model.to(home)
+        model.to(device)
     parameters = {_fqn(name): p for name, p in model.named_parameters()}
     persistent = model.state_dict().keys()
     buffers = {
@@ -150,7 +166,7 @@ def parallelize(
             _fill(model, fill)
 
     return ParallelModel(
-        module, parameters, buffers, optimized, view, strategy.reduce_every_pass, autocast,
+        module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
         draw_weights,
     )  # fmt: skip
 

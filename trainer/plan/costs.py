@@ -237,7 +237,7 @@ class Times:
     update: float
     """Norm, clipping and optimizer."""
     transfers: float
-    """Between host and device, with strategy.cpu_offload; overlaps with computation."""
+    """Between host and device, with strategy.offload: cpu; overlaps with computation."""
     communication: float
     """As if nothing overlapped."""
     exposed: float
@@ -267,7 +267,7 @@ def times_of(
         beside[collective.phase] += collective.seconds(machine)
         at_least[collective.phase] += collective.seconds(machine, collective.exposed)
     communication, transfers = sum(beside.values()), 0.0
-    if recipe.strategy.cpu_offload:
+    if recipe.strategy.offload == "cpu":
         update = UPDATE_TRAFFIC * owned * machine.gpus_per_node / HOST_BANDWIDTH
         gathers, again = layout.passes, recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD")
         reductions = layout.passes if recipe.strategy.reduce_every_pass else 1

@@ -114,7 +114,7 @@ def memory_of(
             state = 2 * mine + 4 * len(shapes)
             largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
         moments = _ddp_moments(blueprint, layout, trace, largest)
-    offloaded = recipe.strategy.cpu_offload and device != "cpu"
+    offloaded = recipe.strategy.offload == "cpu" and device != "cpu"
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
 
     def device_bytes(moment: Moment) -> int:

@@ -48,7 +48,7 @@ class Prediction:
     moment: str
     """forward, head, blocks, end (backward, part by part), reduce or update."""
     host: int
-    """Of these, in host memory: `strategy.cpu_offload`."""
+    """Of these, in host memory: `strategy.offload: cpu`."""
     communication_bytes: float
     """Sent by this rank per step, and as many received."""
     checkpoint_bytes: int

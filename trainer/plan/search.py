@@ -106,8 +106,8 @@ def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strateg
                 plain, sharding="HYBRID_SHARD", shard_size=recipe.strategy.shard_size
             ),
         )
-    yield "ZeRO-2, CPU offload", dataclasses.replace(two, cpu_offload=True)
-    yield "ZeRO-3, CPU offload", dataclasses.replace(three, cpu_offload=True)
+    yield "ZeRO-2, CPU offload", dataclasses.replace(two, offload="cpu")
+    yield "ZeRO-3, CPU offload", dataclasses.replace(three, offload="cpu")
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:

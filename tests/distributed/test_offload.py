@@ -1,0 +1,127 @@
+"""State on a disk: the same bits as in memory, under a memory limit that the state exceeds."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.support.memory_limit import NoLimitError, memory_limit
+from checkpointing import optimizer_tensors
+from tests.distributed.jobs import ROOT, losses, wait_for_step
+from tests.distributed.test_resume import SHORT, assert_same
+from trainer.exact import ExactAdamW
+from trainer.optimizer import build_optimizer, update
+from trainer.parallel import offload
+from trainer.parallel.offload import OffloadFile, bytes_needed
+from trainer.preflight import check_inputs
+from trainer.recipe import Optimizer, RecipeError, load_recipe
+from trainer.tasks import build_task
+
+NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
+
+
+def test_the_same_bits_wherever_the_state_lives(workspace, start, train):
+    """Begun in host memory, killed, and gone on with from the disk; gradients are clipped."""
+    common = (*SHORT, "optimizer.clip_norm=0.5")
+    train(2, "run.dir=in-memory", *common)
+    job = start(2, "run.dir=moved", *common, "strategy.offload=cpu")
+    wait_for_step(workspace, "moved", 12, job)
+    job.kill()
+    output = train(2, "run.dir=moved", *common, *NVME)
+    assert "resuming after step" in output
+    assert re.search(r"checkpoint slot\(s\) of .* MB in offload", output)
+    assert_same(workspace, "in-memory", "moved")
+    assert not list((workspace / "offload").iterdir()), "files without names leave nothing behind"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ExactAdamW])
+def test_an_update_in_portions_has_the_bits_of_a_whole_one(tmp_path, monkeypatch, kind):
+    """Parameters of many portions, of parts of one, and one that is larger than all buffers."""
+    monkeypatch.setattr(offload, "PORTION_BYTES", 2 * 4096)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 700), (), (50, 1000), (7,), (2047,), (1, 1)]
+
+    def trained(file):
+        weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        options = Optimizer(lr=1e-2)
+        model = nn.ParameterList(weights)
+        if file:
+            file.take_weights(model, torch.device("cpu"))
+            file.take_gradients(model.parameters())
+        named = dict(model.named_parameters())
+        like = file.zeros_like if file else torch.zeros_like
+        optimizer = build_optimizer(named, options, exact=kind is ExactAdamW, zeros_like=like)
+        assert type(optimizer) is kind
+        for _ in range(3):
+            for weight in named.values():
+                weight.grad = None
+            sum((w * torch.randn(w.shape, generator=generator)).sum() for w in weights).backward()
+            portions = file.portions(optimizer) if file else [optimizer.param_groups]
+            update(optimizer, portions, 0.3)
+        assert len(optimizer.state) == len(shapes)
+        tensors = {**named, **optimizer_tensors(optimizer, named)}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    nbytes = bytes_needed([nn.Parameter(torch.empty(shape)) for shape in shapes])
+    on_disk = trained(OffloadFile(str(tmp_path), nbytes))
+    generator.manual_seed(0)
+    in_memory = trained(None)
+    assert on_disk.keys() == in_memory.keys()
+    assert [name for name in on_disk if not on_disk[name].equal(in_memory[name])] == []
+
+
+LARGE = (
+    "model.architecture.hidden_size=512",
+    "model.architecture.intermediate_size=1536",
+    "model.architecture.num_hidden_layers=18",
+    "model.architecture.head_dim=128",
+    "precision.dtype=bf16",
+    "batch.global_batch=1",
+    "batch.micro_batch=1",
+    "optimizer.lr=3e-4",
+    "schedule.warmup_steps=0",
+    "run.steps=3",
+)
+OPTIMIZER_STATE = 8 * 56_000_000
+LIMIT = 420 << 20
+
+
+def test_trains_under_a_memory_limit_that_its_optimizer_state_exceeds(workspace, train):
+    assert LIMIT < OPTIMIZER_STATE
+    command = [sys.executable, "-m", "trainer", "recipe.yaml", *LARGE, "run.dir=limited", *NVME]
+    try:
+        with memory_limit(LIMIT) as group:
+            limited = subprocess.run(
+                group.command(command),
+                cwd=workspace,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert limited.returncode == 0, limited.stderr
+            assert group.most <= LIMIT
+    except NoLimitError as reason:
+        pytest.skip(str(reason))
+    assert re.search(r"decoder: 5[6-9]\.\d M parameters", limited.stdout)
+    train(1, "run.dir=unlimited", *LARGE)
+    assert losses(workspace, "limited") == losses(workspace, "unlimited")
+    assert len(losses(workspace, "limited")) == 3
+
+
+def test_a_disk_without_room_is_refused_before_training(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    recipe = load_recipe("recipe.yaml", [*NVME, f"model.architecture.hidden_size={1 << 30}"])
+    refusal = r"strategy.offload_directory: offload has .* GB free, but .* \([\d,]+ bytes\)"
+    with pytest.raises(RecipeError, match=refusal):
+        check_inputs(recipe, build_task(recipe), 0, 2, 2)
+    with pytest.raises(RecipeError, match=r"offload cannot take the .* GB of this rank: "):
+        OffloadFile("offload", 1 << 60)
+    assert not list((workspace / "offload").iterdir())
+    with pytest.raises(RecipeError, match=r"recipe.yaml cannot take .*: File exists"):
+        OffloadFile("recipe.yaml", 4096)

@@ -1,0 +1,315 @@
+"""Weights, gradients and optimizer state in a file on a local disk, for models that memory does not
+hold: what ZeRO-Infinity does (Rajbhandari et al. 2021).
+
+[Note: offload file] Each rank has one file, and its tensors are views of that file, mapped. To FSDP
+and to checkpoints they are CPU tensors like others; memory is only the kernel's cache of them.
+
+The optimizer goes through the file in portions, in buffers of its own: while one is computed, a
+thread reads the next and another writes the one before. Moments, which nothing else touches in a
+step, go past the cache (O_DIRECT), which took half the time and a fifth of the processor time of
+mapped memory. Weights and gradients stay in the cache as far as memory allows, because forward and
+backward use them; what is written there is sent to the disk at once, so that the kernel finds clean
+pages when it needs memory for others.
+
+The file has no name: its space is free again when the process ends, however it does, and nobody can
+mistake it for state. What outlives a process is a checkpoint.
+"""
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.recipe import RecipeError
+
+PORTION_BYTES = 8 << 20
+"""Of weights that are updated at a time; gradients and moments come on top. Whole pages."""
+BUFFERS = 3
+"""One is read into, one computed in, one written from."""
+WRITES_AHEAD = 4
+"""Gradients that are on their way to the disk before backward waits for the first of them."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, as torch names them."""
+COPIES = 2 + len(MOMENTS)
+"""Tensors for each trained parameter: weight, gradient and moments."""
+BYTES_PER_PARAMETER = 4 * COPIES
+"""All are float32."""
+
+_WRITE_AND_WAIT = 4  # msync
+_MMAP_THRESHOLD = -3  # mallopt
+_libc = ctypes.CDLL(None, use_errno=True)  # calls through it leave the interpreter to others
+
+
+class OffloadFile:
+    """A file of `nbytes` whose pages tensors are made of, from the first to the last.
+
+    Args:
+        directory: on a local disk; made if it is not there.
+        nbytes: that `zeros_like` gives out at most; see `bytes_needed`.
+
+    Raises:
+        RecipeError: the disk has no room for it, or the directory takes no files.
+    """
+
+    def __init__(self, directory: str, nbytes: int) -> None:
+        try:
+            os.makedirs(directory, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                self._map = mmap.mmap(file.fileno(), nbytes)
+                self._direct = _open_direct(file.fileno())
+        except OSError as error:
+            raise RecipeError(
+                f"strategy.offload_directory: {directory} cannot take the {nbytes / 1e9:.2f} GB of "
+                f"this rank: {error.strerror}; make room, or name another directory"
+            ) from error
+        # From 1 MiB on, what is freed goes back to the kernel: otherwise malloc keeps what FSDP
+        # gathers and reduces, unit by unit, for a next time (a fifth of this process's memory).
+        _libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._used = 0
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-reader")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-writer")
+        self._writes: deque[Future[None]] = deque()
+        self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+        """Those of an update that are not in use."""
+
+    def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of zeros in the file, with shape, dtype and placement of `tensor`, which may be
+        on the meta device."""
+        local = _local(tensor)
+        if local.numel():
+            start, self._used = self._used, self._used + _pages(local.nbytes)
+            region = self._bytes[start : start + local.nbytes]
+            made = region.view(local.dtype).view(local.shape)
+        else:
+            made = torch.zeros_like(local, device="cpu")  # a rank without a part of it
+        if not isinstance(tensor, DTensor):
+            return made
+        return DTensor.from_local(
+            made, tensor.device_mesh, tensor.placements, run_check=False,
+            shape=tensor.shape, stride=tensor.stride(),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def take_weights(self, model: nn.Module, device: torch.device) -> None:
+        """Move the parameters of a model into the file, with their values unless they are on the
+        meta device; its buffers go to `device`. After it is sharded.
+
+        FSDP itself makes room for a shard that is shorter than those of other ranks; such a weight
+        stays in memory, its gradient and optimizer state do not.
+        """
+        waiting = set(model.parameters())
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            # Else a buffer, or a tied weight that was moved before.
+            if not isinstance(tensor, nn.Parameter) or tensor not in waiting:
+                return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+            waiting.remove(tensor)
+            made = self.zeros_like(tensor)
+            return made if tensor.is_meta else made.copy_(tensor)
+
+        model._apply(move)
+
+    def take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on, move the gradient of each parameter into the file when backward has reduced
+        it."""
+
+        gradients = {p: self.zeros_like(p) for p in parameters if p.requires_grad}
+
+        @torch.no_grad()
+        def move(parameter: nn.Parameter) -> None:
+            fresh, kept = parameter.grad, gradients[parameter]
+            if fresh is not None and fresh is not kept:  # else it was added to
+                _local(kept).copy_(_local(fresh))
+                parameter.grad = kept
+            self._later(self._flush, _bytes(kept))
+
+        for parameter in gradients:
+            parameter.register_post_accumulate_grad_hook(move)
+
+    def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
+        """The parameter groups of an optimizer of type AdamW in portions, each to be stepped before
+        the next is asked for. After the last one all parameters are updated.
+
+        A portion has stand-ins for parameters, or for consecutive elements of one, whose weights,
+        gradients and state are in memory; gradients may be changed. A stand-in begins at a multiple
+        of a page, so vector instructions meet the elements of a parameter as they do in the whole.
+        """
+        groups = optimizer.param_groups
+        portions = list(_cut(groups))
+        steps: dict[nn.Parameter, torch.Tensor] = {}
+        # They are memory only from here to the end: backward has its own use for it.
+        for _ in portions[:BUFFERS]:
+            self._buffers.put(_new_buffer())
+        reads: deque[Future[torch.Tensor]] = deque()
+        for number, portion in enumerate(portions):
+            for following in portions[number + len(reads) : number + 2]:
+                free = self._buffers.get()  # waits for the write of the portion before the last
+                reads.append(self._reader.submit(self._read, following, free, optimizer.state))
+            buffer = reads.popleft().result()
+            stand_ins = [part.stand_in(buffer, optimizer.state) for part in portion]
+            parts = list(zip(portion, stand_ins, strict=True))
+            yield [
+                {**group, "params": [made for part, made in parts if part.group is group]}
+                for group in groups
+            ]
+            steps |= {part.parameter: optimizer.state.pop(made)["step"] for part, made in parts}
+            self._writes.append(self._writer.submit(self._write, portion, buffer, optimizer.state))
+        # Not before: each part of a parameter counts on from the same step.
+        for parameter, step in steps.items():
+            optimizer.state[parameter]["step"].copy_(step)
+        while self._writes:
+            self._writes.popleft().result()
+        while not self._buffers.empty():
+            self._buffers.get()
+
+    # --- in threads --------------------------------------------------------------------------
+
+    def _read(
+        self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
+    ) -> torch.Tensor:
+        for part in portion:
+            weight, gradient, *moments = part.rows(buffer)
+            weight.copy_(part.of(part.parameter))
+            gradient.copy_(part.of(part.parameter.grad))
+            for row, name in zip(moments, MOMENTS, strict=True):
+                self._transfer(os.preadv, row, part.of(state[part.parameter][name]))
+        return buffer
+
+    def _write(
+        self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
+    ) -> None:
+        try:
+            for part in portion:
+                weight, _, *moments = part.rows(buffer)
+                for row, name in zip(moments, MOMENTS, strict=True):
+                    self._transfer(os.pwritev, row, part.of(state[part.parameter][name]))
+                place = part.of(part.parameter)
+                self._flush(place.copy_(weight))
+        finally:
+            self._buffers.put(buffer)
+
+    def _transfer(
+        self, call: Callable[[int, Sequence[memoryview], int], int], row: torch.Tensor,
+        place: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Read or write all of `row`, and the rest of its last page, where `place` is in the
+        file."""
+        length = _pages(len(row))
+        data = row.as_strided((length,), (1,)).numpy().data
+        offset, done = place.data_ptr() - self._bytes.data_ptr(), 0
+        while done < length:
+            done += call(self._direct, [data[done:]], offset + done)
+
+    def _later(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Have the writer do something, and wait for what it was given long before."""
+        self._writes.append(self._writer.submit(work, *arguments))
+        while len(self._writes) > WRITES_AHEAD:
+            self._writes.popleft().result()
+
+    def _flush(self, place: torch.Tensor) -> None:
+        """Write what was put into mapped memory to the disk; a later use brings it back."""
+        if not 0 <= place.data_ptr() - self._bytes.data_ptr() < len(self._map):
+            return
+        start, length = ctypes.c_void_p(place.data_ptr()), ctypes.c_size_t(_pages(len(place)))
+        if _libc.msync(start, length, _WRITE_AND_WAIT):
+            number = ctypes.get_errno()
+            raise OSError(number, f"strategy.offload_directory: {os.strerror(number)}")
+        _libc.madvise(start, length, mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive bytes of a parameter's tensors, and where they are put in a buffer."""
+
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    start: int
+    stop: int
+    position: int
+
+    def of(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """These bytes of one of the parameter's tensors."""
+        if tensor is None:
+            raise ValueError("the gradient went away during the update")
+        return _bytes(tensor)[self.start : self.stop]
+
+    def rows(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Their place in a buffer, shape (COPIES, bytes)."""
+        return buffer[:, self.position : self.position + self.stop - self.start]
+
+    def stand_in(self, buffer: torch.Tensor, state: Any) -> nn.Parameter:
+        """A parameter with gradient and optimizer state that consists of these bytes."""
+        weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)
+        made = nn.Parameter(weight)
+        made.grad = gradient
+        step = state[self.parameter]["step"].clone()
+        state[made] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
+        return made
+
+
+def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
+    """The parameters that have gradients, in portions that fill a buffer each."""
+    portion: list[_Part] = []
+    used = 0
+    for group in groups:
+        for parameter in (p for p in group["params"] if p.grad is not None):
+            start, nbytes = 0, _local(parameter).nbytes
+            while start < nbytes:
+                if used == PORTION_BYTES:
+                    yield portion
+                    portion, used = [], 0
+                stop = min(nbytes, start + PORTION_BYTES - used)
+                portion.append(_Part(parameter, group, start, stop, used))
+                used += _pages(stop - start)
+                start = stop
+    if portion:
+        yield portion
+
+
+def _new_buffer() -> torch.Tensor:
+    """uint8 of shape (COPIES, PORTION_BYTES), each row at the start of a page, as direct I/O wants
+    it."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, COPIES * PORTION_BYTES, flags=private)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(COPIES, -1)
+
+
+def bytes_needed(parameters: Iterable[nn.Parameter]) -> int:
+    """Size of an OffloadFile for these parameters (of this rank; on any device), in bytes."""
+    return sum(_pages(_local(p).nbytes) * (COPIES if p.requires_grad else 1) for p in parameters)
+
+
+def _open_direct(descriptor: int) -> int:
+    """The same file, past the page cache where the filesystem can."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return os.open(path, os.O_RDWR)
+
+
+@torch.no_grad()  # with gradients to_local makes a view instead of handing out what there is
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of this rank's part of a tensor, flat."""
+    return _local(tensor).reshape(-1).view(torch.uint8)
+
+
+def _pages(nbytes: int) -> int:
+    """Bytes, up to the end of a page."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
