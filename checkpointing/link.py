@@ -62,9 +62,7 @@ class Link:
         process: what `launch` has started, on the node's first rank; it ends with the link.
     """
 
-    def __init__(
-        self, setup: Setup, rank: int, process: "subprocess.Popen[bytes] | None"
-    ) -> None:
+    def __init__(self, setup: Setup, rank: int, process: "subprocess.Popen[bytes] | None") -> None:
         self._setup, self._rank, self._process = setup, rank, process
         self._connection: Connection | None = None
         self._sending = threading.Lock()

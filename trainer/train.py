@@ -164,6 +164,8 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 ):
                     say(metrics, f"stopped: {result.verdict.reason}")
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
+                if task.after_step:
+                    task.after_step(model, progress.sequences)
                 if progress.step == first_step:
                     startup.mark("first step")
                     say(metrics, str(startup))
@@ -181,7 +183,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     if metrics:
                         values = step_record(progress, result, window, recipe, task, world)
                         metrics.record(
-                            progress.step, values, step_line(progress.step, last_step, values)
+                            progress.step,
+                            values,
+                            step_line(progress.step, last_step, values, task.unit),
                         )
                     window = Window()
                 check_every = recipe.elastic.check_replicas_every
@@ -190,7 +194,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     pulse.report(progress.step, "evaluate")
                     values = evaluate(model, task.validation, recipe, world)
-                    progress.validation_loss = values["validation_loss"]
+                    progress.validation_loss = values.get("validation_loss")
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
                 if result.save or due(progress.step, save_every, last_step):
@@ -224,7 +228,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step over one global batch. Called on all ranks; moves `state` on.
 
-    `before_update` is called before weights and optimizer state change.
+    `before_update` is called before weights and optimizer state may change.
     """
     model, optimizer, progress = state.model, state.optimizer, state.progress
     started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
@@ -238,6 +242,7 @@ def train_step(
     verdict = judge(progress, recipe, found, note)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    before_update()
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) / progress.loss_scale.value
@@ -245,7 +250,6 @@ def train_step(
             scale_gradients(model.optimized.values(), factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        before_update()
         optimizer.step()
         model.publish_weights()
     model.zero_gradients()
@@ -499,8 +503,7 @@ def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress
         f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
         f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
         f"{world.device.type}",
-        f"{plan} of {recipe.data.seq_len} tokens = "
-        f"{plan.global_batch * recipe.data.seq_len:,} tokens per step",
+        f"{plan} {stream.describe(plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
         f"{epochs:.2f} epochs",
     ]
