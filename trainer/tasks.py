@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +26,7 @@ from trainer.models import (
     read_config,
     tokenizer_files,
 )
-from trainer.models.kgat import KGAT, initial_tensor
+from trainer.models.kgat import KGAT, Adjacency, initial_tensor
 from trainer.parallel.parallelize import Fill, ParallelModel
 from trainer.recipe import Recipe, RecipeError
 
@@ -123,13 +124,22 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
     data = read_interactions(graph)
     edges = build_edges(data)
     seed = recipe.run.seed
+    adjacency = Adjacency(
+        edges.heads,
+        edges.kinds,
+        edges.tails,
+        edges.reverse,
+        nodes=edges.nodes,
+        relations=edges.relations,
+        popularity=np.bincount(data.train[:, 1], minlength=data.items),
+    )
     with torch.device("meta"):
-        model = KGAT(data, edges, options)
+        model = KGAT(data.users, data.entities, adjacency, options)
     stream = GraphStream(data, edges, seed, recipe.batch.global_batch, graph.triples_per_sample)
     users = UserStream(data)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return initial_tensor(name, shape, edges, options, seed)
+        return initial_tensor(name, shape, adjacency, options, seed)
 
     def update_attention(model: ParallelModel, consumed: int) -> None:
         """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the

@@ -138,15 +138,15 @@ def _read_lists(path: Path) -> Pairs:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            user, *items = map(int, line.split() or [-1])
+            numbers = [int(word) for word in line.split()]
         except ValueError:
-            raise _malformed(path, number, line, "whole numbers: user item item ...") from None
-        if min([user, *items]) < 0:
+            numbers = []
+        if not numbers or min(numbers) < 0:
             raise _malformed(path, number, line, "whole numbers: user item item ...")
-        rows.append((user, items))
-    users = np.repeat([user for user, _ in rows], [len(items) for _, items in rows])
-    items = np.fromiter(chain.from_iterable(items for _, items in rows), np.int64, len(users))
-    return _unique(np.column_stack([users.astype(np.int64), items]))
+        rows.append(numbers)
+    users = np.repeat([row[0] for row in rows], [len(row) - 1 for row in rows])
+    items = list(chain.from_iterable(row[1:] for row in rows))
+    return _unique(np.column_stack([users, items]).astype(np.int64))
 
 
 def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:

@@ -7,18 +7,21 @@ micro-batch, I items.
 
 import math
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainer.data.graph import Edges, Interactions
 from trainer.kgat_options import Kgat
 from trainer.seeds import stable_seed
 
 # What is used of them, the product with a dense matrix, has been in torch since 1.8.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+Array = NDArray[np.int64]
 
 TOP = 20
 """Recommendations that recall and ndcg look at."""
@@ -35,18 +38,36 @@ class Adjacency:
     should carry them.
     """
 
-    def __init__(self, edges: Edges, popularity: np.ndarray) -> None:
-        by_relation = np.argsort(edges.kinds, kind="stable")
-        self.nodes, self.relations = edges.nodes, edges.relations
-        self.counts = np.bincount(edges.kinds, minlength=edges.relations).tolist()
+    def __init__(
+        self,
+        heads: Array,
+        kinds: Array,
+        tails: Array,
+        reverse: Array,
+        *,
+        nodes: int,
+        relations: int,
+        popularity: Array,
+    ) -> None:
+        """
+        Args:
+            heads: (E,) int64, ascending.
+            kinds: (E,) int64, relation of each edge.
+            tails: (E,) int64.
+            reverse: (E,) int64, place of the inverse of each edge.
+            nodes: N.
+            relations: R.
+            popularity: (I,) int64, interactions of each item in training.
+        """
+        self.nodes, self.relations = nodes, relations
+        self.counts = np.bincount(kinds, minlength=relations).tolist()
         """Edges of each relation."""
         # The first edge of each head, and one past the last: rows of a CSR matrix.
-        self.starts = torch.from_numpy(np.searchsorted(edges.heads, np.arange(edges.nodes + 1)))
-        self.heads, self.tails = torch.from_numpy(edges.heads), torch.from_numpy(edges.tails)
-        self.reverse = torch.from_numpy(edges.reverse)
-        self.by_relation = torch.from_numpy(by_relation)
+        self.starts = torch.from_numpy(np.searchsorted(heads, np.arange(nodes + 1)))
+        self.heads, self.tails = torch.from_numpy(heads), torch.from_numpy(tails)
+        self.reverse = torch.from_numpy(reverse)
+        self.by_relation = torch.from_numpy(np.argsort(kinds, kind="stable"))
         self.popularity = torch.from_numpy(popularity).float()
-        """(I,): interactions of each item in training."""
 
     def to(self, device: torch.device) -> "Adjacency":
         """Itself, moved."""
@@ -65,14 +86,14 @@ class Propagate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def forward(ctx, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         """weights (E,), nodes (N, D) → (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
         return _sparse(graph, weights) @ nodes
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
         """Of the nodes alone: attention is not trained through the CF loss (section 3.4)."""
         (weights,) = ctx.saved_tensors
         return None, None, _sparse(ctx.graph, weights[ctx.graph.reverse]) @ gradient.contiguous()
@@ -108,25 +129,23 @@ class KGAT(nn.Module):
     some_unused = True
     """A CF step has no gradient for what TransR needs, a KG step none for the aggregators."""
 
-    def __init__(self, data: Interactions, edges: Edges, options: Kgat) -> None:
+    def __init__(self, users: int, entities: int, graph: Adjacency, options: Kgat) -> None:
         super().__init__()
         self.options = options
         width = options.embedding_dim
-        self.user_embedding = nn.Embedding(data.users, width)
-        self.entity_embedding = nn.Embedding(data.entities, width)
-        self.relation_embedding = nn.Embedding(edges.relations, options.relation_dim)
-        self.relation_projection = nn.Embedding(edges.relations, width * options.relation_dim)
+        self.user_embedding = nn.Embedding(users, width)
+        self.entity_embedding = nn.Embedding(entities, width)
+        self.relation_embedding = nn.Embedding(graph.relations, options.relation_dim)
+        self.relation_projection = nn.Embedding(graph.relations, width * options.relation_dim)
         widths = [width, *options.layers]
         self.aggregators = nn.ModuleList(
-            Aggregator(options.aggregator, inputs, outputs)
-            for inputs, outputs in zip(widths, widths[1:], strict=False)
+            Aggregator(options.aggregator, inputs, outputs) for inputs, outputs in pairwise(widths)
         )
         # Computed from weights of the past, so it cannot be computed again when a run resumes:
         # part of checkpoints.
-        self.register_buffer("attention", torch.empty(len(edges.heads)))
+        self.register_buffer("attention", torch.empty(len(graph.heads)))
         self.attention: Tensor
-        popularity = np.bincount(data.train[:, 1], minlength=data.items)
-        self._graph = Adjacency(edges, popularity)
+        self._graph = graph
 
     def forward(self, **batch: Tensor) -> Tensor:
         """What is asked for shows in the batch (see `trainer.data.graph_stream`): of interactions
@@ -236,7 +255,7 @@ def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
         known: (B, K) int64 items, filled up with I.
         wanted: (B, L) int64 items, filled up with I; at least one in each row.
     """
-    count, items = scores.shape
+    items = scores.shape[1]
     scores = F.pad(scores, (0, 1))
     scores = scores.scatter(1, known, -math.inf)
     scores[:, items] = -math.inf
@@ -257,14 +276,13 @@ def _half_squares(*vectors: Tensor) -> Tensor:
 
 
 def initial_tensor(
-    name: str, shape: tuple[int, ...], edges: Edges, options: Kgat, seed: int
+    name: str, shape: tuple[int, ...], graph: Adjacency, options: Kgat, seed: int
 ) -> Tensor:
     """A parameter or buffer of KGAT, whole, on the CPU, a function of its name and the seed: Xavier
     uniform matrices (each relation's projection is one), zero biases, and attention that weighs all
     edges of a head alike."""
     if name == "attention":
-        degrees = np.bincount(edges.heads, minlength=edges.nodes)
-        return torch.from_numpy(1 / degrees[edges.heads]).float()
+        return 1 / graph.starts.diff().float()[graph.heads]
     if len(shape) == 1:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stable_seed(seed, name))

@@ -40,8 +40,8 @@ class ParallelModel:
     reduce_every_pass: bool
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
-    """Gives parameters and buffers their initial values, unless the model came with its own. For whoever has
-    nothing to load: it takes long for large models."""
+    """Gives parameters and buffers their initial values, unless the model came with its own. For
+    whoever has nothing to load: it takes long for large models."""
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss over the labels of one micro-batch, a float32 scalar. On all ranks."""
