@@ -163,18 +163,16 @@ class KGAT(nn.Module):
         """(N, D)."""
         return torch.cat([self.user_embedding.weight, self.entity_embedding.weight])
 
-    def _represent(self) -> Tensor:
-        """(N, D + sum of layers): embeddings and what each layer makes of them (section 3.3)."""
+    def _represent(self, places: Tensor) -> Tensor:
+        """Of the nodes at `places` (M,): (M, D + sum of layers), the embedding and what each layer
+        made of it (section 3.3)."""
         nodes, options = self._nodes(), self.options
-        if not self.aggregators:
-            return nodes
         weights = F.dropout(self.attention, options.node_dropout, self.training)
-        graph = self._graph.to(nodes.device)
-        parts = [nodes]
+        parts = [F.embedding(places, nodes)]
         for aggregator in self.aggregators:
-            neighbours = Propagate.apply(graph, weights, nodes)
+            neighbours = Propagate.apply(self._graph.to(nodes.device), weights, nodes)
             nodes = F.dropout(aggregator(nodes, neighbours), options.message_dropout, self.training)
-            parts.append(F.normalize(nodes, dim=1))
+            parts.append(F.normalize(F.embedding(places, nodes), dim=1))
         return torch.cat(parts, dim=1)
 
     def _interaction_loss(
@@ -184,12 +182,9 @@ class KGAT(nn.Module):
         # One propagation serves a whole global batch, however many micro-batches that is; so all
         # of them draw the same dropout. The last step ended with a synchronisation: item() is free.
         torch.manual_seed(int(dropout_seed.item()))
-        nodes = self._represent()
         first_item = self.user_embedding.num_embeddings
-        user, positive, negative = (
-            F.embedding(places, nodes)
-            for places in (users, first_item + positives, first_item + negatives)
-        )
+        places = torch.cat([users, first_item + positives, first_item + negatives])
+        user, positive, negative = self._represent(places).chunk(3)
         margin = (user * (positive - negative)).sum(dim=1)
         return F.softplus(-margin).mean() + self.options.l2 * _half_squares(
             user, positive, negative
@@ -199,16 +194,27 @@ class KGAT(nn.Module):
         self, heads: Tensor, relations: Tensor, tails: Tensor, negative_tails: Tensor
     ) -> Tensor:
         """Equations 1 and 2: TransR (Lin et al., AAAI 2015), ranked pairwise."""
-        places = torch.stack([heads, tails, negative_tails], dim=1)
+        # By relation, so that each projection is one product; free of waiting like item() above.
+        relations, order = relations.sort(stable=True)
+        counts = torch.bincount(relations, minlength=self._graph.relations).tolist()
+        places = torch.stack([heads, tails, negative_tails], dim=1)[order]
         ends = F.embedding(places, self._nodes())  # Shape: (B, 3, D)
-        projection = self.relation_projection(relations).view(len(heads), ends.shape[2], -1)
-        head, tail, negative = (ends @ projection).unbind(dim=1)  # Shape: (B, K) each
+        projected = [
+            group @ projection
+            for group, projection in zip(ends.split(counts), self._projections(), strict=True)
+        ]
+        head, tail, negative = torch.cat(projected).unbind(dim=1)  # Shape: (B, K) each
         relation = self.relation_embedding(relations)
         distance = (head + relation - tail).square().sum(dim=1)
         wrong = (head + relation - negative).square().sum(dim=1)
         return F.softplus(distance - wrong).mean() + self.options.kg_l2 * _half_squares(
             head, relation, tail, negative
         )
+
+    def _projections(self) -> tuple[Tensor, ...]:
+        """(D, K) of each relation."""
+        width = self.options.embedding_dim
+        return self.relation_projection.weight.unflatten(1, (width, -1)).unbind()
 
     @torch.no_grad()
     def _update_attention(self) -> Tensor:
@@ -217,9 +223,10 @@ class KGAT(nn.Module):
         graph = self._graph.to(nodes.device)
         scores = torch.empty_like(self.attention)
         groups = graph.by_relation.split(graph.counts)
-        for relation, edges in enumerate(groups):
-            projection = self.relation_projection.weight[relation].view(nodes.shape[1], -1)
-            translation = self.relation_embedding.weight[relation]
+        translations = self.relation_embedding.weight.unbind()
+        for edges, projection, translation in zip(
+            groups, self._projections(), translations, strict=True
+        ):
             for chunk in edges.split(CHUNK):
                 head = nodes[graph.heads[chunk]] @ projection
                 tail = nodes[graph.tails[chunk]] @ projection
@@ -233,11 +240,12 @@ class KGAT(nn.Module):
     def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
         """(4,): mean recall and ndcg over these users of the model, and of ranking all items by
         their popularity."""
-        nodes = self._represent()
-        first_item = self.user_embedding.num_embeddings
-        popularity = self._graph.to(nodes.device).popularity
-        items = nodes[first_item : first_item + len(popularity)]
-        scores = F.embedding(users, nodes) @ items.T
+        popularity = self._graph.to(users.device).popularity
+        items = self.user_embedding.num_embeddings + torch.arange(
+            len(popularity), device=users.device
+        )
+        nodes = self._represent(torch.cat([users, items]))
+        scores = nodes[: len(users)] @ nodes[len(users) :].T
         ours = ranking_metrics(scores, known, wanted)
         return torch.cat([ours, ranking_metrics(popularity.expand_as(scores), known, wanted)])
 
