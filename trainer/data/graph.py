@@ -120,17 +120,22 @@ def _read_kgat(directory: Path, options: GraphData) -> Interactions:
     )
     train, test = _read_lists(train_file), _read_lists(test_file)
     triples = _unique(_read_numbers(kg_file, columns=3))
-    items = 1 + max(train[:, 1].max(initial=-1), test[:, 1].max(initial=-1))
+    items = 1 + _largest(train[:, 1], test[:, 1])
     return Interactions(
-        users=1 + max(train[:, 0].max(initial=-1), test[:, 0].max(initial=-1)),
+        users=1 + _largest(train[:, 0], test[:, 0]),
         items=items,
-        entities=max(items, 1 + triples[:, ::2].max(initial=-1)),
-        kg_relations=1 + triples[:, 1].max(initial=-1),
+        entities=max(items, 1 + _largest(triples[:, ::2])),
+        kg_relations=1 + _largest(triples[:, 1]),
         train=train,
         held_out=test,
         masked=np.empty((0, 2), np.int64),
         triples=triples,
     )
+
+
+def _largest(*arrays: NDArray[np.int64]) -> int:
+    """Of all numbers; -1 if there is none."""
+    return max(int(array.max(initial=-1)) for array in arrays)
 
 
 def _read_lists(path: Path) -> Pairs:
