@@ -86,7 +86,8 @@ class Model:
 
     kgat: Kgat | None = None
     """A recommender, from interactions and a knowledge graph; with data.graph. `kgat: {}` is the
-    paper's model."""
+    paper's model. With `init_from` it starts from the embeddings of that checkpoint, such as one of
+    BPR-MF, as the paper's does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +459,7 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"data.sources.{number}.weight", f"must be above 0, but it is {source.weight}"
     kinds = ("architecture", "init_from", "factory", "kgat")
     given = [key for key in kinds if getattr(model, key)]
-    if len(given) != 1:
+    if len(given) != 1 and given != ["init_from", "kgat"]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
     yield from _graph_contradictions(recipe)

@@ -3,7 +3,7 @@
 import importlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,6 +61,8 @@ class Task:
     product, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al. 2022,
     appendix B; causality is not discounted)."""
     parameter_count: int
+    pretrained: Collection[str] | None = None
+    """What model.init_from gives, by FQN; the rest is drawn. None: all."""
     unit: str = "tok"
     """What is counted in speeds."""
     after_step: Callable[[ParallelModel, int], None] | None = None
@@ -172,6 +174,7 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         files=files,
         flops_per_token=0.0,
         parameter_count=sum(p.numel() for p in model.parameters()),
+        pretrained=("user_embedding.weight", "entity_embedding.weight"),
         unit="samples",
         after_step=update_attention,
     )

@@ -129,7 +129,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
         startup.mark("model")
         pulse.report(0, "load")
-        progress = restore(checkpointer, model, optimizer, recipe)
+        progress = restore(checkpointer, model, optimizer, recipe, task)
         state = TrainState(model, optimizer, progress)
         memory = checkpointer.prepare(
             model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
@@ -519,21 +519,23 @@ def restore(
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
+    task: Task,
 ) -> Progress:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks."""
     state = checkpointer.load(
         model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
     )
+    given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
+    if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
+        model.draw_weights()
     if state is None and recipe.model.init_from:
         load_model(
             recipe.model.init_from,
-            model.tensors,
+            {name: model.tensors[name] for name in given},
             verify=recipe.checkpoint.verify,
-            optional=TIED_COPIES,
+            optional={*TIED_COPIES, *model.tensors},
             group=dist.group.WORLD,
         )
-    elif state is None:
-        model.draw_weights()
     model.refresh_copy()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
