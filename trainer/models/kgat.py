@@ -141,6 +141,8 @@ class KGAT(nn.Module):
         self.aggregators = nn.ModuleList(
             Aggregator(options.aggregator, inputs, outputs) for inputs, outputs in pairwise(widths)
         )
+        self.ranked = users + len(graph.popularity)
+        """Users and items, the first nodes: what is recommended, to whom."""
         # Computed from weights of the past, so it cannot be computed again when a run resumes:
         # part of checkpoints.
         self.register_buffer("attention", torch.empty(len(graph.heads)))
@@ -164,13 +166,15 @@ class KGAT(nn.Module):
         return torch.cat([self.user_embedding.weight, self.entity_embedding.weight])
 
     def _represent(self, places: Tensor) -> Tensor:
-        """Of the nodes at `places` (M,): (M, D + sum of layers), the embedding and what each layer
-        made of it (section 3.3)."""
+        """Of the users and items at `places` (M,): (M, D + sum of layers), the embedding and what
+        each layer made of it (section 3.3)."""
         nodes, options = self._nodes(), self.options
         weights = F.dropout(self.attention, options.node_dropout, self.training)
         parts = [F.embedding(places, nodes)]
         for aggregator in self.aggregators:
             neighbours = Propagate.apply(self._graph.to(nodes.device), weights, nodes)
+            if aggregator is self.aggregators[-1]:  # no layer comes that would ask for the others
+                nodes, neighbours = nodes[: self.ranked], neighbours[: self.ranked]
             nodes = F.dropout(aggregator(nodes, neighbours), options.message_dropout, self.training)
             parts.append(F.normalize(F.embedding(places, nodes), dim=1))
         return torch.cat(parts, dim=1)
