@@ -123,6 +123,12 @@ def build_task(recipe: Recipe) -> Task:
 
 
 def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
+    start = recipe.model.init_from
+    if start and not Path(start).is_dir():
+        raise RecipeError(
+            f"model.init_from: no checkpoint at {start}; train BPR-MF first (docs/kgat.md), or set "
+            "model.init_from=null"
+        )
     data = read_interactions(graph)
     edges = build_edges(data)
     seed = recipe.run.seed
