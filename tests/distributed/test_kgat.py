@@ -1,6 +1,7 @@
 """KGAT is trained by the same loop: any world and strategy, any interruption, one result."""
 
 import pytest
+from safetensors import safe_open
 
 from checkpointing import read_state
 from checkpointing.inspect import find_checkpoint
@@ -53,4 +54,7 @@ def test_one_result(folder, start):
         )
     checkpoint = find_checkpoint(folder / "kgat-parts")
     assert read_state(checkpoint)["sequences"] == 26 * 45
-    assert (checkpoint / "config.json").exists()
+    with safe_open(next(checkpoint.glob("model-*.safetensors")), "pt") as file:
+        attention = file.get_tensor("attention")[:6]  # of user 0, whose edges are 6
+    assert attention.sum().item() == pytest.approx(1)
+    assert attention.max() > 1.01 / 6, "it was never computed from the embeddings"
