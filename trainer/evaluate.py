@@ -1,45 +1,40 @@
 """A fixed validation pass: the same sequences in the same micro-batches at any world size."""
 
-import math
-
 import torch
 import torch.distributed as dist
 
 from elastic.world import World
-from trainer.data.loader import TokenStream, load
+from trainer.data.loader import load
 from trainer.parallel import ParallelModel
 from trainer.recipe import Recipe
+from trainer.tasks import Evaluation
 
 
 @torch.no_grad()
 def evaluate(
-    model: ParallelModel, stream: TokenStream, recipe: Recipe, world: World
+    model: ParallelModel, evaluation: Evaluation, recipe: Recipe, world: World
 ) -> dict[str, float]:
-    """Mean loss per target token and perplexity over the validation set. Called on all ranks.
+    """Means over the validation set of what the model returns of it. Called on all ranks.
 
     The validation set is cut into numbered micro-batches of one fixed shape, and the world size
     only decides which rank computes which. A rank that has none left repeats the first one with
     weight 0, so that every rank enters the same collectives. Sums are float64, in which the few
     float32 addends are exact: the same weights give the same value at every world size.
     """
-    count = min(recipe.data.validation_sequences, stream.sequences)
+    stream, count = evaluation.stream, evaluation.count
     size = recipe.batch.micro_batch
     numbers = range(world.rank, _round_up(-(-count // size), world.world_size), world.world_size)
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    total: torch.Tensor = torch.zeros((), dtype=torch.float64, device=world.device)
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=world.device.type == "cuda")
     for cut, inputs in zip(cuts, batches, strict=True):
-        loss = model({key: tensor.to(world.device) for key, tensor in inputs.items()})
-        total += loss.double() * len(cut)
+        means = model({key: tensor.to(world.device) for key, tensor in inputs.items()})
+        total = total + means.double() * len(cut)
     model.module.train()
     dist.all_reduce(total)
-    mean = total.item() / count
-    return {
-        "validation_loss": mean,
-        "validation_perplexity": math.exp(mean) if mean < 700 else math.inf,
-    }
+    return evaluation.values([value / count for value in total.reshape(-1).tolist()])
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -229,8 +229,8 @@ class Metrics:
             self.say(line)
 
 
-def step_line(step: int, steps: int, values: Mapping[str, float]) -> str:
-    """The console line of a training record."""
+def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tok") -> str:
+    """The console line of a training record; speed is in `unit`."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {values['loss']:.4f}",
@@ -239,7 +239,7 @@ def step_line(step: int, steps: int, values: Mapping[str, float]) -> str:
     ]
     if "tokens_per_second" in values:
         parts += [
-            f"{values['tokens_per_second']:,.0f} tok/s",
+            f"{values['tokens_per_second']:,.0f} {unit}/s",
             f"{values['step_seconds_p50'] * 1e3:.0f} ms/step",
             f"data wait {values['data_wait']:.1%}",
         ]
@@ -264,6 +264,8 @@ def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None
 
 def validation_line(values: Mapping[str, float]) -> str:
     """The console line of a validation record."""
+    if "validation_loss" not in values:
+        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
     return (
         f"validation loss {values['validation_loss']:.4f}, "
         f"perplexity {values['validation_perplexity']:.2f}"

@@ -52,7 +52,8 @@ def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object
         )
     saved = state["recipe"]["model"]
     ours = resolved(recipe)["model"]
-    for key in ("architecture", "factory", "factory_options"):
+    for key in ("architecture", "factory", "factory_options", "kgat"):
+        saved.setdefault(key)  # a checkpoint may be older than the key
         if saved[key] != ours[key]:
             names = [key]
             if isinstance(saved[key], dict) and isinstance(ours[key], dict):

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from checkpointing.options import CheckpointOptions
 from elastic.options import ElasticOptions
 from trainer.architecture import Architecture
+from trainer.kgat_options import GraphData, Kgat
 from trainer.yaml_tree import Origins, RecipeError, origin_of, read_tree
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
@@ -65,7 +66,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model: exactly one of `architecture`, `init_from` and `factory`."""
+    """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`."""
 
     architecture: Architecture | None = None
     """A Llama 3 or Qwen3 decoder, in the words of a Hugging Face config.json, with fresh
@@ -83,6 +84,11 @@ class Model:
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
 
+    kgat: Kgat | None = None
+    """A recommender, from interactions and a knowledge graph; with data.graph. `kgat: {}` is the
+    paper's model. With `init_from` it starts from the embeddings of that checkpoint, such as one of
+    BPR-MF, as the paper's does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -97,13 +103,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is read, and in which order."""
+    """What is read, and in which order: `sources` and `seq_len`, or `graph`."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...] = ()
     """Prepared data sets; the order of the samples is a function of seed and position alone."""
 
-    seq_len: int
+    seq_len: int = 0
     """Tokens per sequence."""
+
+    graph: GraphData | None = None
+    """Interactions and a knowledge graph, for model.kgat."""
 
     document_mask: bool = True
     """Attention stays inside a document when several are packed into one sequence."""
@@ -422,7 +431,10 @@ def _description_at(path: tuple[str | int, ...]) -> str:
 
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """`strategy.zero` → `strategy.sharding`, unless the two contradict each other."""
+    """`strategy.zero` → `strategy.sharding`, unless the two contradict each other; a sample of a
+    graph counts as one token."""
+    if recipe.data.graph and not recipe.data.seq_len:
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
     strategy = recipe.strategy
     if strategy.zero is None or strategy.name == "ddp":
         return recipe
@@ -479,15 +491,17 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for number, beta in enumerate(recipe.optimizer.betas):
         if not 0 <= beta < 1:
             yield "optimizer.betas", f"item {number} must be in [0, 1), but it is {beta}"
-    if not recipe.data.sources:
+    if not recipe.data.sources and not recipe.data.graph:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     for number, source in enumerate(recipe.data.sources):
         if not source.weight > 0:
             yield f"data.sources.{number}.weight", f"must be above 0, but it is {source.weight}"
-    given = [key for key in ("architecture", "init_from", "factory") if getattr(model, key)]
-    if len(given) != 1:
+    kinds = ("architecture", "init_from", "factory", "kgat")
+    given = [key for key in kinds if getattr(model, key)]
+    if len(given) != 1 and given != ["init_from", "kgat"]:
         found = " and ".join(given) or "none of them"
-        yield "model", f"give exactly one of architecture, init_from, factory; found {found}"
+        yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
+    yield from _graph_contradictions(recipe)
     if model.factory and not re.fullmatch(r"[\w.]+:[\w.]+", model.factory):
         yield "model.factory", f"write it as package.module:function, not {model.factory!r}"
     if model.factory_options and not model.factory:
@@ -543,3 +557,22 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if schedule.name != "wsd" and schedule.decay_steps:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+
+
+def _graph_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data, strategy = recipe.data, recipe.strategy
+    if bool(recipe.model.kgat) != bool(data.graph):
+        yield "data.graph", "goes with model.kgat: give both, or neither"
+    if not data.graph:
+        return
+    if data.sources or data.seq_len != 1:
+        yield "data.graph", "excludes data.sources and data.seq_len; remove them"
+    if recipe.precision.dtype != "fp32":
+        yield "precision.dtype", "model.kgat computes in fp32 only; set precision.dtype=fp32"
+    if strategy.compile:
+        yield "strategy.compile", "model.kgat has sparse products, which do not compile; remove it"
+    if strategy.activation_checkpointing != "none":
+        yield (
+            "strategy.activation_checkpointing",
+            "model.kgat has no blocks to recompute; remove it",
+        )

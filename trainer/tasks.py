@@ -2,16 +2,22 @@
 
 import importlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from trainer.architecture import Architecture
+from trainer.data.graph import build_edges, read_interactions
+from trainer.data.graph_stream import GraphStream, UserStream
 from trainer.data.loader import TokenStream
 from trainer.data.shards import read_index
+from trainer.data.stream import Stream
+from trainer.kgat_options import GraphData, Kgat
 from trainer.models import (
     Decoder,
     config_json,
@@ -20,8 +26,20 @@ from trainer.models import (
     read_config,
     tokenizer_files,
 )
-from trainer.parallel.parallelize import Fill
+from trainer.models.kgat import KGAT, Adjacency, initial_tensor
+from trainer.parallel.parallelize import Fill, ParallelModel
 from trainer.recipe import Recipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The validation set, and what is measured on it."""
+
+    stream: Stream
+    count: int
+    """Samples that are looked at: the first ones."""
+    values: Callable[[list[float]], dict[str, float]]
+    """Means over these samples of what the model returns → what is recorded."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +51,9 @@ class Task:
     blocks: Sequence[nn.Module]
     """Repeated parts of the model: units of sharding, recomputation and compilation."""
     fill: Fill | None
-    """Initial weights by FQN; None when the model came with its own."""
-    stream: TokenStream
-    validation: TokenStream | None
+    """Initial weights and persistent buffers by FQN; None when the model came with its own."""
+    stream: Stream
+    validation: Evaluation | None
     files: dict[str, bytes]
     """config.json, tokenizer.json and so on, for checkpoints."""
     flops_per_token: float
@@ -43,6 +61,13 @@ class Task:
     product, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al. 2022,
     appendix B; causality is not discounted)."""
     parameter_count: int
+    pretrained: Collection[str] | None = None
+    """What model.init_from gives, by FQN; the rest is drawn. None: all."""
+    unit: str = "tok"
+    """What is counted in speeds."""
+    after_step: Callable[[ParallelModel, int], None] | None = None
+    """Called on all ranks after each step, with the samples consumed so far: for what changes in
+    the model besides by the optimizer."""
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -52,6 +77,8 @@ def build_task(recipe: Recipe) -> Task:
         RecipeError: an input of the recipe is missing or does not fit the others.
         DataError: a prepared data set is damaged.
     """
+    if recipe.model.kgat and recipe.data.graph:
+        return _build_kgat(recipe, recipe.model.kgat, recipe.data.graph)
     stream, validation = _open_streams(recipe)
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
@@ -96,6 +123,10 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture
     Raises:
         RecipeError: the model cannot be built.
     """
+    if recipe.model.kgat:
+        raise RecipeError(
+            "model.kgat: only language models can be planned; `perdure compare` measures this one"
+        )
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
         return model, blocks, None, 6.0 * sum(p.numel() for p in model.parameters())
@@ -116,7 +147,82 @@ def flops_per_token(parameters: int, architecture: Architecture, seq_len: int) -
     return 6.0 * products + 12 * architecture.num_hidden_layers * heads * seq_len
 
 
-def _open_streams(recipe: Recipe) -> tuple[TokenStream, TokenStream | None]:
+def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
+    start = recipe.model.init_from
+    if start and not Path(start).is_dir():
+        raise RecipeError(
+            f"model.init_from: no checkpoint at {start}; train BPR-MF first (docs/kgat.md), or set "
+            "model.init_from=null"
+        )
+    data = read_interactions(graph)
+    edges = build_edges(data)
+    seed = recipe.run.seed
+    adjacency = Adjacency(
+        edges.heads,
+        edges.kinds,
+        edges.tails,
+        edges.reverse,
+        nodes=edges.nodes,
+        relations=edges.relations,
+        popularity=np.bincount(data.train[:, 1], minlength=data.items),
+    )
+    with torch.device("meta"):
+        model = KGAT(data.users, data.entities, adjacency, options)
+    stream = GraphStream(data, edges, seed, recipe.batch.global_batch, graph.triples_per_sample)
+    users = UserStream(data)
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return initial_tensor(name, shape, adjacency, options, seed)
+
+    def update_attention(model: ParallelModel, consumed: int) -> None:
+        """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the
+        authors' code); nothing to do where there is none."""
+        if graph.triples_per_sample and consumed % stream.sequences == 0:
+            with torch.no_grad():
+                model({})
+
+    config = {
+        "model_type": "kgat",
+        "users": data.users,
+        "items": data.items,
+        "entities": data.entities,
+        "relations": edges.relations,
+        **asdict(options),
+    }
+    files = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    for name, names in (("users.txt", data.user_names), ("items.txt", data.item_names)):
+        if names:
+            files[name] = "".join(f"{line}\n" for line in names).encode()
+    return Task(
+        name=f"kgat on {data.users:,} users, {data.items:,} items, {len(edges.heads):,} edges",
+        model=model,
+        blocks=[],
+        fill=fill,
+        stream=stream,
+        validation=Evaluation(users, users.sequences, _recommendation_values)
+        if recipe.run.evaluate_every
+        else None,
+        files=files,
+        flops_per_token=0.0,
+        parameter_count=sum(p.numel() for p in model.parameters()),
+        pretrained=("user_embedding.weight", "entity_embedding.weight"),
+        unit="samples",
+        after_step=update_attention,
+    )
+
+
+def _recommendation_values(means: list[float]) -> dict[str, float]:
+    names = ("recall@20", "ndcg@20", "popularity_recall@20", "popularity_ndcg@20")
+    return dict(zip(names, means, strict=True))
+
+
+def _loss_values(means: list[float]) -> dict[str, float]:
+    (loss,) = means
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"validation_loss": loss, "validation_perplexity": perplexity}
+
+
+def _open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
     data = recipe.data
     for number, source in enumerate(data.sources):
         if not (Path(source.path) / "index.json").is_file():
@@ -153,7 +259,8 @@ def _open_streams(recipe: Recipe) -> tuple[TokenStream, TokenStream | None]:
             "tokens; prepare the data with a larger --validation-fraction, or set "
             "run.evaluate_every=0"
         )
-    return stream, validation
+    count = min(data.validation_sequences, validation.sequences)
+    return stream, Evaluation(validation, count, _loss_values)
 
 
 def _read_init_config(recipe: Recipe) -> Architecture:

@@ -134,7 +134,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         )
         startup.mark("model")
         pulse.report(0, "load")
-        progress = restore(checkpointer, model, optimizer, recipe)
+        progress = restore(checkpointer, model, optimizer, recipe, task)
         state = TrainState(model, optimizer, progress)
         memory = checkpointer.prepare(
             model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
@@ -172,6 +172,8 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 ):
                     say(metrics, f"stopped: {result.verdict.reason}")
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
+                if task.after_step:
+                    task.after_step(model, progress.sequences)
                 if progress.step == first_step:
                     startup.mark("first step")
                     say(metrics, str(startup))
@@ -190,7 +192,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     if metrics:
                         values = step_record(progress, result, window, recipe, task, world)
                         metrics.record(
-                            progress.step, values, step_line(progress.step, last_step, values)
+                            progress.step,
+                            values,
+                            step_line(progress.step, last_step, values, task.unit),
                         )
                     window = Window()
                 check_every = recipe.elastic.check_replicas_every
@@ -199,7 +203,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     pulse.report(progress.step, "evaluate")
                     values = evaluate(model, task.validation, recipe, world)
-                    progress.validation_loss = values["validation_loss"]
+                    progress.validation_loss = values.get("validation_loss")
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
                 if result.save or due(progress.step, save_every, last_step):
@@ -234,7 +238,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step over one global batch. Called on all ranks; moves `state` on.
 
-    `before_update` is called before weights and optimizer state change.
+    `before_update` is called before weights and optimizer state may change.
     """
     model, optimizer, progress = state.model, state.optimizer, state.progress
     started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
@@ -248,13 +252,13 @@ def train_step(
     verdict = judge(progress, recipe, found, note)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    with record_function("wait for checkpoint"):
+        before_update()
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) / progress.loss_scale.value
         for group in optimizer.param_groups:
             group["lr"] = lr
-        with record_function("wait for checkpoint"):
-            before_update()
         update(optimizer, model.portions(optimizer), factor)
         model.publish_weights()
     model.zero_gradients()
@@ -510,8 +514,7 @@ def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress
         f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
         f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
         f"{world.device.type}",
-        f"{plan} of {recipe.data.seq_len} tokens = "
-        f"{plan.global_batch * recipe.data.seq_len:,} tokens per step",
+        f"{plan} {stream.describe(plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
         f"{epochs:.2f} epochs",
     ]
@@ -527,21 +530,23 @@ def restore(
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
+    task: Task,
 ) -> Progress:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks."""
     state = checkpointer.load(
         model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
     )
+    given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
+    if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
+        model.draw_weights()
     if state is None and recipe.model.init_from:
         load_model(
             recipe.model.init_from,
-            model.tensors,
+            {name: model.tensors[name] for name in given},
             verify=recipe.checkpoint.verify,
-            optional=TIED_COPIES,
+            optional={*TIED_COPIES, *model.tensors},
             group=dist.group.WORLD,
         )
-    elif state is None:
-        model.draw_weights()
     if state is None:
         scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
         return Progress(loss_scale=LossScale(scale))

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.data.order import ORDER_VERSION, Order
 from trainer.data.shards import DataError, Reader, TokenDataset
+from trainer.data.stream import Stream
 
 
 class TokenStream(Dataset):
@@ -118,6 +119,11 @@ class TokenStream(Dataset):
             batch["document_ids"] = torch.from_numpy(documents)
         return batch
 
+    def describe(self, global_batch: int) -> str:
+        """See `Stream`."""
+        tokens = global_batch * self.seq_len
+        return f"of {self.seq_len} tokens = {tokens:,} tokens per step"
+
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._order:
             sources, _, samples = self._order.locate(positions)
@@ -139,7 +145,7 @@ class TokenStream(Dataset):
 
 
 def load(
-    stream: TokenStream, requests: Iterable[Sequence[int]], *, workers: int, pin_memory: bool
+    stream: Stream, requests: Iterable[Sequence[int]], *, workers: int, pin_memory: bool
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Fetch each request, in order. Closing or dropping the iterator ends the workers.
 

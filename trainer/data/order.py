@@ -183,3 +183,19 @@ def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
     rest = np.argsort(-(shares - counts), kind="stable")[: block - counts.sum()]
     counts[rest] += 1
     return counts
+
+
+def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int64]:
+    """A number in range(size) for each position (N,), a function of position and key alone.
+
+    Args:
+        positions: int64, not negative.
+        size: at most 2**32; the bias is below size / 2**32.
+        key: any integers; each changes all numbers.
+    """
+    state = 0
+    for part in key:
+        state = splitmix64(state ^ (part & _MASK))
+    with np.errstate(over="ignore"):
+        high = _mix(np.asarray(positions).astype(np.uint64), _U(state)) >> _U(32)
+        return ((high * _U(size)) >> _U(32)).astype(np.int64)

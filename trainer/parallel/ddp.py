@@ -19,6 +19,8 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
+        # A model says of itself that a pass may leave some of its parameters without a gradient.
+        find_unused_parameters=getattr(model, "some_unused", False),
     )
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
     return wrapped

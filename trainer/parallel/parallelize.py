@@ -1,6 +1,6 @@
 """The order in which strategies are applied, and what the loop needs of the result."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +43,8 @@ class ParallelModel:
     reduce_every_pass: bool
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
-    """Gives parameters their initial weights, unless the model came with its own. For whoever has
-    nothing to load: it takes long for large models."""
+    """Gives parameters and buffers their initial values, unless the model came with its own. For
+    whoever has nothing to load: it takes long for large models."""
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss over the labels of one micro-batch, a float32 scalar. On all ranks."""
@@ -163,7 +163,7 @@ def parallelize(
 
     def draw_weights() -> None:
         if fill:
-            _fill(model, fill)
+            _fill({**parameters, **buffers}, fill)
 
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
@@ -172,21 +172,22 @@ def parallelize(
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, fill: Fill) -> None:
-    """Give every parameter its initial weights; each rank keeps its part of the whole tensor.
+def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill) -> None:
+    """Give parameters and persistent buffers their initial values, by FQN; each rank keeps its part
+    of the whole tensor.
 
     torch.nn.init on a sharded CPU parameter would draw the same numbers for every shard.
     """
-    for name, parameter in model.named_parameters():
-        whole = fill(_fqn(name), tuple(parameter.shape))
-        if isinstance(parameter, DTensor):
+    for name, tensor in tensors.items():
+        whole = fill(name, tuple(tensor.shape))
+        if isinstance(tensor, DTensor):
             whole = distribute_tensor(
-                whole.to(parameter.device),
-                parameter.device_mesh,
-                parameter.placements,
+                whole.to(tensor.device),
+                tensor.device_mesh,
+                tensor.placements,
                 src_data_rank=None,
             )
-        parameter.copy_(whole)
+        tensor.copy_(whole)
 
 
 def _fqn(name: str) -> str:
