@@ -27,8 +27,9 @@ from trainer.data.loader import load
 from trainer.measure import Trace, storages
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.recipe import Recipe, load_recipe
+from trainer.step import Batches
 from trainer.tasks import Task, build_task
-from trainer.train import Batches, requests
+from trainer.train import requests
 
 
 def main(arguments: list[str]) -> None:

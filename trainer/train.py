@@ -1,11 +1,10 @@
-"""The page: build, restore, loop. `train_step` below it is one optimizer step."""
+"""The page: build, restore, loop. One optimizer step is in step.py."""
 
 import gc
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -26,19 +25,16 @@ from elastic import (
     Pulse,
     SaveClock,
     Start,
-    Verdict,
     World,
     compare_ranks,
     diverged_ranks,
     expected_mtbf,
-    judge_step,
     plan_batch,
     read_history,
     reliability,
 )
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
-from trainer.exact import snap_loss, square_sums
 from trainer.measure import RankMeter
 from trainer.metrics import (
     Metrics,
@@ -54,68 +50,14 @@ from trainer.models import TIED_COPIES
 from trainer.optimizer import (
     LossScale,
     build_optimizer,
-    learning_rate,
     parameter_groups,
-    square_sum,
-    update,
 )
 from trainer.parallel import ParallelModel, build_mesh, parallelize
 from trainer.profile import traced
 from trainer.provenance import run_state
 from trainer.recipe import Recipe
-from trainer.seeds import stable_seed
+from trainer.step import Progress, StepResult, TrainState, train_step
 from trainer.tasks import Task
-
-Batches = Iterator[dict[str, torch.Tensor]]
-
-
-@dataclass
-class Progress:
-    """Everything besides tensors that changes from step to step; saved in each checkpoint."""
-
-    step: int = 0
-    """Optimizer steps done, skipped ones included."""
-    sequences: int = 0
-    """The cursor: how many sequences of the global order are consumed."""
-    tokens: int = 0
-    """Target tokens consumed."""
-    skipped: int = 0
-    """Steps skipped for non-finite numbers."""
-    skipped_in_row: int = 0
-    rollbacks: int = 0
-    """How often weights and optimizer state were taken back to those of a checkpoint."""
-    loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
-    validation_loss: float | None = None
-    """Of the newest validation pass."""
-
-
-@dataclass
-class TrainState:
-    """What a checkpoint holds: tensors of the model, tensors of the optimizer, and the rest."""
-
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. Equal on all ranks, except for the times (seconds)."""
-
-    loss: float
-    """Mean over the target tokens of the global batch."""
-    grad_norm: float
-    """Of the whole gradient, before clipping."""
-    lr: float
-    verdict: Verdict
-    seconds: float
-    data_wait: float
-    compute: float
-    """One forward and backward pass of this rank, on average."""
-    save: bool
-    """Rank 0 would save now."""
-    pause: float
-    """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
 
 
 def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Startup) -> int:
@@ -227,146 +169,6 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
             return end(metrics, EXIT_DONE, "finished")
 
 
-def train_step(
-    state: TrainState,
-    batches: Batches,
-    plan: BatchPlan,
-    recipe: Recipe,
-    world: World,
-    pulse: Pulse,
-    before_update: Callable[[], None],
-) -> StepResult:
-    """One optimizer step over one global batch. Called on all ranks; moves `state` on.
-
-    `before_update` is called before weights and optimizer state may change.
-    """
-    model, optimizer, progress = state.model, state.optimizer, state.progress
-    started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
-    inputs = [next(batches) for _ in range(plan.passes)]
-    data_wait = time.perf_counter() - started
-    found = gradients(state, inputs, plan, recipe, world, pulse)
-    note = ""
-    if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
-        model.zero_gradients()
-        found, note = rerun(found, gradients(state, inputs, plan, recipe, world, pulse))
-    verdict = judge(progress, recipe, found, note)
-
-    lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
-    with record_function("wait for checkpoint"):
-        before_update()
-    if verdict.action == "keep":
-        clip = options.clip_norm and options.clip_norm < found.norm
-        factor = (options.clip_norm / found.norm if clip else 1.0) / progress.loss_scale.value
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        update(optimizer, model.portions(optimizer), factor)
-        model.publish_weights()
-    model.zero_gradients()
-
-    progress.step = step
-    progress.sequences += plan.global_batch
-    progress.tokens += plan.global_batch * recipe.data.seq_len
-    seconds = time.perf_counter() - started
-    return StepResult(
-        found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute,
-        found.save, found.pause,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What one forward and backward over a global batch gave; the gradients are in the model. Equal
-    on all ranks, except for `local_loss` and `compute`."""
-
-    loss: float
-    norm: float
-    save: bool
-    pause: float
-    local_loss: torch.Tensor
-    """This rank's part of the loss."""
-    compute: float
-    """Seconds of one pass of this rank, on average."""
-
-    @property
-    def good(self) -> bool:
-        """No number is infinite or NaN."""
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-
-def gradients(
-    state: TrainState,
-    inputs: Sequence[Mapping[str, torch.Tensor]],
-    plan: BatchPlan,
-    recipe: Recipe,
-    world: World,
-    pulse: Pulse,
-) -> Gradients:
-    """Forward and backward over one global batch. On all ranks.
-
-    Args:
-        state: its gradients are added to.
-        inputs: the micro-batches of this rank.
-        plan: how the global batch is spread.
-        recipe: of the run.
-        world: this rank and its peers.
-        pulse: tells how far this rank is, and what its agent asks for.
-    """
-    model, progress = state.model, state.progress
-    started, step = time.perf_counter(), progress.step + 1
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    micro_batches = plan.micro_batches(world.rank, progress.sequences)
-    for number, (batch, micro_batch) in enumerate(zip(inputs, micro_batches, strict=True)):
-        on_device = {
-            key: tensor.to(world.device, non_blocking=True) for key, tensor in batch.items()
-        }
-        # A user's model may draw random numbers (dropout); they depend on these sequences alone.
-        torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
-        # Every sequence has the same number of targets, so the mean over the global batch is the
-        # sum of each micro-batch's mean times its share of the sequences.
-        share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
-        with model.accumulate(last=number == plan.passes - 1):
-            loss = model(on_device) * share
-            (loss * progress.loss_scale.value).backward()
-        loss_sum += snap_loss(loss.detach())
-    compute = (time.perf_counter() - started) / plan.passes
-
-    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good, and
-    # whether any rank is asked to pause.
-    model.collect_gradients()
-    pulse.report(step, "reduce")
-    if recipe.exact:
-        squares = square_sums(list(model.optimized.values()), world.device)
-    else:
-        squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
-    asked = [  # filled on the device: a copy from the host would wait for all that was launched
-        loss_sum.new_full((1,), float(value)) for value in (pulse.wants_save, pulse.asked_to_pause)
-    ]
-    word = torch.cat([loss_sum.reshape(1), squares, *asked])
-    dist.all_reduce(word)
-    mean_loss, *square_parts, saving, pausing = word.tolist()
-    norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
-    return Gradients(mean_loss, norm, saving > 0, pausing, loss_sum, compute)
-
-
-def rerun(first: Gradients, second: Gradients) -> tuple[Gradients, str]:
-    """A step gave numbers that are not finite, and was computed again from the same weights and
-    data: what differs now was the machine's fault, not that of data or model.
-
-    Returns what to go on with, and what to tell. On all ranks.
-    """
-    if not second.good:
-        return second, "computed twice with the same result, so data or model"
-    differs = torch.tensor(
-        [float(not torch.equal(first.local_loss, second.local_loss))],
-        device=first.local_loss.device,
-    )
-    flags = [torch.zeros_like(differs) for _ in range(dist.get_world_size())]
-    dist.all_gather(flags, differs)
-    ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
-    where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
-    return second, f"silent corruption on {where}: computed again, the numbers are good"
-
-
 def name_stragglers(
     pace: Pace, window: Window, world: World, progress: Progress, metrics: Metrics | None
 ) -> Pace:
@@ -401,31 +203,6 @@ def check_replicas(
     if ranks:
         named = ", ".join(map(str, ranks))
         warn(metrics, progress, f"weights of rank {named} differ from those of its replicas")
-
-
-def judge(progress: Progress, recipe: Recipe, found: Gradients, note: str) -> Verdict:
-    """Keep, skip or stop; moves the counters and the loss scale of `progress`. On all ranks.
-
-    `note` tells of a step that was computed twice.
-    """
-    step = progress.step + 1
-    if math.isfinite(found.loss) and not found.good and progress.loss_scale.value > 1:
-        scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
-        return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
-    bad_ranks: list[int] = []
-    if not found.good:  # every rank knows, so every rank asks who it was
-        flags = [torch.zeros_like(found.local_loss) for _ in range(dist.get_world_size())]
-        dist.all_gather(flags, found.local_loss)
-        bad_ranks = [rank for rank, flag in enumerate(flags) if not flag.isfinite()]
-    limit = recipe.elastic.max_skipped_steps
-    verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)
-    if verdict.action == "keep":
-        progress.skipped_in_row = 0
-        progress.loss_scale = progress.loss_scale.after_good_step()
-        return replace(verdict, reason=f"step {step}: {note}" if note else "")
-    progress.skipped += 1
-    progress.skipped_in_row += 1
-    return replace(verdict, reason=f"{verdict.reason}; {note}" if note else verdict.reason)
 
 
 def requests(plan: BatchPlan, rank: int, start: int) -> Iterator[list[int]]:

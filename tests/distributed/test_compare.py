@@ -29,8 +29,9 @@ from trainer.measure import RankMeter, Trace, covered, read_records
 from trainer.optimizer import build_optimizer
 from trainer.parallel import build_mesh, parallelize
 from trainer.recipe import RecipeError, load_recipe
+from trainer.step import Progress, TrainState, train_step
 from trainer.tasks import build_task
-from trainer.train import Progress, TrainState, requests, train_step
+from trainer.train import requests
 
 MARK = "PERDURE_TEST_COMPARE"
 # Shards are padded to rows that every rank has: 257 rows over 4 ranks are 260.
