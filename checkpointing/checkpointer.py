@@ -113,12 +113,7 @@ class Checkpointer:
         self.memory_lasts = False
         """Whether what `save` copies to memory outlives this process, on all ranks; known after
         `prepare`."""
-        self._ranks.nodes()
-        # It starts while the caller makes what there is to save.
         self._process: subprocess.Popen[bytes] | None = None
-        if self._ranks.first_of_node:
-            with suppress(OSError):  # `_start` tries again, and all ranks learn of it
-                self._process = launch()
         if self._ranks.is_main:
             try:
                 collect(self.directory)
@@ -130,6 +125,14 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(keep_memory=kind is not None)
+
+    def start_early(self) -> None:
+        """Start the writer process of this node, which takes a moment, while the caller makes what
+        there is to save and load; otherwise that happens when it is needed."""
+        self._ranks.nodes()
+        if self._ranks.first_of_node and not self._process and not self._link:
+            with suppress(OSError):  # `_start` tries again, and all ranks learn of it
+                self._process = launch()
 
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
         """Plan saves of these tensors, start the writers, and make the memory that saves are copied

@@ -70,6 +70,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
     mesh = build_mesh(recipe, world)
     group = dist.group.WORLD
     with Checkpointer(recipe.checkpoint_directory, recipe.checkpoint, group) as checkpointer:
+        checkpointer.start_early()
         model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
         optimizer = build_optimizer(
             model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like

@@ -8,9 +8,9 @@ import pytest
 
 from checkpointing.slots import living_folders, read_manifest
 from elastic.local_nodes import LocalNodes
-from tests.distributed.jobs import ROOT, losses, records
+from tests.distributed.jobs import ROOT, losses, records, soak
 
-STEPS = 200
+STEPS = 100
 RECIPE = [f"run.steps={STEPS}", "optimizer.lr=3e-4"]
 
 
@@ -102,6 +102,7 @@ def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
     same_losses(workspace, "rank", undisturbed)
 
 
+@soak
 def test_nodes_are_lost_and_join(cluster, workspace, undisturbed):
     nodes = cluster("1:3", "run.dir=nodes", "checkpoint.every=5")
     first, second = nodes.add(), nodes.add()

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.support.memory_limit import NoLimitError, memory_limit
 from checkpointing import optimizer_tensors
-from tests.distributed.jobs import ROOT, losses, wait_for_step
+from tests.distributed.jobs import ROOT, losses, soak, wait_for_step
 from tests.distributed.test_resume import SHORT, assert_same
 from trainer.exact import ExactAdamW
 from trainer.optimizer import build_optimizer, update
@@ -90,6 +90,7 @@ OPTIMIZER_STATE = 8 * 56_000_000
 LIMIT = 420 << 20
 
 
+@soak
 def test_trains_under_a_memory_limit_that_its_optimizer_state_exceeds(workspace, train):
     assert LIMIT < OPTIMIZER_STATE
     command = [sys.executable, "-m", "trainer", "recipe.yaml", *LARGE, "run.dir=limited", *NVME]

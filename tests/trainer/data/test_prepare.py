@@ -247,8 +247,8 @@ inner = tokenise._tokenise_unit
 
 def slow(job):
     if "slow" in sys.argv and job.number >= 8:
-        import time
-        print("unit 8", flush=True)
+        import os, time
+        os.write(1, b"unit 8\\n")
         time.sleep(600)
     return inner(job)
 
