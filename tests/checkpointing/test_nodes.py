@@ -171,6 +171,7 @@ def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_pa
             save_now(checkpointer, 1, **step)
             dist.barrier()
             assert checkpointer.save(2, **step)
+            dist.barrier()  # else the writer may die before all have asked
             if rank == victim * PER_NODE:
                 kill_writer()
             with pytest.raises(SaveFailed) as failed:

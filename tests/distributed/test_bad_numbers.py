@@ -3,7 +3,7 @@ stop."""
 
 import pytest
 
-from tests.distributed.jobs import losses, records, wait_for_step
+from tests.distributed.jobs import losses, records, soak, wait_for_step
 
 FACTORY = '''
 import torch
@@ -62,6 +62,7 @@ def test_bad_steps_are_skipped_and_the_run_goes_on(workspace, start, factory, ov
     assert [step for step, loss in curve.items() if loss is None] == [3, 5]
 
 
+@soak
 def test_a_number_that_is_bad_only_once_is_the_machines_fault(workspace, start, factory):
     def run(name, *overrides):
         code, output = start(2, f"run.dir={name}", "run.steps=8", *overrides, recipe=factory).wait()
@@ -92,6 +93,7 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
     assert not list((workspace / "stops" / "checkpoints").glob("step-*"))
 
 
+@soak
 def test_a_users_model_with_dropout_resumes_bitwise(workspace, start, factory):
     def losses_of(run, *legs):
         for steps_to_kill in (*legs, None):

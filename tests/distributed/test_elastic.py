@@ -85,6 +85,7 @@ def same_losses(workspace, run, expected):
         assert found[step] == pytest.approx(loss, rel=1e-4), step
 
 
+@soak
 def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
     nodes = cluster("1", "run.dir=rank", "elastic.snapshot_every=1", "checkpoint.slots=2", ranks=2)
     node = nodes.add()
@@ -115,6 +116,7 @@ def test_nodes_are_lost_and_join(cluster, workspace, undisturbed):
     same_losses(workspace, "nodes", undisturbed)
 
 
+@soak
 def test_a_node_that_is_told_to_go_loses_no_step(cluster, workspace, undisturbed):
     nodes = cluster("1:2", "run.dir=notice")
     first, second = nodes.add(), nodes.add()

@@ -51,11 +51,9 @@ def until_worlds_of_three(nodes, count, seconds=180):
 CASES = [(0, True, False), (0, True, True), (0, False, True), (2, True, True), (2, False, True)]
 
 
+@soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("victim", "incoming", "outgoing"),
-    [pytest.param(*case, marks=[soak] if number else []) for number, case in enumerate(CASES)],
-)
+@pytest.mark.parametrize(("victim", "incoming", "outgoing"), CASES)
 def test_the_others_go_on_and_the_job_grows_back(
     cluster, workspace, tmp_path, victim, incoming, outgoing
 ):

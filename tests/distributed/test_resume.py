@@ -68,6 +68,7 @@ def test_another_world_and_strategy_go_on_from_the_same_checkpoint(workspace, st
     assert max(abs(whole[s] - pieces[s]) / whole[s] for s in whole) <= 1e-4
 
 
+@soak
 def test_a_finished_run_does_nothing(workspace, train):
     train(1, "run.dir=finished", *SHORT)
     before = (workspace / "finished" / "metrics.jsonl").read_bytes()
@@ -76,6 +77,7 @@ def test_a_finished_run_does_nothing(workspace, train):
     assert (workspace / "finished" / "metrics.jsonl").read_bytes() == before
 
 
+@soak
 def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
     train(1, "run.dir=damaged", *SHORT)
     newest = workspace / "damaged" / "checkpoints" / f"step-{STEPS:08}"
@@ -88,6 +90,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
     assert file.name in output
 
 
+@soak
 def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, start, train):
     train(2, "run.dir=whole-restart", *SHORT)
     job = start(2, "run.dir=restarted", *SHORT, torchrun=["--max-restarts", "1"])
