@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -392,7 +393,7 @@ class Writer:
             self._inbox.put(lambda: register.__setitem__(number, connection))
             while True:
                 message = connection.recv()
-                self._inbox.put(lambda message=message: handle(number, message))  # type: ignore[misc]
+                self._inbox.put(partial(handle, number, message))
         except (EOFError, OSError):
             if kind != "pull":
                 self._inbox.put(lambda: lost(number, connection))
@@ -435,10 +436,10 @@ class Writer:
             try:
                 uplink = call(self._addresses[0], self.setup.secret)
                 uplink.send(("node", self.node))
-                self._inbox.put(lambda uplink=uplink: self._joined(uplink))  # type: ignore[misc]
+                self._inbox.put(partial(self._joined, uplink))
                 while True:
                     message = uplink.recv()
-                    self._inbox.put(lambda message=message: self._on_coordinator(message))  # type: ignore[misc]
+                    self._inbox.put(partial(self._on_coordinator, message))
             except (EOFError, OSError):
                 self._inbox.put(self._lost_coordinator)
                 time.sleep(RECONNECT_SECONDS)

@@ -69,22 +69,24 @@ def main(descriptor: int) -> NoReturn:
     selector = selectors.DefaultSelector()
     selector.register(agent, selectors.EVENT_READ, None)
     children: dict[str, int] = {}
-    while True:
-        for key, _ in selector.select():
-            if key.data is None:
-                message, descriptors = _receive(agent)
-                if message is None:
-                    os._exit(0)
-                _obey(message, descriptors, agent, selector, children)
-                for received in descriptors:
-                    os.close(received)
-            else:
-                name, pid = key.data
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                _, status = os.waitpid(pid, 0)
-                del children[name]
-                _send(agent, {"ended": name, "code": os.waitstatus_to_exitcode(status)})
+    with suppress(ConnectionError):  # the agent is gone
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    message, descriptors = _receive(agent)
+                    if message is None:
+                        os._exit(0)
+                    _obey(message, descriptors, agent, selector, children)
+                    for received in descriptors:
+                        os.close(received)
+                else:
+                    name, pid = key.data
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    del children[name]
+                    _send(agent, {"ended": name, "code": os.waitstatus_to_exitcode(status)})
+    os._exit(0)
 
 
 def _obey(
