@@ -117,15 +117,17 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
                 if task.after_step:
                     task.after_step(model, progress.sequences)
+                if progress.step == first_step or meter.covers(progress.step):
+                    # The first step also warms up, and would spoil the averages.
+                    window.leave_out(result.seconds)
+                else:
+                    tokens = plan.global_batch * recipe.data.seq_len
+                    window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if progress.step == first_step:
                     startup.mark("first step")
                     say(metrics, str(startup))
                     if metrics:
                         metrics.ledger.phases(startup.parts)
-                elif not meter.covers(progress.step):
-                    # The first step also warms up, and would spoil the averages.
-                    tokens = plan.global_batch * recipe.data.seq_len
-                    window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if metrics:
                     skipped = result.verdict.action == "skip"
                     first = progress.sequences - plan.global_batch
@@ -145,7 +147,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     check_replicas(model, mesh, progress, metrics)
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     pulse.report(progress.step, "evaluate")
+                    began = time.perf_counter()
                     values = evaluate(model, task.validation, recipe, world)
+                    window.leave_out(time.perf_counter() - began)
                     progress.validation_loss = values.get("validation_loss")
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
@@ -246,7 +250,7 @@ def step_record(
     if recipe.precision.dtype == "fp16":
         values["loss_scale"] = progress.loss_scale.value
     if window.seconds:
-        mean_seconds = sum(window.seconds) / len(window.seconds)
+        mean_seconds = window.elapsed / len(window.seconds)
         values["eta_seconds"] = mean_seconds * (recipe.run.steps - progress.step)
     return values
 
