@@ -239,6 +239,19 @@ class Metrics:
             self.say(line)
 
 
+def say(metrics: Metrics | None, text: str) -> None:
+    """One line on the console of rank 0."""
+    if metrics:
+        metrics.say(text)
+
+
+def warn(metrics: Metrics | None, step: int, what: str) -> None:
+    """Tell of something that went wrong in a step, on the console and in the ledger."""
+    if metrics and what:
+        metrics.say(f"warning: {what}")
+        metrics.ledger.event("bad numbers", step=step, what=what)
+
+
 def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tok") -> str:
     """The console line of a training record; speed is in `unit`."""
     parts = [
