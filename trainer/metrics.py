@@ -229,7 +229,7 @@ class Metrics:
             self.say(line)
 
 
-def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tok") -> str:
+def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tokens") -> str:
     """The console line of a training record; speed is in `unit`."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
