@@ -22,7 +22,15 @@ from elastic.history import Step
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
-from trainer.compare import Outcome, compare_losses, problems, run_comparison, stall
+from trainer.compare import (
+    INTERRUPTED,
+    Outcome,
+    compare_losses,
+    problems,
+    run_comparison,
+    stall,
+)
+from trainer.compare_report import table
 from trainer.compare_strategies import AFTER_SAVE, candidate
 from trainer.data.loader import load
 from trainer.optimizer import build_optimizer
@@ -109,6 +117,16 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
     assert figures["zero3", 4][0].peak < figures["zero3", 2][0].peak < figures["ddp", 2][0].peak
 
 
+def test_a_profile_that_cannot_be_written_costs_nothing(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace)
+    profiled = ["tracking.profile_steps=1", "tracking.profile_after=1", "run.steps=3"]
+    recipe = load_recipe("recipe.yaml", ["schedule={}", f"run.dir={tmp_path}", *profiled])
+    (tmp_path / "profile").write_text("in the way")
+    ended = run_ranks(1, lambda rank: measure(recipe, rank, 1) or "well", tmp_path / "rank")
+    assert ended == ["well"]
+    assert read_records(tmp_path) == []
+
+
 def perdure_compare(folder, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.cli", "compare", "recipe.yaml", *arguments],
@@ -174,14 +192,16 @@ def test_interrupted(workspace):
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert "Traceback" not in output
+    assert "PARTIAL: 0 of 1" in output
+    assert "PARTIAL: 0 of 1" in (workspace / "cut/compare.md").read_text()
     assert_nothing_left(workspace / "cut/runs")
 
 
 def test_wrong_input(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace)
 
-    def compare(names, out=tmp_path / "new", **options):
-        run_comparison("recipe.yaml", [], names, ranks=2, steps=4, out=out, **options)
+    def compare(names, out=tmp_path / "new", overrides=(), **options):
+        run_comparison("recipe.yaml", overrides, names, ranks=2, steps=4, out=out, **options)
 
     with pytest.raises(RecipeError, match=r"no 'zero4'; it is one of ddp, zero1"):
         compare(["ddp", "zero4"])
@@ -193,6 +213,9 @@ def test_wrong_input(workspace, tmp_path, monkeypatch):
         compare(["hybrid"])
     with pytest.raises(RecipeError, match="--against no_such_peer: it is not installed"):
         compare(["ddp"], against="no_such_peer")
+    graph = ["model={kgat: {}}", "data={graph: {path: nowhere}}"]
+    with pytest.raises(RecipeError, match=r"--against torch: .*model\.kgat is none"):
+        compare(["ddp"], overrides=graph, against="torch")
     assert not (tmp_path / "new").exists()
 
 
@@ -209,6 +232,18 @@ def test_losses_that_differ_are_named(other):
     found = problems(outcomes, 1e-2)
     assert [text.split(":")[0] for text in found] == ["zero2", "zero3"]
     assert "differs from that of ddp" in found[1]
+
+
+def test_table_names_the_unit_and_what_is_missing():
+    figures = {"unit": "samples", "rate": 1234.5, "unplanned": "model.kgat: not a language model"}
+    text = table([Outcome("ddp", **figures), Outcome("zero1", INTERRUPTED)])
+    header, _, row, _, *notes = text.splitlines()
+    assert "| samples/s |" in header
+    assert "planned" not in header
+    assert "|     1,234 |" in row
+    assert [note.split(":")[0] for note in notes] == ["- zero1", "- planned", "- PARTIAL"]
+    assert "1 of 2" in notes[2]
+    assert "planned" in table([Outcome("ddp", predicted={"peak": 1})]).splitlines()[0]
 
 
 def test_stall_is_what_a_checkpoint_cost():
