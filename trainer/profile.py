@@ -30,7 +30,7 @@ class RankRecord:
     rank: int
     steps: int
     parameters: int
-    """Held between steps, the slices of ZeRO-1 included."""
+    """Held between steps."""
     gathered: int
     """Whole parameters that FSDP holds at the end of a forward pass, besides `parameters`."""
     gradients: int

@@ -122,7 +122,8 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     if metrics:
                         metrics.ledger.phases(startup.parts)
                 elif not (profiler and profiler.active):
-                    # The first step also warms up, and would spoil the averages.
+                    # The first step also warms up, and the profiler slows its own: they would
+                    # spoil the averages.
                     tokens = plan.global_batch * recipe.data.seq_len
                     window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if metrics:
