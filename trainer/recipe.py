@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -327,7 +328,7 @@ def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
     try:
-        recipe = TypeAdapter(Recipe).validate_python(tree)
+        recipe = _adapter().validate_python(tree)
     except ValidationError as error:
         raise RecipeError(_explain(error, tree, file, origins)) from None
     recipe = _place_slots(_resolve_synonyms(recipe))
@@ -336,9 +337,16 @@ def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
     return recipe
 
 
+@cache
+def _adapter() -> TypeAdapter[Recipe]:
+    """Takes 0.1 s to make, and every save needs it."""
+    return TypeAdapter(Recipe)
+
+
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """The recipe with every default filled in, as JSON values."""
-    return TypeAdapter(Recipe).dump_python(recipe, mode="json")
+    values: dict[str, Any] = _adapter().dump_python(recipe, mode="json")
+    return values
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -348,7 +356,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_schema() -> dict[str, Any]:
     """JSON Schema of a recipe, for editors."""
-    schema = TypeAdapter(Recipe).json_schema()
+    schema = _adapter().json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
