@@ -252,7 +252,7 @@ def warn(metrics: Metrics | None, step: int, what: str) -> None:
         metrics.ledger.event("bad numbers", step=step, what=what)
 
 
-def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tok") -> str:
+def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tokens") -> str:
     """The console line of a training record; speed is in `unit`."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",

@@ -248,17 +248,16 @@ class Tracking:
     """Name of the run in trackers; the last part of run.dir unless set."""
 
     profile_steps: int = 0
-    """Trace so many steps, from the fifth after a start on, with torch's profiler; one file per
-    rank in <run.dir>/profile. `perdure profile` does it and sums it up."""
+    """Run so many steps under torch's profiler, which slows them; they count in no speed. Each rank
+    leaves its trace, and a record of what it holds and how long it communicates, in
+    <run.dir>/profile (see docs/profile.md). 0: none."""
+
+    profile_after: int = 4
+    """Steps after a start, or a restart, that come before the profiled ones."""
 
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common NVIDIA GPUs;
     elsewhere MFU is left out unless this is set."""
-
-    measure_steps: int = 0
-    """The last steps of the run that are measured by torch's profiler, which slows them: each rank
-    leaves its trace, what it holds and how long it communicates in `<run.dir>/ranks/` (see
-    docs/metrics.md). They do not count in speeds. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,8 +489,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("elastic", "snapshot_every", 0),
         ("elastic", "check_replicas_every", 0),
         ("elastic", "timeout_seconds", 1),
-        ("tracking", "measure_steps", 0),
         ("tracking", "profile_steps", 0),
+        ("tracking", "profile_after", 1),
     ):
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not value >= least:  # also refuses NaN
@@ -555,6 +554,12 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
                 "bf16 or fp32, or set run.determinism=fast",
             )
+    if recipe.tracking.profile_steps and recipe.tracking.profile_after >= run.steps:
+        yield (
+            "tracking.profile_after",
+            f"{recipe.tracking.profile_after} leaves none of run.steps={run.steps} to profile; "
+            "lower it",
+        )
     if schedule.warmup_steps >= run.steps and schedule.warmup_steps > 0:
         yield "schedule.warmup_steps", f"{schedule.warmup_steps} is not below run.steps={run.steps}"
     if schedule.name == "wsd" and not 0 < schedule.decay_steps <= run.steps - schedule.warmup_steps:

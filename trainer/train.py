@@ -28,7 +28,6 @@ from elastic import (
 )
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
-from trainer.measure import RankMeter
 from trainer.metrics import (
     Metrics,
     Startup,
@@ -42,7 +41,7 @@ from trainer.metrics import (
 )
 from trainer.optimizer import build_optimizer
 from trainer.parallel import ParallelModel, build_mesh, parallelize
-from trainer.profile import traced
+from trainer.profile import StepProfiler
 from trainer.recipe import Recipe
 from trainer.saves import finish_saves, pause, report_saves, restore, roll_back, save, save_clock
 from trainer.step import Progress, StepResult, TrainState, train_step
@@ -74,7 +73,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         startup.mark("checkpoint")
         start = attempt(checkpointer, progress, plan, recipe, world, startup)
         sinks = Metrics(recipe, start) if world.is_main else nullcontext()
-        with sinks as metrics, traced(recipe, world) as step_done:
+        profiling = recipe.tracking.profile_steps > 0
+        profile = StepProfiler(recipe, model, optimizer, world) if profiling else nullcontext()
+        with sinks as metrics, profile as profiler:
             startup.mark("trackers")
             say(metrics, f"{describe(recipe, task, world, plan, progress)}\n{memory}")
             batches = load(
@@ -89,15 +90,13 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
             window, pace, clock = Window(), Pace(), save_clock(recipe, world)
-            meter = RankMeter(recipe, model, optimizer, world)
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.report(progress.step + 1, "step")
                 pulse.wants_save = clock is not None and clock.due(time.monotonic())
-                with meter.step(progress.step + 1):
-                    result = train_step(
-                        state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
-                    )
+                result = train_step(
+                    state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
+                )
                 warn(metrics, progress.step, result.verdict.reason)
                 if result.verdict.action == "stop" and not roll_back(
                     checkpointer, state, recipe, metrics
@@ -106,8 +105,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
                 if task.after_step:
                     task.after_step(model, progress.sequences)
-                if progress.step == first_step or meter.covers(progress.step):
-                    # The first step also warms up, and would spoil the averages.
+                if progress.step == first_step or (profiler and profiler.active):
+                    # The first step also warms up, and the profiler slows its own: they would
+                    # spoil the averages.
                     window.leave_out(result.seconds)
                 else:
                     tokens = plan.global_batch * recipe.data.seq_len
@@ -151,7 +151,10 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 elif due(progress.step, recipe.elastic.snapshot_every, last_step):
                     save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics, clock)
-                step_done()
+                if profiler:
+                    began = time.perf_counter()
+                    profiler.step_done()
+                    window.leave_out(time.perf_counter() - began)
                 if result.pause and progress.step < last_step:
                     pulse.report(progress.step, "save")
                     leaving = result.pause >= PAUSE_TO_LEAVE
