@@ -163,7 +163,10 @@ class Metrics:
         run_dir, resumed_step = Path(recipe.run.dir), start.step
         self.ledger = Ledger(run_dir / LEDGER, start)
         self._path = run_dir / "metrics.jsonl"
-        keep_records(self._path, resumed_step)
+        try:
+            keep_records(self._path, resumed_step)
+        except OSError as error:  # a full disk must not keep a run from going on
+            print(f"warning: {self._path} keeps records of steps that are done again: {error}")
         self._file = self._path.open("a", encoding="utf-8")
         self._bar = tqdm(
             total=recipe.run.steps,
