@@ -58,7 +58,7 @@ def chaos(workspace, monkeypatch):
 
 def steps_for(plan):
     """The run goes on while a node that joins starts, which takes as long as so many steps."""
-    return plan.last_step + 20 + 100 * sum(fault.what == "join" for fault in plan.faults)
+    return plan.last_step + 20 + 200 * sum(fault.what == "join" for fault in plan.faults)
 
 
 @pytest.mark.timeout(900)
