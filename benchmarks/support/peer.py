@@ -138,7 +138,7 @@ class Clock:
 
 def run_peer(train: Callable[[Job, Clock], None]) -> None:
     """Run one rank, started by torchrun with RECIPE.yaml [key=value …]; never returns. Rank 0 ends
-    with the figures as one JSON line, or with {"failed": reason}."""
+    with the figures as one JSON line; a rank that fails prints {"failed": reason}."""
     recipe = load_recipe(sys.argv[1], sys.argv[2:])
     cuda = torch.cuda.is_available() and recipe.run.device != "cpu"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -156,8 +156,7 @@ def run_peer(train: Callable[[Job, Clock], None]) -> None:
     except Exception as error:
         traceback.print_exc()
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        if job.rank == 0:
-            print(json.dumps({"failed": reason}))
+        print(json.dumps({"failed": reason}))  # on any rank: torchrun soon ends the others
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
