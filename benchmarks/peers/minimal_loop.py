@@ -57,9 +57,7 @@ def shard(model: torch.nn.Module, blocks: list[torch.nn.Module], job: Job) -> No
     )
     mesh = init_device_mesh(job.device.type, (job.world_size,))
     for unit in (*blocks, model):
-        fully_shard(
-            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=job.free_after_forward
-        )
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=job.free_after_forward)
 
 
 if __name__ == "__main__":

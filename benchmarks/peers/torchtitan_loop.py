@@ -61,7 +61,7 @@ def use_cpu() -> None:
 
 
 def trainer_config(job: Job) -> Any:
-    """`torchtitan.trainer.Trainer.Config` of the recipe; its optimizer is fused AdamW by default."""
+    """Its `Trainer.Config` of the recipe; the optimizer is fused AdamW by default."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
