@@ -8,10 +8,10 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
 
-.PHONY: help train test setup lint bench soak gluster slurm docs clean
+.PHONY: help train test setup lint bench soak gluster transformers4 slurm docs clean
 
 help:            ## list the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
+	@grep -E '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
 
 train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 minutes on 2 cores
 	$(BIN)/perdure data prepare wikipedia --out data/wikipedia --train-bpe 4096
@@ -44,6 +44,10 @@ soak: $(DEV)     ## long randomised tests: kills and resumes, about 15 minutes
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
 	tests/opt_in/gluster.sh --svg docs/images/writers.svg
+
+transformers4: $(DEV)  ## the Hugging Face tests once more, under transformers 4.57
+	$(BIN)/pip install -q --target .venv/transformers4 transformers==4.57.6
+	PYTHONPATH=.venv/transformers4 $(BIN)/python -m pytest tests/distributed/test_hugging_face.py tests/trainer/models
 
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
 	tests/opt_in/slurm.sh

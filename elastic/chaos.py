@@ -71,6 +71,7 @@ class Watched:
     """Steps that had to be done again, in all."""
     _at: int = 0
     """Newest step of the attempt that runs."""
+    _attempt: str = ""
     _offset: int = 0
 
     def look(self) -> None:
@@ -89,7 +90,8 @@ class Watched:
                 if values["kind"] == "start":
                     self.starts += 1
                     self.lost += max(0, self._at - int(values["step"]))
-                if values["kind"] in ("start", "step"):
+                    self._attempt = values["attempt"]
+                if values["kind"] in ("start", "step") and values["attempt"] == self._attempt:
                     self._at = int(values["step"])
                     # Also by a start: the line of a step may be lost with its process.
                     self.step = max(self.step, self._at)

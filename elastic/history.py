@@ -172,10 +172,11 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
             start = Start(**{name: value for name, value in values.items() if name in known})
             attempts.append(Attempt(len(attempts) + 1, start, number, phases=dict(start.phases)))
             return
-        if not attempts:
-            problems.append(f"line {number}: a {kind} before any start")
+        name, after = str(values.pop("attempt")), float(values["after"])
+        attempt = next((one for one in reversed(attempts) if one.start.attempt == name), None)
+        if attempt is None:
+            problems.append(f"line {number}: a {kind} of attempt {name}, which has no start")
             return
-        attempt, after = attempts[-1], float(values["after"])
         if kind == "step":
             first, after_last = map(int, values["sequences"])
             seconds, skipped = float(values["seconds"]), bool(values.get("skipped"))
@@ -202,6 +203,8 @@ def _set_times(attempts: list[Attempt]) -> None:
         attempt.loaded = start.at
         if before and start.boot and start.boot == before.start.boot:
             attempt.loaded = before.loaded + start.monotonic - before.start.monotonic
+            # Who was cut off may have gone on for a while beside the next attempt.
+            before.finished = min(before.finished, attempt.loaded)
         attempt.began = attempt.loaded - sum(start.phases.values())
         if before:
             attempt.loaded = max(attempt.loaded, before.finished)

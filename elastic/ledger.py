@@ -2,9 +2,10 @@
 
 [Note: ledger] `ledger.jsonl` belongs to the run, not to an attempt: each start of training
 processes (an *attempt*) adds to it, rank 0 alone writes it, and nothing is ever taken back. Every
-line has a `kind`; a reader ignores kinds that it does not know. Apart from `start`, a line has
-`after`: seconds on the monotonic clock since the start line of its attempt, so that a clock that is
-set does no harm.
+line has a `kind`; a reader ignores kinds that it does not know. Every line names its `attempt`: a
+rank 0 that was cut off or frozen may add a line after others have begun the next one. Apart from
+`start`, a line has `after`: seconds on the monotonic clock since the start line of its attempt, so
+that a clock that is set does no harm.
 
     start   a `Start`: what was loaded, by which world, why
     phases  {phases: {name: seconds}}: the whole way to the first step, known after it
@@ -18,6 +19,7 @@ set does no harm.
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -74,6 +76,8 @@ class Start:
     boot: str = field(default_factory=_boot)
     """Starts with the same one share that clock."""
     pid: int = field(default_factory=os.getpid)
+    attempt: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Names this attempt in its lines."""
 
 
 class Ledger:
@@ -169,7 +173,8 @@ class Ledger:
             self._file = None
 
     def _add(self, kind: str, **values: Any) -> None:
-        self._write(kind, {**values, "after": round(_clock() - self._start.monotonic, 3)})
+        after = round(_clock() - self._start.monotonic, 3)
+        self._write(kind, {**values, "after": after, "attempt": self._start.attempt})
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str)

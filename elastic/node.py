@@ -43,8 +43,6 @@ from elastic.zygote import MAX_MESSAGE, Job
 
 logger = logging.getLogger(__name__)
 
-FINAL = (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE)
-
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
 LOOK_SECONDS = 0.1
 LOOK_AGAIN_SECONDS = 1.0
@@ -393,7 +391,10 @@ class Node:
                 logger.warning("rank %d ended with code %d after the last step", rank.rank, code)
             self.group.change(lambda state: _close(state, EXIT_DONE, "the run is finished"))
             self._dismiss(rank, EXIT_DONE)
-        elif code in FINAL:
+        elif code == EXIT_DO_NOT_REQUEUE or (
+            # What was good input once is so again: storage may be away for a moment.
+            code == EXIT_WRONG_INPUT and self._generation == (1, 0)
+        ):
             reason = f"rank {rank.rank} ended with exit code {code}"
             self.group.change(lambda state: _close(state, code, reason))
         elif code != EXIT_PAUSED:

@@ -55,7 +55,7 @@ def test_a_traced_run_of_two_ranks(tmp_path):
     assert "with one in 200 steps, as the recipe has it" in page
     assert not (out / "checkpoints").exists()
     for rank in range(2):
-        profile = read_trace(out / "profile" / f"rank-{rank}.json.gz")
+        profile = read_trace(out / "profile" / f"rank-{rank:05}.trace.json.gz")
         assert (profile.rank, len(profile.steps), profile.saves) == (rank, 3, 1)
         assert sum(profile.phases.values()) == pytest.approx(sum(profile.steps))
         assert min(profile.phases.values()) > 0

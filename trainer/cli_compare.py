@@ -19,7 +19,8 @@ examples:
 strategies: ddp, zero1, zero2, zero3, hybrid, no_shard; after any of them +offload, +full_ac,
             +selective_ac, +compile. Each trains for a few steps in a run of its own.
 results: compare.md, compare.json, compare.csv, compare.svg in <run.dir>-compare, or --out
-exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe or option
+exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe or option;
+            130 interrupted, and what was measured by then is written
 """
 
 
@@ -47,7 +48,13 @@ def add_compare_command(commands: Any, new: Callable[..., argparse.ArgumentParse
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from trainer.compare import TOLERANCE, problems, run_comparison, stop_on_sigterm
+    from trainer.compare import (
+        INTERRUPTED,
+        TOLERANCE,
+        problems,
+        run_comparison,
+        stop_on_sigterm,
+    )
     from trainer.compare_report import conditions, table, write_report
     from trainer.compare_strategies import DEFAULT
     from trainer.preflight import default_ranks
@@ -72,7 +79,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             against=arguments.against,
         )
     except KeyboardInterrupt:
-        print(f"stopped; what was measured lies in {out}/runs")
+        print("interrupted before the first strategy ran")
         return EXIT_INTERRUPTED
     where = conditions(recipe, ranks, arguments.steps)
     print(f"\n{table(outcomes)}\n")
@@ -81,4 +88,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     found = problems(outcomes, TOLERANCE[recipe.precision.dtype])
     for problem in found:
         print(f"problem: {problem}")
+    if any(one.problem == INTERRUPTED for one in outcomes):
+        return EXIT_INTERRUPTED
     return EXIT_FAILED if found else EXIT_DONE

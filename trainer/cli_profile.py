@@ -20,6 +20,8 @@ Traces open in https://ui.perfetto.dev and chrome://tracing. One of the traced s
 checkpoint, which is deleted in the end.
 To trace a run as it is, on many nodes too: tracking.profile_steps=5 with any `perdure train`.
 """
+WARM_UP = 4
+"""Steps before the first traced one: memory, caches and compilation warm up, and the profiler."""
 
 
 def add_profile_command(commands: Any, new: Callable[..., argparse.ArgumentParser]) -> None:
@@ -41,27 +43,28 @@ def add_profile_command(commands: Any, new: Callable[..., argparse.ArgumentParse
     command.set_defaults(run=_profile)
 
 
-def short_run(recipe: Recipe, out: Path, steps: int, skipped: int) -> list[str]:
+def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
     """Overrides that make a run of a recipe which ends after the traced steps.
 
     The learning rate is constant, as a schedule may need more steps than there are.
     """
     return [
         f"run.dir={out}",
-        f"run.steps={skipped + steps + 1}",
+        f"run.steps={WARM_UP + steps + 1}",
         "run.evaluate_every=0",
         "schedule={name: constant}",
         "checkpoint.directory=null",
-        f"checkpoint.every={skipped + 1 + steps // 2}",
+        f"checkpoint.every={WARM_UP + 1 + steps // 2}",
         "elastic.snapshot_every=0",
         "tracking={wandb: off}",
         f"tracking.peak_tflops={recipe.tracking.peak_tflops or 'null'}",
         f"tracking.profile_steps={steps}",
+        f"tracking.profile_after={WARM_UP}",
     ]
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from trainer.profile import SKIPPED, TRACES
+    from trainer.profile import DIRECTORY
     from trainer.trace_summary import read_trace, summary
 
     if arguments.steps < 2:
@@ -70,7 +73,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"{recipe.run.dir.rstrip('/')}-profile")
     if out.exists():
         raise RecipeError(f"{out}: exists already; delete it, or choose another --out")
-    overrides = [*arguments.overrides, *short_run(recipe, out, arguments.steps, SKIPPED)]
+    overrides = [*arguments.overrides, *short_run(recipe, out, arguments.steps)]
     command = [sys.executable, "-m", "trainer.cli", "train", arguments.recipe, *overrides]
     if arguments.nproc:
         command += ["--nproc-per-node", str(arguments.nproc)]
@@ -78,12 +81,12 @@ def _profile(arguments: argparse.Namespace) -> int:
     if done.returncode != EXIT_DONE:
         return done.returncode
     shutil.rmtree(out / "checkpoints")
-    traces = sorted((out / TRACES).glob("rank-*.json.gz"))
+    traces = sorted((out / DIRECTORY).glob("rank-*.trace.json.gz"))
     if not traces:
-        raise RecipeError(f"{out / TRACES}: no trace was written; see the warnings above")
+        raise RecipeError(f"{out / DIRECTORY}: no trace was written; see the warnings above")
     every = None if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
     profiles = [read_trace(path) for path in traces]
     page = summary(profiles, f"Profile of {arguments.recipe}", every)
     (out / "profile.md").write_text(page, encoding="utf-8")
-    print(f"\n{page}\n{out / 'profile.md'}: this page; {out / TRACES}: one trace per rank")
+    print(f"\n{page}\n{out / 'profile.md'}: this page; {out / DIRECTORY}: one trace per rank")
     return EXIT_DONE

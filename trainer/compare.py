@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from checkpointing.slots import collect_memory
@@ -23,13 +23,15 @@ from elastic.chaos import gone
 from elastic.history import LedgerError, Step, read_history
 from elastic.local_nodes import RUN, LocalNode
 from trainer.compare_strategies import AFTER_SAVE, WARM_UP, Candidate, candidate, slug
-from trainer.measure import RankRecord, read_records
 from trainer.plan import predict
 from trainer.preflight import check_inputs
-from trainer.recipe import Recipe, RecipeError
+from trainer.profile import RankRecord, read_records
+from trainer.recipe import RecipeError
 from trainer.report import read_metrics
 from trainer.tasks import build_task
 
+INTERRUPTED = "not measured: interrupted"
+"""Problem of the strategies that were still to come."""
 GONE_SECONDS = 5.0
 """How long processes that are killed may take to go."""
 
@@ -52,8 +54,10 @@ class Outcome:
     """It could have run, and did not."""
     step_seconds: list[float] = field(default_factory=list)
     """Of the timed steps."""
-    tokens_per_second: float | None = None
-    """Over all ranks, by the median step."""
+    rate: float | None = None
+    """What is consumed per second over all ranks, by the median step."""
+    unit: str = "tokens"
+    """Of the rate."""
     losses: dict[int, float] = field(default_factory=dict)
     """By step, as far as logged."""
     difference: float | None = None
@@ -73,6 +77,8 @@ class Outcome:
     checkpoint_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     """Fields of the plan's `Prediction`."""
+    unplanned: str = ""
+    """Why there are none."""
 
     def quantile(self, share: float) -> float | None:
         """Of the step seconds, the nearest one."""
@@ -97,7 +103,8 @@ def run_comparison(
     out: Path,
     against: str | None = None,
 ) -> list[Outcome]:
-    """Run every strategy, and print a line for each; what cannot run says why.
+    """Run every strategy, and print a line for each; what cannot run says why. After Ctrl-C the
+    rest is INTERRUPTED.
 
     Args:
         recipe_path: YAML file.
@@ -109,7 +116,8 @@ def run_comparison(
         against: "deepspeed" to run its ZeRO stages too.
 
     Raises:
-        RecipeError: wrong recipe, an unknown name, `out` is there, DeepSpeed is not.
+        RecipeError: wrong recipe, an unknown name, `out` is there, DeepSpeed is not, or it does not
+            train this model.
     """
     if out.exists():
         raise RecipeError(f"{out}: is there already; delete it, or give another --out")
@@ -122,18 +130,28 @@ def run_comparison(
     recipe = next((one.recipe for one in found if one.recipe), None)
     if recipe is None:
         raise RecipeError("; ".join(f"{one.name}: {one.problem}" for one in found))
-    check_inputs(recipe, build_task(recipe), 0, ranks, ranks)
+    if against and recipe.model.kgat:
+        raise RecipeError(f"--against {against}: trains language models, and model.kgat is none")
+    task = build_task(recipe)
+    check_inputs(recipe, task, 0, ranks, ranks)
+    unit = task.unit
+    del task  # a user's own model takes memory
     (out / "logs").mkdir(parents=True)
-    outcomes = []
+    outcomes: list[Outcome] = []
     if against:
         like = next(one for one in found if one.recipe)
         found += [_deepspeed(like, stage, out) for stage in range(4)]
     for number, one in enumerate(found, 1):
         began = time.monotonic()
-        outcome = _run(one, ranks, steps, out)
+        try:
+            outcome = _run(one, ranks, steps, out)
+        except KeyboardInterrupt:
+            outcomes += [Outcome(left.name, INTERRUPTED) for left in found[number - 1 :]]
+            break
+        outcome.unit = unit
         outcomes.append(outcome)
         seconds = time.monotonic() - began
-        text = outcome.problem or f"{outcome.tokens_per_second:,.0f} tokens/s"
+        text = outcome.problem or f"{outcome.rate:,.0f} {unit}/s"
         print(f"[{number}/{len(found)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
     compare_losses(outcomes)
     return outcomes
@@ -162,7 +180,10 @@ def _run(one: Candidate, ranks: int, steps: int, out: Path) -> Outcome:
     except (LedgerError, OSError, KeyError) as error:
         return Outcome(one.name, f"failed: left no figures: {error}; see {log}", failed=True)
     if not deepspeed:
-        outcome.predicted = predicted(one.recipe, ranks)
+        try:
+            outcome.predicted = asdict(predict(one.recipe, ranks, ranks))
+        except RecipeError as error:  # a model that cannot be traced
+            outcome.unplanned = str(error)
     return outcome
 
 
@@ -231,13 +252,13 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
 
-    def most(kind: str) -> int:
-        return max(getattr(record, kind) for record in ranks)
+    def most(kind: str) -> int | None:
+        return max((getattr(record, kind) for record in ranks), default=None)
 
     return Outcome(
         name,
         step_seconds=timed,
-        tokens_per_second=tokens_per_step / median(timed),
+        rate=tokens_per_step / median(timed),
         losses=losses,
         ranks=ranks,
         peak=most("peak"),
@@ -246,7 +267,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
         gradients=most("gradients"),
         optimizer_state=most("optimizer_state"),
         host=most("host"),
-        communication=sum(record.communication for record in ranks) / len(ranks),
+        communication=mean(record.communication for record in ranks) if ranks else None,
         checkpoint_stall=stall(by_number, save_at, median(timed)),
         checkpoint_seconds=saves[0]["checkpoint_seconds"] if saves else None,
         checkpoint_bytes=saves[0].get("checkpoint_bytes") if saves else None,
@@ -271,15 +292,6 @@ def read_deepspeed(name: str, run: Path) -> Outcome:
     figures = json.loads((run / "deepspeed.json").read_text(encoding="utf-8"))
     losses = {int(step): loss for step, loss in figures.pop("losses").items()}
     return Outcome(name, losses=losses, **figures)
-
-
-def predicted(recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """What `perdure plan` says of a recipe on this machine, by field; nothing where it cannot
-    tell."""
-    try:
-        return asdict(predict(recipe, ranks, ranks))
-    except RecipeError:  # a model of the user's own that cannot be traced
-        return {}
 
 
 # --- judging ---------------------------------------------------------------------------------

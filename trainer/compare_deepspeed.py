@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,11 +23,13 @@ from elastic import BatchPlan, World, die_with_parent, plan_batch
 from elastic.world import join_world, leave_world
 from trainer.compare_strategies import AFTER_SAVE, MEASURED, WARM_UP
 from trainer.data.loader import load
-from trainer.measure import Trace, storages
 from trainer.optimizer import build_optimizer, learning_rate
+from trainer.profile import peak_bytes, torch_profiler
 from trainer.recipe import Recipe, load_recipe
 from trainer.step import Batches
+from trainer.storages import nbytes, storages
 from trainer.tasks import Task, build_task
+from trainer.trace_summary import read_trace
 from trainer.train import requests
 
 
@@ -78,39 +79,46 @@ def _train(
     seconds: list[float] = []
     losses: dict[int, float] = {}
     last = recipe.run.steps
+    folder = Path(recipe.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{world.rank:05}.trace.json.gz"
+    profiler = torch_profiler(
+        world.device, last - MEASURED, MEASURED, lambda done: done.export_chrome_trace(str(path))
+    )
+    profiler.start()
     for step in range(1, last + 1):
         if step == last - MEASURED + 1:
             gc.collect()
             tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
-            held = sum(storages(tensors, world.device).values())
-            trace = Trace(world.device)
+            held = nbytes(storages(tensors, world.device))
+            if world.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(world.device)
         began = time.perf_counter()
         lr = learning_rate(step, last, recipe.optimizer.lr, recipe.schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        with trace.step() if step > last - MEASURED else nullcontext():
-            for _ in range(plan.passes):
-                inputs = {key: value.to(world.device) for key, value in next(batches).items()}
-                loss = engine(**inputs)
-                engine.backward(loss)
-                engine.step()
-                total += loss.detach() / (plan.passes * world.world_size)
-            dist.all_reduce(total)
-            losses[step] = total.item()
+        for _ in range(plan.passes):
+            inputs = {key: value.to(world.device) for key, value in next(batches).items()}
+            loss = engine(**inputs)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / (plan.passes * world.world_size)
+        dist.all_reduce(total)
+        losses[step] = total.item()
         seconds.append(time.perf_counter() - began)
-    folder = Path(recipe.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    trace.stop(folder / f"rank-{world.rank:05}.trace.json.gz")
-    peak = torch.tensor(trace.peak(held), dtype=torch.float64)
+        profiler.step()
+    profiler.stop()
+    trace = read_trace(path)
+    peak = torch.tensor(peak_bytes(world.device, held, trace), dtype=torch.float64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     timed = seconds[WARM_UP : last - AFTER_SAVE - MEASURED]
     return {
         "step_seconds": timed,
-        "tokens_per_second": plan.global_batch * recipe.data.seq_len / median(timed),
+        "rate": plan.global_batch * recipe.data.seq_len / median(timed),
         "losses": losses,
         "peak": int(peak.item()),
-        "communication": trace.communication,
+        "communication": trace.communication / sum(trace.steps),
     }
 
 

@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 
-from trainer.compare import Outcome
+from trainer.compare import INTERRUPTED, Outcome
 from trainer.recipe import Recipe, resolved
 
-COLUMNS = (
-    *("strategy", "peak MB", "planned", "params", "grads", "optimizer", "tokens/s"),
-    *("step ms (p10-p90)", "comm.", "save s", "save MB", "last loss", "loss diff."),
-)
+PLANNED = "planned"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A Markdown table of what ran, and a line for each strategy that did not."""
-    rows = [_cells(one) for one in outcomes if not one.problem]
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    shown = [one for one in outcomes if not one.problem]
+    cells = [_cells(one) for one in shown]
+    columns = [*cells[0]] if cells else []
+    if cells and not any(one.predicted for one in shown):
+        columns.remove(PLANNED)
+    rows = [[of_one[column] for column in columns] for of_one in cells]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -37,31 +39,37 @@ def table(outcomes: Sequence[Outcome]) -> str:
         return f"| {' | '.join(padded)} |"
 
     rule = [f"{'-' * (width - 1)}{':' if number else '-'}" for number, width in enumerate(widths)]
-    lines = [line(COLUMNS), f"| {' | '.join(rule)} |", *map(line, rows)] if rows else []
-    left_out = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
-    return "\n".join([*lines, *([""] if lines and left_out else []), *left_out])
+    lines = [line(columns), f"| {' | '.join(rule)} |", *map(line, rows)] if rows else []
+    notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
+    unplanned = next((one.unplanned for one in shown if one.unplanned), "")
+    if unplanned:
+        notes.append(f"- {PLANNED}: `perdure plan` has no figures: {unplanned}")
+    if any(one.problem == INTERRUPTED for one in outcomes):
+        notes.append(f"- PARTIAL: {len(shown)} of {len(outcomes)} strategies were measured")
+    return "\n".join([*lines, *([""] if lines and notes else []), *notes])
 
 
-def _cells(one: Outcome) -> list[str]:
+def _cells(one: Outcome) -> dict[str, str]:
+    """By column."""
     spread = ""
     low, middle, high = (one.quantile(share) for share in (0.1, 0.5, 0.9))
     if low is not None and middle is not None and high is not None:
         spread = f"{middle * 1e3:.0f} ({low * 1e3:.0f}-{high * 1e3:.0f})"
-    return [
-        one.name,
-        _megabytes(one.peak),
-        _megabytes(one.predicted.get("peak")),
-        _megabytes(one.parameters),
-        _megabytes(one.gradients),
-        _megabytes(one.optimizer_state),
-        _number(one.tokens_per_second, ",.0f"),
-        spread,
-        _number(one.communication, ".0%"),
-        _number(one.checkpoint_stall, ".2f"),
-        _megabytes(one.checkpoint_bytes),
-        _number(one.final_loss, ".4f"),
-        _number(one.difference, ".0e"),
-    ]
+    return {
+        "strategy": one.name,
+        "peak MB": _megabytes(one.peak),
+        PLANNED: _megabytes(one.predicted.get("peak")),
+        "params": _megabytes(one.parameters),
+        "grads": _megabytes(one.gradients),
+        "optimizer": _megabytes(one.optimizer_state),
+        f"{one.unit}/s": _number(one.rate, ",.0f"),
+        "step ms (p10-p90)": spread,
+        "comm.": _number(one.communication, ".0%"),
+        "save s": _number(one.checkpoint_stall, ".2f"),
+        "save MB": _megabytes(one.checkpoint_bytes),
+        "last loss": _number(one.final_loss, ".4f"),
+        "loss diff.": _number(one.difference, ".0e"),
+    }
 
 
 def _number(value: float | None, how: str) -> str:
@@ -100,10 +108,11 @@ def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
 def describe(where: dict[str, Any]) -> str:
     """Conditions in a line."""
     recipe = where["recipe"]
+    samples = "" if recipe["data"]["graph"] else f", sequences of {recipe['data']['seq_len']}"
     return (
         f"{where['ranks']} rank(s) on {where['machine']}, torch {where['torch']}, {where['date']}; "
-        f"{recipe['precision']['dtype']}, global batch {recipe['batch']['global_batch']}, "
-        f"sequences of {recipe['data']['seq_len']}; {where['timed_steps']} timed steps each"
+        f"{recipe['precision']['dtype']}, global batch {recipe['batch']['global_batch']}{samples}; "
+        f"{where['timed_steps']} timed steps each"
     )
 
 
@@ -220,7 +229,7 @@ def _time_bar(one: Outcome, left: float, y: float, scale: float) -> list[str]:
     low, middle, high = (one.quantile(share) or 0.0 for share in (0.1, 0.5, 0.9))
     share = one.communication or 0.0
     busy = middle * share * scale
-    rate = f"{one.tokens_per_second:,.0f} tokens/s" if one.tokens_per_second else ""
+    rate = f"{one.rate:,.0f} {one.unit}/s" if one.rate else ""
     middle_y = y + BAR / 2
     line = f"M{left + low * scale:.1f} {middle_y}H{left + high * scale:.1f}"
     return [

@@ -3,7 +3,7 @@ Imports no torch.
 
 [Note: steps of a comparison] Steps are, in this order: warm-up, timed, after the save, measured.
 Speed is that of the timed steps alone. A checkpoint begins after the last of them; the steps that
-follow tell what it cost. The measured ones, last, run under torch's profiler (trainer/measure.py)
+follow tell what it cost. The measured ones, last, run under torch's profiler (trainer/profile.py)
 and are slower for it.
 """
 
@@ -94,7 +94,8 @@ def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
     save_at = WARM_UP + steps
     last = save_at + AFTER_SAVE + MEASURED
     settings = [f"run.dir={run}", f"run.steps={last}", f"run.log_every={LOG_EVERY}"]
-    settings += ["run.evaluate_every=0", f"tracking.measure_steps={MEASURED}"]
+    settings += ["run.evaluate_every=0", f"tracking.profile_steps={MEASURED}"]
+    settings += [f"tracking.profile_after={last - MEASURED}"]
     settings += ["tracking.tensorboard=false", "tracking.wandb=off"]
     settings += ["checkpoint.directory=null", f"checkpoint.every={save_at}", "checkpoint.keep=1"]
     settings += ["elastic.snapshot_every=0"]

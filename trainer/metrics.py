@@ -95,9 +95,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Window:
-    """Step times of one log interval."""
+    """Step times of one log interval, which begins now."""
 
     def __init__(self) -> None:
+        self._began, self._left_out = time.perf_counter(), 0.0
         self.seconds: list[float] = []
         self.waits: list[float] = []
         self.computes: list[float] = []
@@ -111,21 +112,30 @@ class Window:
         self.computes.append(compute)
         self.tokens += tokens
 
+    def leave_out(self, seconds: float) -> None:
+        """Time of the interval that is not training: warming up, validation."""
+        self._left_out += seconds
+
+    @property
+    def elapsed(self) -> float:
+        """Time that the steps took so far, with all that came between them: logs, checkpoints."""
+        return time.perf_counter() - self._began - self._left_out
+
     def summary(
         self, world_size: int, flops_per_token: float | None, peak: float | None
     ) -> dict[str, float]:
         """Speed over the interval; nothing when it holds no step."""
         if not self.seconds:
             return {}
-        total, ordered = sum(self.seconds), sorted(self.seconds)
-        rate = self.tokens / total
+        elapsed, ordered = self.elapsed, sorted(self.seconds)
+        rate = self.tokens / elapsed
         record = {
             "tokens_per_second": rate,
             "tokens_per_second_per_rank": rate / world_size,
             "step_seconds_p50": _percentile(ordered, 0.5),
             "step_seconds_p90": _percentile(ordered, 0.9),
             "step_seconds_max": ordered[-1],
-            "data_wait": sum(self.waits) / total,
+            "data_wait": sum(self.waits) / elapsed,
         }
         if flops_per_token and peak:
             record["mfu"] = rate * flops_per_token / (peak * world_size)
@@ -153,7 +163,10 @@ class Metrics:
         run_dir, resumed_step = Path(recipe.run.dir), start.step
         self.ledger = Ledger(run_dir / LEDGER, start)
         self._path = run_dir / "metrics.jsonl"
-        keep_records(self._path, resumed_step)
+        try:
+            keep_records(self._path, resumed_step)
+        except OSError as error:  # a full disk must not keep a run from going on
+            print(f"warning: {self._path} keeps records of steps that are done again: {error}")
         self._file = self._path.open("a", encoding="utf-8")
         self._bar = tqdm(
             total=recipe.run.steps,
@@ -229,7 +242,20 @@ class Metrics:
             self.say(line)
 
 
-def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tok") -> str:
+def say(metrics: Metrics | None, text: str) -> None:
+    """One line on the console of rank 0."""
+    if metrics:
+        metrics.say(text)
+
+
+def warn(metrics: Metrics | None, step: int, what: str) -> None:
+    """Tell of something that went wrong in a step, on the console and in the ledger."""
+    if metrics and what:
+        metrics.say(f"warning: {what}")
+        metrics.ledger.event("bad numbers", step=step, what=what)
+
+
+def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tokens") -> str:
     """The console line of a training record; speed is in `unit`."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",

@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -247,17 +248,16 @@ class Tracking:
     """Name of the run in trackers; the last part of run.dir unless set."""
 
     profile_steps: int = 0
-    """Trace so many steps, from the fifth after a start on, with torch's profiler; one file per
-    rank in <run.dir>/profile. `perdure profile` does it and sums it up."""
+    """Run so many steps under torch's profiler, which slows them; they count in no speed. Each rank
+    leaves its trace, and a record of what it holds and how long it communicates, in
+    <run.dir>/profile (see docs/profile.md). 0: none."""
+
+    profile_after: int = 4
+    """Steps after a start, or a restart, that come before the profiled ones."""
 
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common NVIDIA GPUs;
     elsewhere MFU is left out unless this is set."""
-
-    measure_steps: int = 0
-    """The last steps of the run that are measured by torch's profiler, which slows them: each rank
-    leaves its trace, what it holds and how long it communicates in `<run.dir>/ranks/` (see
-    docs/metrics.md). They do not count in speeds. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
     try:
-        recipe = TypeAdapter(Recipe).validate_python(tree)
+        recipe = _adapter().validate_python(tree)
     except ValidationError as error:
         raise RecipeError(_explain(error, tree, file, origins)) from None
     recipe = _place_slots(_resolve_synonyms(recipe))
@@ -337,9 +337,16 @@ def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
     return recipe
 
 
+@cache
+def _adapter() -> TypeAdapter[Recipe]:
+    """Takes 0.1 s to make, and every save needs it."""
+    return TypeAdapter(Recipe)
+
+
 def resolved(recipe: Recipe) -> dict[str, Any]:
     """The recipe with every default filled in, as JSON values."""
-    return TypeAdapter(Recipe).dump_python(recipe, mode="json")
+    values: dict[str, Any] = _adapter().dump_python(recipe, mode="json")
+    return values
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -349,7 +356,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_schema() -> dict[str, Any]:
     """JSON Schema of a recipe, for editors."""
-    schema = TypeAdapter(Recipe).json_schema()
+    schema = _adapter().json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -482,8 +489,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("elastic", "snapshot_every", 0),
         ("elastic", "check_replicas_every", 0),
         ("elastic", "timeout_seconds", 1),
-        ("tracking", "measure_steps", 0),
         ("tracking", "profile_steps", 0),
+        ("tracking", "profile_after", 1),
     ):
         value = getattr(getattr(recipe, section), key)
         if value != "auto" and not value >= least:  # also refuses NaN
@@ -547,6 +554,12 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
                 "bf16 or fp32, or set run.determinism=fast",
             )
+    if recipe.tracking.profile_steps and recipe.tracking.profile_after >= run.steps:
+        yield (
+            "tracking.profile_after",
+            f"{recipe.tracking.profile_after} leaves none of run.steps={run.steps} to profile; "
+            "lower it",
+        )
     if schedule.warmup_steps >= run.steps and schedule.warmup_steps > 0:
         yield "schedule.warmup_steps", f"{schedule.warmup_steps} is not below run.steps={run.steps}"
     if schedule.name == "wsd" and not 0 < schedule.decay_steps <= run.steps - schedule.warmup_steps:

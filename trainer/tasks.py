@@ -63,7 +63,7 @@ class Task:
     parameter_count: int
     pretrained: Collection[str] | None = None
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
-    unit: str = "tok"
+    unit: str = "tokens"
     """What is counted in speeds."""
     after_step: Callable[[ParallelModel, int], None] | None = None
     """Called on all ranks after each step, with the samples consumed so far: for what changes in

@@ -1,20 +1,17 @@
-"""The page: build, restore, loop. One optimizer step is in step.py."""
+"""The page: build, restore, loop. One optimizer step is in step.py, checkpoints are in saves.py."""
 
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from contextlib import nullcontext
 from itertools import count
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
-from checkpointing import Checkpointer, SaveFailed, load_model, optimizer_tensors
+from checkpointing import Checkpointer, optimizer_tensors
 from elastic import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_DONE,
@@ -23,39 +20,30 @@ from elastic import (
     BatchPlan,
     Pace,
     Pulse,
-    SaveClock,
     Start,
     World,
     compare_ranks,
     diverged_ranks,
-    expected_mtbf,
     plan_batch,
-    read_history,
-    reliability,
 )
 from trainer.data.loader import load
 from trainer.evaluate import evaluate
-from trainer.measure import RankMeter
 from trainer.metrics import (
     Metrics,
     Startup,
     Window,
     peak_flops,
     peak_memory,
-    save_record,
+    say,
     step_line,
     validation_line,
+    warn,
 )
-from trainer.models import TIED_COPIES
-from trainer.optimizer import (
-    LossScale,
-    build_optimizer,
-    parameter_groups,
-)
+from trainer.optimizer import build_optimizer
 from trainer.parallel import ParallelModel, build_mesh, parallelize
-from trainer.profile import traced
-from trainer.provenance import run_state
+from trainer.profile import StepProfiler
 from trainer.recipe import Recipe
+from trainer.saves import finish_saves, pause, report_saves, restore, roll_back, save, save_clock
 from trainer.step import Progress, StepResult, TrainState, train_step
 from trainer.tasks import Task
 
@@ -85,7 +73,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         startup.mark("checkpoint")
         start = attempt(checkpointer, progress, plan, recipe, world, startup)
         sinks = Metrics(recipe, start) if world.is_main else nullcontext()
-        with sinks as metrics, traced(recipe, world) as step_done:
+        profiling = recipe.tracking.profile_steps > 0
+        profile = StepProfiler(recipe, model, optimizer, world) if profiling else nullcontext()
+        with sinks as metrics, profile as profiler:
             startup.mark("trackers")
             say(metrics, f"{describe(recipe, task, world, plan, progress)}\n{memory}")
             batches = load(
@@ -100,16 +90,14 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
             window, pace, clock = Window(), Pace(), save_clock(recipe, world)
-            meter = RankMeter(recipe, model, optimizer, world)
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.report(progress.step + 1, "step")
                 pulse.wants_save = clock is not None and clock.due(time.monotonic())
-                with meter.step(progress.step + 1):
-                    result = train_step(
-                        state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
-                    )
-                warn(metrics, progress, result.verdict.reason)
+                result = train_step(
+                    state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
+                )
+                warn(metrics, progress.step, result.verdict.reason)
                 if result.verdict.action == "stop" and not roll_back(
                     checkpointer, state, recipe, metrics
                 ):
@@ -117,15 +105,18 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
                 if task.after_step:
                     task.after_step(model, progress.sequences)
+                if progress.step == first_step or (profiler and profiler.active):
+                    # The first step also warms up, and the profiler slows its own: they would
+                    # spoil the averages.
+                    window.leave_out(result.seconds)
+                else:
+                    tokens = plan.global_batch * recipe.data.seq_len
+                    window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if progress.step == first_step:
                     startup.mark("first step")
                     say(metrics, str(startup))
                     if metrics:
                         metrics.ledger.phases(startup.parts)
-                elif not meter.covers(progress.step):
-                    # The first step also warms up, and would spoil the averages.
-                    tokens = plan.global_batch * recipe.data.seq_len
-                    window.add(result.seconds, result.data_wait, result.compute, tokens)
                 if metrics:
                     skipped = result.verdict.action == "skip"
                     first = progress.sequences - plan.global_batch
@@ -145,7 +136,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     check_replicas(model, mesh, progress, metrics)
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     pulse.report(progress.step, "evaluate")
+                    began = time.perf_counter()
                     values = evaluate(model, task.validation, recipe, world)
+                    window.leave_out(time.perf_counter() - began)
                     progress.validation_loss = values.get("validation_loss")
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
@@ -158,7 +151,10 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                 elif due(progress.step, recipe.elastic.snapshot_every, last_step):
                     save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics, clock)
-                step_done()
+                if profiler:
+                    began = time.perf_counter()
+                    profiler.step_done()
+                    window.leave_out(time.perf_counter() - began)
                 if result.pause and progress.step < last_step:
                     pulse.report(progress.step, "save")
                     leaving = result.pause >= PAUSE_TO_LEAVE
@@ -203,7 +199,7 @@ def check_replicas(
     ranks = flags.nonzero().flatten().tolist()
     if ranks:
         named = ", ".join(map(str, ranks))
-        warn(metrics, progress, f"weights of rank {named} differ from those of its replicas")
+        warn(metrics, progress.step, f"weights of rank {named} differ from those of its replicas")
 
 
 def requests(plan: BatchPlan, rank: int, start: int) -> Iterator[list[int]]:
@@ -216,12 +212,6 @@ def requests(plan: BatchPlan, rank: int, start: int) -> Iterator[list[int]]:
 def due(step: int, every: int, last: int) -> bool:
     """Whether something that happens every so many steps, and at the end, happens now."""
     return step == last or (every > 0 and step % every == 0)
-
-
-def say(metrics: Metrics | None, text: str) -> None:
-    """One line on the console of rank 0."""
-    if metrics:
-        metrics.say(text)
 
 
 def step_record(
@@ -246,7 +236,7 @@ def step_record(
     if recipe.precision.dtype == "fp16":
         values["loss_scale"] = progress.loss_scale.value
     if window.seconds:
-        mean_seconds = sum(window.seconds) / len(window.seconds)
+        mean_seconds = window.elapsed / len(window.seconds)
         values["eta_seconds"] = mean_seconds * (recipe.run.steps - progress.step)
     return values
 
@@ -301,160 +291,3 @@ def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress
     elif progress.step:
         lines.append(f"resuming after step {progress.step} of {recipe.run.steps}")
     return "\n".join(lines)
-
-
-def restore(
-    checkpointer: Checkpointer,
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    task: Task,
-) -> Progress:
-    """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks."""
-    state = checkpointer.load(
-        model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
-    )
-    given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
-    if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
-        model.draw_weights()
-    if state is None and recipe.model.init_from:
-        load_model(
-            recipe.model.init_from,
-            {name: model.tensors[name] for name in given},
-            verify=recipe.checkpoint.verify,
-            optional={*TIED_COPIES, *model.tensors},
-            group=dist.group.WORLD,
-        )
-    if state is None:
-        scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
-        return Progress(loss_scale=LossScale(scale))
-    return Progress(
-        **{key: state[key] for key in Progress.__dataclass_fields__ if key != "loss_scale"},
-        loss_scale=LossScale(**state["loss_scale"]),
-    )
-
-
-@record_function("save checkpoint")
-def save(
-    checkpointer: Checkpointer,
-    state: TrainState,
-    recipe: Recipe,
-    task: Task,
-    world: World,
-    *,
-    wait: bool = False,
-    memory_only: bool = False,
-) -> None:
-    """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
-    all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
-    optimized = state.model.optimized
-    checkpointer.save(
-        state.progress.step,
-        model=state.model.tensors,
-        optimizer=optimizer_tensors(state.optimizer, optimized),
-        state={
-            **asdict(state.progress),
-            "parameter_groups": parameter_groups(state.optimizer, optimized),
-            **run_state(recipe, task, world),
-        },
-        files=task.files,
-        wait=wait or state.progress.step >= recipe.run.steps,
-        memory_only=memory_only,
-    )
-
-
-def pause(
-    checkpointer: Checkpointer,
-    state: TrainState,
-    recipe: Recipe,
-    task: Task,
-    world: World,
-    metrics: Metrics | None,
-    leaving: bool,
-) -> None:
-    """Save the step just done, and wait until it is safe: this world is about to end. On all ranks.
-
-    If all nodes stay, their memory is enough; if one leaves, its part goes with it.
-    """
-    memory_only = checkpointer.memory_lasts and not leaving
-    where = "in memory" if memory_only else "to storage"
-    say(metrics, f"pausing after step {state.progress.step}: saving it {where}")
-    try:
-        save(checkpointer, state, recipe, task, world, wait=True, memory_only=memory_only)
-        finish_saves(checkpointer, state.progress, metrics)
-    except SaveFailed as error:  # the checkpoints before are as they were
-        say(metrics, f"warning: {error}")
-    checkpointer.close(keep_memory=True)
-
-
-def roll_back(
-    checkpointer: Checkpointer, state: TrainState, recipe: Recipe, metrics: Metrics | None
-) -> bool:
-    """Take weights and optimizer state back to the newest good checkpoint, and go on with the data
-    after the steps that went wrong. On all ranks.
-
-    Returns False if that was done as often as it may be, or there is no checkpoint.
-    """
-    progress = state.progress
-    if progress.rollbacks == recipe.elastic.max_rollbacks:
-        return False
-    with suppress(SaveFailed):
-        checkpointer.wait()
-    loaded = checkpointer.load(
-        model=state.model.tensors,
-        optimizer=optimizer_tensors(state.optimizer, state.model.optimized),
-    )
-    if loaded is None:
-        return False
-    progress.rollbacks += 1
-    progress.skipped_in_row = 0
-    warn(
-        metrics,
-        progress,
-        f"rolled back to the weights of step {loaded['step']}; the data from there to step "
-        f"{progress.step} is not tried again (roll-back {progress.rollbacks})",
-    )
-    return True
-
-
-def warn(metrics: Metrics | None, progress: Progress, what: str) -> None:
-    """Tell of something that went wrong in a step, on the console and in the ledger."""
-    if metrics and what:
-        metrics.say(f"warning: {what}")
-        metrics.ledger.event("bad numbers", step=progress.step, what=what)
-
-
-def save_clock(recipe: Recipe, world: World) -> SaveClock | None:
-    """What tells when to save, on rank 0 of a run that is to decide itself."""
-    if recipe.checkpoint.every != "auto" or not world.is_main:
-        return None
-    past = reliability(read_history(Path(recipe.run.dir)))
-    mtbf = expected_mtbf(past.failures, past.node_seconds, world.nodes)
-    return SaveClock(mtbf, time.monotonic())
-
-
-def report_saves(
-    checkpointer: Checkpointer,
-    progress: Progress,
-    metrics: Metrics | None,
-    clock: SaveClock | None = None,
-) -> None:
-    """Tell how checkpoints ended: one that failed costs the run nothing but that checkpoint."""
-    for outcome in checkpointer.outcomes():
-        if metrics:
-            metrics.record(progress.step, *save_record(outcome))
-            metrics.ledger.save(outcome.step, outcome.seconds, error=outcome.error)
-        if clock and outcome.path:
-            clock.written(outcome.seconds)
-
-
-def finish_saves(checkpointer: Checkpointer, progress: Progress, metrics: Metrics | None) -> None:
-    """Wait for the last checkpoint.
-
-    Raises:
-        SaveFailed: there is no checkpoint of the last step.
-    """
-    try:
-        checkpointer.wait()
-    finally:
-        report_saves(checkpointer, progress, metrics)

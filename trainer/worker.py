@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -109,11 +110,14 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task]:
 
 def prepare_run_directory(recipe: Recipe) -> None:
     """Make the run directory and leave the resolved recipe in it. On rank 0."""
-    directory = Path(recipe.run.dir)
+    directory, text = Path(recipe.run.dir), dump_recipe(recipe)
+    with suppress(OSError):
+        if (directory / "recipe.yaml").read_text(encoding="utf-8") == text:
+            return  # a restart gets by without writing, so a full disk does not end the run
     try:
         directory.mkdir(parents=True, exist_ok=True)
         aside = directory / f"recipe.yaml.{os.getpid()}"
-        aside.write_text(dump_recipe(recipe), encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
         os.replace(aside, directory / "recipe.yaml")
     except OSError as error:
         raise RecipeError(

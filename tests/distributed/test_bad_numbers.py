@@ -82,7 +82,7 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
         job = start(2, f"run.dir={name}", "run.steps=12", bad, limit, *overrides, recipe=factory)
         return job.wait()
 
-    code, output = run("back", range(9, 15), "checkpoint.every=2")
+    code, output = run("back", range(9, 15), "checkpoint.every=2", "checkpoint.when_busy=wait")
     assert code == 0, output
     assert "rolled back to the weights of step 6; the data from there to step 7 is not" in output
 

@@ -22,15 +22,24 @@ from elastic.history import Step
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
-from trainer.compare import Outcome, compare_losses, problems, run_comparison, stall
+from trainer.compare import (
+    INTERRUPTED,
+    Outcome,
+    compare_losses,
+    problems,
+    run_comparison,
+    stall,
+)
+from trainer.compare_report import table
 from trainer.compare_strategies import AFTER_SAVE, candidate
 from trainer.data.loader import load
-from trainer.measure import RankMeter, Trace, covered, read_records
 from trainer.optimizer import build_optimizer
 from trainer.parallel import build_mesh, parallelize
+from trainer.profile import StepProfiler, peak_bytes, read_records, torch_profiler
 from trainer.recipe import RecipeError, load_recipe
 from trainer.step import Progress, TrainState, train_step
 from trainer.tasks import build_task
+from trainer.trace_summary import read_trace
 from trainer.train import requests
 
 MARK = "PERDURE_TEST_COMPARE"
@@ -39,7 +48,7 @@ THEORY = 0.03
 
 
 def measure(recipe, rank, world_size):
-    """The trainer's own step, three times, measured in the last two."""
+    """The trainer's own step, three times, profiled in the last two."""
     world = World(
         rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size, nodes=1,
         round=0, generation=0, cause=None, device=torch.device("cpu"),
@@ -51,10 +60,10 @@ def measure(recipe, rank, world_size):
     plan = plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
     batches = load(task.stream, requests(plan, rank, 0), workers=0, pin_memory=False)
     state = TrainState(model, optimizer, Progress())
-    meter = RankMeter(recipe, model, optimizer, world)
-    for step in range(1, recipe.run.steps + 1):
-        with meter.step(step):
+    with StepProfiler(recipe, model, optimizer, world) as profiler:
+        for _ in range(recipe.run.steps):
             train_step(state, batches, plan, recipe, world, Pulse.from_environment(), lambda: None)
+            profiler.step_done()
 
 
 def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
@@ -62,7 +71,8 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace)
 
     def recipe_of(name, ranks):
-        overrides = ["batch.micro_batch=8", "run.steps=3", "tracking.measure_steps=2"]
+        overrides = ["batch.micro_batch=8", "tracking.profile_steps=2", "tracking.profile_after=1"]
+        overrides += ["run.steps=3"]
         run = tmp_path / f"{name}-{ranks}"
         run.mkdir(exist_ok=True)
         one = candidate(name, "recipe.yaml", ["schedule={}"], ranks, 3, run)
@@ -107,6 +117,16 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
     assert figures["zero3", 4][0].peak < figures["zero3", 2][0].peak < figures["ddp", 2][0].peak
 
 
+def test_a_profile_that_cannot_be_written_costs_nothing(workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace)
+    profiled = ["tracking.profile_steps=1", "tracking.profile_after=1", "run.steps=3"]
+    recipe = load_recipe("recipe.yaml", ["schedule={}", f"run.dir={tmp_path}", *profiled])
+    (tmp_path / "profile").write_text("in the way")
+    ended = run_ranks(1, lambda rank: measure(recipe, rank, 1) or "well", tmp_path / "rank")
+    assert ended == ["well"]
+    assert read_records(tmp_path) == []
+
+
 def perdure_compare(folder, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.cli", "compare", "recipe.yaml", *arguments],
@@ -137,10 +157,10 @@ def test_command(workspace):
     for one in ddp, zero3:
         assert len(one["step_seconds"]) == 4
         rate = 8 * 32 / sorted(one["step_seconds"])[2]
-        assert one["tokens_per_second"] >= rate  # a median of four lies below the third
+        assert one["rate"] >= rate  # a median of four lies below the third
         assert one["checkpoint_bytes"] > 3 * ddp["parameters"]
         assert one["difference"] <= 1e-4
-        assert f" {one['tokens_per_second']:,.0f} |" in output
+        assert f" {one['rate']:,.0f} |" in output
     assert ddp["losses"].keys() == zero3["losses"].keys()
     assert zero3["parameters"] < 0.6 * ddp["parameters"]
     assert zero3["peak"] < ddp["peak"]
@@ -172,14 +192,16 @@ def test_interrupted(workspace):
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert "Traceback" not in output
+    assert "PARTIAL: 0 of 1" in output
+    assert "PARTIAL: 0 of 1" in (workspace / "cut/compare.md").read_text()
     assert_nothing_left(workspace / "cut/runs")
 
 
 def test_wrong_input(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace)
 
-    def compare(names, out=tmp_path / "new", **options):
-        run_comparison("recipe.yaml", [], names, ranks=2, steps=4, out=out, **options)
+    def compare(names, out=tmp_path / "new", overrides=(), **options):
+        run_comparison("recipe.yaml", overrides, names, ranks=2, steps=4, out=out, **options)
 
     with pytest.raises(RecipeError, match=r"no 'zero4'; it is one of ddp, zero1"):
         compare(["ddp", "zero4"])
@@ -191,6 +213,9 @@ def test_wrong_input(workspace, tmp_path, monkeypatch):
         compare(["hybrid"])
     with pytest.raises(RecipeError, match="--against no_such_peer: it is not installed"):
         compare(["ddp"], against="no_such_peer")
+    graph = ["model={kgat: {}}", "data={graph: {path: nowhere}}"]
+    with pytest.raises(RecipeError, match=r"--against torch: .*model\.kgat is none"):
+        compare(["ddp"], overrides=graph, against="torch")
     assert not (tmp_path / "new").exists()
 
 
@@ -209,6 +234,18 @@ def test_losses_that_differ_are_named(other):
     assert "differs from that of ddp" in found[1]
 
 
+def test_table_names_the_unit_and_what_is_missing():
+    figures = {"unit": "samples", "rate": 1234.5, "unplanned": "model.kgat: not a language model"}
+    text = table([Outcome("ddp", **figures), Outcome("zero1", INTERRUPTED)])
+    header, _, row, _, *notes = text.splitlines()
+    assert "| samples/s |" in header
+    assert "planned" not in header
+    assert "|     1,234 |" in row
+    assert [note.split(":")[0] for note in notes] == ["- zero1", "- planned", "- PARTIAL"]
+    assert "1 of 2" in notes[2]
+    assert "planned" in table([Outcome("ddp", predicted={"peak": 1})]).splitlines()[0]
+
+
 def test_stall_is_what_a_checkpoint_cost():
     after, steps = 0.0, {}
     for number in count(1):
@@ -221,21 +258,20 @@ def test_stall_is_what_a_checkpoint_cost():
     assert stall(steps, 8, 1.0) == pytest.approx(0.7)
 
 
-def test_collectives_under_way_at_once_count_once():
-    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
-
-
 def test_trace_of_real_allocations(tmp_path):
     """What was held at once counts; not all that was allocated, nor what another step held."""
-    trace = Trace(torch.device("cpu"))
-    for _ in range(3):
-        with trace.step():
-            kept = torch.zeros(1000, 256)
+    cpu, path = torch.device("cpu"), tmp_path / "trace.json.gz"
+    with torch_profiler(cpu, 1, 3, lambda done: done.export_chrome_trace(str(path))) as profiler:
+        for step in range(4):
+            kept = torch.zeros(1000, 256) if step else torch.zeros(9000, 256)
             del kept
             first, second = torch.zeros(1000, 256), torch.zeros(500, 256)
             del first
             assert torch.zeros(100, 256) is not second
             del second
-    trace.stop(tmp_path / "trace.json.gz")
-    assert trace.peak(7) == pytest.approx(7 + 1500 * 256 * 4, rel=1e-3)
-    assert trace.collectives == trace.communication == 0
+            profiler.step()
+    trace = read_trace(path)
+    assert peak_bytes(cpu, 7, trace) == pytest.approx(7 + 1500 * 256 * 4, rel=1e-3)
+    assert len(trace.steps) == 3
+    assert not trace.collectives
+    assert trace.communication == 0

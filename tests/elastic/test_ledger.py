@@ -47,12 +47,15 @@ class Run:
                 "monotonic": self.now - 1_600_000_000,
                 "boot": self.boot,
                 "pid": 1,
+                "attempt": f"{len(self.lines):08x}",
             }
         )
+        self.attempt = self.lines[-1]["attempt"]
         return self
 
     def add(self, kind, **values):
-        self.lines.append({"kind": kind, **values, "after": self.now - self.started})
+        after = self.now - self.started
+        self.lines.append({"kind": kind, **values, "after": after, "attempt": self.attempt})
         return self
 
     def steps(self, first, last, seconds=0.5):
@@ -107,7 +110,7 @@ def test_what_is_written_is_read(tmp_path):
     assert attempt.end["reason"] == "done"
     assert attempt.phases == {"imports": 1.0, "first step": 0.2}
     lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
-    assert all(len(line) < 100 for line in lines if '"step",' in line)
+    assert all(len(line) < 120 for line in lines if '"step",' in line)
 
 
 def test_a_torn_line_is_left_out_and_never_glued_to(tmp_path):
@@ -265,6 +268,22 @@ def runs(draw):
         run.start(step, nodes=draw(st.integers(1, 3)), cause=cause, source=source)
         done, saved = step, [old for old in saved if old <= step]
     return run.steps(done + 1, done + draw(st.integers(2, 8)))
+
+
+def test_who_was_cut_off_may_write_beside_the_next_attempt(folder):
+    run = Run().start(0).steps(1, 8)
+    cut_off, began = run.attempt, run.started
+    run.start(4).steps(5, 5)
+    run.attempt, run.started, after = cut_off, began, (run.attempt, run.started)
+    run.steps(9, 10)
+    run.attempt, run.started = after
+    history = run.steps(6, 12).history(folder)
+    assert history.problems == []
+    assert (history.step, len(history.attempts)) == (12, 2)
+    assert [step.step for step in history.attempts[0].steps] == [*range(1, 11)]
+    assert sum(history.survives(a, s) for a in history.attempts for s in a.steps) == 12
+    run.lines = [line for line in run.lines if line["kind"] != "start" or line["step"] == 0]
+    assert "which has no start" in run.history(folder).problems[0]
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -5,6 +5,7 @@ it measured and what was predicted: python -m torch.distributed.run … rank.py 
 import dataclasses
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,13 +13,19 @@ import torch.distributed as dist
 
 from elastic import plan_batch
 from elastic.world import join_world, leave_world, read_environment
-from trainer.memory import LiveTensors, activation_bytes, measure_state, tensor_bytes
 from trainer.models import init_parameter
 from trainer.optimizer import build_optimizer
 from trainer.parallel import build_mesh, parallelize
 from trainer.plan import predict
+from trainer.plan.live import LiveTensors
 from trainer.recipe import load_recipe
+from trainer.storages import nbytes, storages
 from trainer.tasks import bare_model
+
+
+def held(tensors):
+    """Bytes of their storages."""
+    return nbytes(storages(tensors, torch.device("cpu")))
 
 
 def measure(recipe, world):
@@ -36,25 +43,33 @@ def measure(recipe, world):
     batch = {name: torch.ones(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     if recipe.data.document_mask:
         batch["document_ids"] = torch.zeros(shape, dtype=torch.int32)
-    standing = tensor_bytes([*model.parameters.values(), *model.optimized.values()])
+    weights = [*model.parameters.values(), *model.optimized.values()]
     with LiveTensors() as live:
         for step in range(3):
             live.peak = 0
             for number in range(plan.passes):
                 with model.accumulate(last=number == plan.passes - 1):
-                    if step == 2 and number == 0:
-                        loss, activations = activation_bytes(lambda: model(batch), model.module)
-                    else:
+                    followed = step == 2 and number == 0
+                    with LiveTensors() if followed else nullcontext() as forward:
                         loss = model(batch)
+                    if followed:
+                        activations = forward.total(ignored=model.module.parameters())
                     loss.backward()
                     del loss
             model.collect_gradients()
-            state = measure_state(model, optimizer)
+            gradients = held(weight.grad for weight in weights if weight.grad is not None)
             optimizer.step()
             model.publish_weights()
             model.zero_gradients()
-    peak = live.peak + standing + state.optimizer_state
-    return {**dataclasses.asdict(state), "activations": activations, "peak": peak}
+    state = held(value for of_one in optimizer.state.values() for value in of_one.values())
+    return {
+        "parameters": held(weights),
+        "gradients": gradients,
+        "optimizer_state": state,
+        "buffers": held(model.module.buffers()),
+        "activations": activations,
+        "peak": live.peak + held(weights) + state,
+    }
 
 
 def main():

@@ -58,16 +58,17 @@ class Memory:
     optimizer_state: int
     buffers: int
     activations: int
-    """Between forward and backward pass."""
+    """Between forward and backward pass; gathered parameters are not among them."""
     transient: int
     """At the peak, besides the others: gathered units, buffers of reductions, unreduced gradients
     of earlier passes, and what operators work with."""
     peak: int
-    """Of the device, at the largest moment; without what torch and CUDA need for themselves."""
+    """Of the device, at the largest moment of a step, which is less than the sum of the others.
+    What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
     moment: str
-    """Which one that is; see [Note: moments]."""
+    """Which one that is: forward, head, blocks, end, reduce or update; see [Note: moments]."""
     host: int
-    """Of these, in host memory instead of on the device."""
+    """Of these, in host memory instead of on the device: `strategy.offload: cpu`."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from elastic import plan_batch
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.costs import Machine, collectives_of, times_of
-from trainer.plan.memory import Layout, memory_of, traced_dtype
+from trainer.plan.memory import Layout, Memory, memory_of, traced_dtype
 from trainer.plan.trace import Blueprint, read_blueprint, trace
 from trainer.recipe import Recipe, RecipeError
 
@@ -23,32 +23,15 @@ parameters. Of `peak`, what a pass works with is traced and the rest computed.""
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Of one rank, the one with the most; bytes and seconds. None: not known without a machine."""
+class Prediction(Memory):
+    """Memory, time and the rest, of the rank with the most; bytes and seconds. None: not known
+    without a machine."""
 
     world_size: int
     passes: int
     """Forward and backward passes per step."""
     micro_batch: int
     """Sequences of the largest pass; `batch.micro_batch` is their limit."""
-    parameters: int
-    """Whole or sharded."""
-    gradients: int
-    """When the optimizer runs."""
-    optimizer_state: int
-    buffers: int
-    activations: int
-    """Between forward and backward pass; gathered parameters are not among them."""
-    transient: int
-    """At the peak, beside the others: gathered units, buffers of reductions, gradients that are not
-    reduced yet, and what operators work with."""
-    peak: int
-    """Of the device at the largest moment of a step, which is less than the sum of the others.
-    What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
-    moment: str
-    """forward, head, blocks, end (backward, part by part), reduce or update."""
-    host: int
-    """Of these, in host memory: `strategy.offload: cpu`."""
     communication_bytes: float
     """Sent by this rank per step, and as many received."""
     checkpoint_bytes: int

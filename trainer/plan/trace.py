@@ -12,18 +12,17 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.memory import LiveTensors
 from trainer.models import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
+from trainer.plan.kernels import cuda_kernels
+from trainer.plan.live import LiveTensors
 from trainer.recipe import Recipe, RecipeError
 from trainer.tasks import bare_model
 
@@ -178,7 +177,7 @@ def trace(
                 inputs["document_ids"] = torch.zeros(shape, dtype=torch.int32)
             tape = _Tape(model, blocks, keep_gradients=not autocast)
             if device == "cuda":
-                stack.enter_context(_cuda_kernels())
+                stack.enter_context(cuda_kernels())
             stack.enter_context(tape)
             casts = autocast and dtype != torch.float32
             with torch.autocast("cpu", dtype=dtype) if casts else nullcontext():
@@ -349,69 +348,3 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
         return whole / 2 if named.get("is_causal") else whole
     formula = flop_registry.get(operator.overloadpacket)
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
-
-
-# --- kernels that only a GPU has -------------------------------------------------------------
-
-
-def _cuda_kernels() -> Any:
-    """While entered, attention and RMSNorm are what CUDA would call. Fake tensors of a GPU need a
-    build of torch for it; these stand on the CPU, whose kernels keep other tensors for the backward
-    pass. (A TorchFunctionMode would be off in the backward pass, where blocks are recomputed.)"""
-    return patch.multiple(F, scaled_dot_product_attention=_attend, rms_norm=_normalise)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Flash attention where it can, else the memory-efficient kernel, as SDPA chooses on CUDA."""
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if attn_mask is None and q.dtype != torch.float32:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # `models.decoder.attend` repeats them on CUDA, and SDPA would
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    bias = None
-    if attn_mask is not None:
-        bias = attn_mask
-        if attn_mask.dtype == torch.bool:
-            bias = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
-        bias = bias.expand(*q.shape[:3], k.shape[2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
-
-
-def _normalise(
-    input: torch.Tensor,
-    normalized_shape: Any,
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-) -> torch.Tensor:
-    if weight is None:
-        weight = input.new_ones(normalized_shape)
-    return _FusedRMSNorm.apply(input, weight)
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    """Keeps its input and one number per row, as the fused kernel does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        row_norms = x.new_empty(x.shape[: -weight.dim()], dtype=torch.float32)
-        ctx.save_for_backward(x, weight, row_norms)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight, _ = ctx.saved_tensors
-        return gradient + x, torch.empty_like(weight)

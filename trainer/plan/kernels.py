@@ -1,0 +1,70 @@
+"""Kernels that only a GPU has, for traces that run on the CPU."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+
+def cuda_kernels() -> Any:
+    """While entered, attention and RMSNorm are what CUDA would call. Fake tensors of a GPU need a
+    build of torch for it; these stand on the CPU, whose kernels keep other tensors for the backward
+    pass. (A TorchFunctionMode would be off in the backward pass, where blocks are recomputed.)"""
+    return patch.multiple(F, scaled_dot_product_attention=_attend, rms_norm=_normalise)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Flash attention where it can, else the memory-efficient kernel, as SDPA chooses on CUDA."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if attn_mask is None and q.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:  # `models.decoder.attend` repeats them on CUDA, and SDPA would
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask
+        if attn_mask.dtype == torch.bool:
+            bias = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
+        bias = bias.expand(*q.shape[:3], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _normalise(
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    if weight is None:
+        weight = input.new_ones(normalized_shape)
+    return _FusedRMSNorm.apply(input, weight)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Keeps its input and one number per row, as the fused kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        row_norms = x.new_empty(x.shape[: -weight.dim()], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, row_norms)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return gradient + x, torch.empty_like(weight)
