@@ -1,70 +1,183 @@
-"""Tokens per second and peak memory: this trainer against a minimal hand-written loop.
+"""Tokens per second and peak memory: this trainer against a hand-written loop and other trainers.
 
-Both train the quickstart's decoder on the same tokens with the same AdamW, in turn, several rounds;
-each figure is a median over steps after warm-up, the ratio a median over rounds.
+All train the quickstart's architecture on the same tokens with the same AdamW and precision. In
+each round they run in turn; a speed is that of the median step after warm-up, a ratio is taken
+within a round.
 """
 
 import json
 import shutil
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.support import QUICKSTART, ROOT, arguments, report, run, spread, torchrun, workspace
-
-CASES = (
-    ("1 rank, plain", 1, ("strategy.name=ddp", "strategy.sharding=null")),
-    ("2 ranks, DDP", 2, ("strategy.name=ddp", "strategy.sharding=null")),
-    ("2 ranks, FULL_SHARD", 2, ()),
+from benchmarks.support import (
+    QUICKSTART,
+    ROOT,
+    arguments,
+    attempt,
+    heading,
+    print_table,
+    run,
+    spread,
+    torchrun,
+    workspace,
+    write_json,
 )
+
+DDP = ("strategy.name=ddp", "strategy.sharding=null")
+CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "plain": ("1 rank, plain", 1, DDP),
+    "ddp": ("2 ranks, DDP", 2, DDP),
+    "full_shard": ("2 ranks, FULL_SHARD", 2, ()),
+}
+"""By the word for `--cases`: name, ranks, overrides of the recipe."""
+
+PEERS = {
+    "minimal": ("minimal loop", "torch"),
+    "accelerate": ("Accelerate", "accelerate"),
+    "fabric": ("Lightning Fabric", "lightning-fabric"),
+    "litgpt": ("LitGPT", "litgpt"),
+    "torchtitan": ("torchtitan", "torchtitan"),
+    "deepspeed": ("DeepSpeed", "deepspeed"),
+}
+"""By the word for `--peers`, which is also that of benchmarks/peers/WORD_loop.py: name, package."""
+
+Figures = dict[str, Any]
+"""tokens_per_second, peak_memory, and what else a peer tells."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of this trainer and of every peer, one after the other."""
+
+    ours: Figures
+    peers: dict[str, Figures]
+    """By word; those that did not fail."""
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=3, steps=40)
+    options = arguments(__doc__ or "", rounds=3, steps=40, peers="all", cases="all")
+    cases = chosen("cases", options.cases, list(CASES))
+    notes = [
+        "Memory of Perdure includes the slot that its checkpoints are copied to.",
+        "Attention is causal over whole sequences: not every peer has a mask between documents.",
+    ]
+    peers = []
+    for peer in chosen("peers", options.peers, list(PEERS)):
+        name, package = PEERS[peer]
+        try:
+            notes.append(f"{name}: {package} {version(package)}")
+            peers.append(peer)
+        except PackageNotFoundError:
+            notes.append(f"{name} is left out: {package} is not installed")
+    if not peers:
+        sys.exit(f"nothing to compare with: {notes[-1]}")
     settings = (
         f"run.steps={options.steps}",
         "run.log_every=10",
         "run.evaluate_every=0",
+        "data.document_mask=false",
         "checkpoint.every=0",
         "schedule.warmup_steps=5",
     )
     rows: list[dict[str, str]] = []
-    figures: list[dict[str, Any]] = []
+    figures: list[Figures] = []
     with workspace() as directory:
-        for name, ranks, overrides in CASES:
-            rounds = []
+        for case in cases:
+            name, ranks, overrides = CASES[case]
+            recipe = [str(QUICKSTART), *settings, *overrides]
+            left, rounds = list(peers), []
             for _ in range(options.rounds):
-                recipe = [str(QUICKSTART), *settings, *overrides]
-                shutil.rmtree(directory / "runs", ignore_errors=True)
-                run(torchrun(ranks, "-m", "trainer", *recipe), directory)
-                records = (directory / "runs/quickstart/metrics.jsonl").read_text().splitlines()
-                # The first interval holds the warm-up; speed is that of the median step after it.
-                steps = [r for r in map(json.loads, records) if "step_seconds_p50" in r]
-                after = steps[1:]
-                tokens = 8 * 256
-                ours = {
-                    "tokens_per_second": tokens / median(r["step_seconds_p50"] for r in after),
-                    "peak_memory": after[-1]["peak_memory"],
-                }
-                peer_file = str(ROOT / "benchmarks/peers/minimal_loop.py")
-                output = run(torchrun(ranks, peer_file, *recipe), directory)
-                rounds.append((ours, json.loads(output.splitlines()[-1])))
-            speed = [ours["tokens_per_second"] / peer["tokens_per_second"] for ours, peer in rounds]
-            memory = [ours["peak_memory"] / peer["peak_memory"] for ours, peer in rounds]
-            rows.append(
-                {
-                    "case": name,
-                    "Perdure tok/s": spread([ours["tokens_per_second"] for ours, _ in rounds], 0),
-                    "minimal loop tok/s": spread([p["tokens_per_second"] for _, p in rounds], 0),
-                    "speed ratio": spread(speed, 3),
-                    "Perdure MB": spread([ours["peak_memory"] / 1e6 for ours, _ in rounds], 0),
-                    "minimal loop MB": spread([p["peak_memory"] / 1e6 for _, p in rounds], 0),
-                    "memory ratio": spread(memory, 3),
-                }
-            )
-            figures.append({"case": name, "rounds": rounds, "speed_ratio": median(speed)})
-            figures[-1]["memory_ratio"] = median(memory)
+                ours, theirs = run_perdure(ranks, recipe, directory), {}
+                for peer in list(left):
+                    found = run_peer(peer, ranks, recipe, directory)
+                    if "failed" in found:
+                        left.remove(peer)
+                        notes.append(f"{PEERS[peer][0]}, {name}: {found['failed']}")
+                    else:
+                        theirs[peer] = found
+                rounds.append(Round(ours, theirs))
+            for peer in left:
+                row, summary = compare(name, peer, rounds)
+                rows.append(row)
+                figures.append(summary)
+                if note := rounds[0].peers[peer].get("note"):
+                    notes.append(f"{PEERS[peer][0]}, {name}: {note}")
     title = "Throughput and peak memory of rank 0; median (min-max) over rounds"
-    report(title, rows, figures, options.json)
+    heading(title)
+    if rows:
+        print_table(rows)
+    print("\n" + "\n".join(notes))
+    write_json(title, {"ratios": figures, "notes": notes}, options.json)
+
+
+def chosen(option: str, value: str, names: list[str]) -> list[str]:
+    """The words of a comma-separated option; `all` stands for all of them."""
+    words = names if value == "all" else value.split(",")
+    if unknown := [word for word in words if word not in names]:
+        sys.exit(f"--{option}: {unknown[0]!r} is none of {', '.join(names)}")
+    return words
+
+
+def run_perdure(ranks: int, recipe: list[str], directory: Path) -> Figures:
+    """A fresh run of this trainer."""
+    shutil.rmtree(directory / "runs", ignore_errors=True)
+    run(torchrun(ranks, "-m", "trainer", *recipe), directory)
+    records = (directory / "runs/quickstart/metrics.jsonl").read_text().splitlines()
+    # The first interval holds the warm-up.
+    after = [r for r in map(json.loads, records) if "step_seconds_p50" in r][1:]
+    if not after:
+        sys.exit("--steps: two intervals of 10 steps are needed, the first of which warms up")
+    tokens = 8 * 256
+    return {
+        "tokens_per_second": tokens / median(r["step_seconds_p50"] for r in after),
+        "peak_memory": after[-1]["peak_memory"],
+    }
+
+
+def run_peer(peer: str, ranks: int, recipe: list[str], directory: Path) -> Figures:
+    """What a peer printed last: its figures, or why it `failed`."""
+    command = torchrun(ranks, str(ROOT / f"benchmarks/peers/{peer}_loop.py"), *recipe)
+    done = attempt(command, directory)
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if failed := [line for line in told if "failed" in line]:
+        return failed[0]
+    if done.returncode:
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), "no output")
+        return {"failed": f"exit code {done.returncode}, {last}"}
+    return told[-1]
+
+
+def compare(case: str, peer: str, rounds: list[Round]) -> tuple[dict[str, str], Figures]:
+    """A row of the table, and the figures behind it."""
+    pairs = [(r.ours, r.peers[peer]) for r in rounds]
+
+    def ratios(key: str) -> list[float]:
+        return [ours[key] / theirs[key] for ours, theirs in pairs]
+
+    speed, memory = ratios("tokens_per_second"), ratios("peak_memory")
+    row = {
+        "case": case,
+        "peer": PEERS[peer][0],
+        "Perdure tok/s": spread([ours["tokens_per_second"] for ours, _ in pairs], 0),
+        "peer tok/s": spread([theirs["tokens_per_second"] for _, theirs in pairs], 0),
+        "speed ratio": spread(speed, 3),
+        "Perdure MB": spread([ours["peak_memory"] / 1e6 for ours, _ in pairs], 0),
+        "peer MB": spread([theirs["peak_memory"] / 1e6 for _, theirs in pairs], 0),
+        "memory ratio": spread(memory, 3),
+    }
+    summary = {
+        "case": case,
+        "peer": PEERS[peer][0],
+        "rounds": pairs,
+        "speed_ratio": median(speed),
+        "memory_ratio": median(memory),
+    }
+    return row, summary
 
 
 if __name__ == "__main__":

@@ -51,8 +51,18 @@ def torchrun(ranks: int, *worker: str) -> list[str]:
 
 def run(command: Sequence[str], directory: Path, environment: Mapping[str, str] = {}) -> str:
     """Run to the end in `directory`; returns stdout. A failure shows all output and stops."""
+    done = attempt(command, directory, environment)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def attempt(
+    command: Sequence[str], directory: Path, environment: Mapping[str, str] = {}
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end in `directory`, whatever the end."""
     base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         command,
         cwd=directory,
         env={**base, "PERDURE_LAUNCHED_AT": str(time.time()), **environment},
@@ -60,9 +70,6 @@ def run(command: Sequence[str], directory: Path, environment: Mapping[str, str] 
         text=True,
         check=False,
     )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    return done.stdout
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

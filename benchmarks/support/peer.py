@@ -1,0 +1,163 @@
+"""What the peers of `benchmarks.throughput` share: the recipe as one rank trains it, its
+micro-batches, model and optimizer, the clock, and the JSON lines that rank 0 prints.
+
+No resume, no validation, no metrics; tokens are read in file order from a memory map.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.metrics import peak_memory
+from trainer.models import Decoder, init_parameter
+from trainer.recipe import Recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe as one rank trains it; ranks have equal numbers of equal micro-batches."""
+
+    recipe: Recipe
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are sharded (ZeRO-2, ZeRO-3), or else whole on every rank."""
+        return self.recipe.strategy.name == "fsdp"
+
+    @property
+    def free_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward (ZeRO-3)."""
+        return self.recipe.sharding == "FULL_SHARD"
+
+    @property
+    def mixed(self) -> bool:
+        """float32 parameters and optimizer state, bfloat16 arithmetic; else float32 throughout."""
+        return self.recipe.precision.dtype == "bf16"
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a rank and step."""
+        return self.recipe.batch.global_batch // (self.world_size * self.recipe.batch.micro_batch)
+
+    def model(self) -> Decoder:
+        """The decoder on the CPU with the initial weights that the trainer draws."""
+        architecture = self.recipe.model.architecture
+        model = Decoder(architecture)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(init_parameter(name, tuple(parameter.shape), architecture, 0))
+        return model
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+        """Fused AdamW with the learning rate after warm-up."""
+        options = self.recipe.optimizer
+        return torch.optim.AdamW(
+            parameters,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+
+    def micro_batches(self) -> Iterator[dict[str, Tensor]]:
+        """This rank's micro-batches on its device, without end: `input_ids` and `labels`, each
+        (micro_batch, seq_len) int64, and with `data.document_mask` also `document_ids`, int32."""
+        rows, length = self.recipe.batch.micro_batch, self.recipe.data.seq_len
+        source = Path(self.recipe.data.sources[0].path)
+        index = json.loads((source / "index.json").read_text())
+        shard = min(source.glob("train-*.tokens"))
+        tokens = np.memmap(shard, dtype=index["dtype"], mode="r")
+        ends = torch.from_numpy(np.flatnonzero(tokens == index["eos_id"]))
+        row = self.rank * rows
+        while True:
+            inputs, labels, documents = [], [], []
+            for number in range(row, row + rows):
+                at = number * length % (len(tokens) - length - 1)
+                window = torch.from_numpy(tokens[at : at + length + 1].astype(np.int64))
+                inputs.append(window[:-1])
+                labels.append(window[1:])
+                documents.append(torch.searchsorted(ends, torch.arange(at, at + length)))
+            batch = {"input_ids": torch.stack(inputs), "labels": torch.stack(labels)}
+            if self.recipe.data.document_mask:
+                batch["document_ids"] = torch.stack(documents).int()
+            yield {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+            row += self.world_size * rows
+
+
+@dataclass
+class Clock:
+    """Told after every optimizer step; a step lasts from one call to the next."""
+
+    job: Job
+    note: str = ""
+    """Where the peer differs from the recipe, for the reader of the table."""
+    loss: float | None = None
+    """Of the last micro-batch that was told."""
+    seconds: list[float] = field(default_factory=list)
+    _last: float = field(default_factory=time.perf_counter)
+
+    def step(self, loss: Tensor | None = None) -> None:
+        """A step is done. `loss` is read only after the last: reading it waits for the device."""
+        if self.job.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        if len(self.seconds) == 1 and self.job.rank == 0:
+            print(json.dumps({"first_step_at": time.time()}), flush=True)
+        if len(self.seconds) == self.job.recipe.run.steps and loss is not None:
+            self.loss = loss.item()
+        self._last = now
+
+    def figures(self) -> dict[str, float | str | None]:
+        """Tokens per second of the median step, bytes of peak memory of this process."""
+        recipe = self.job.recipe
+        # The first steps warm up, as the trainer's own figures leave them out.
+        measured = self.seconds[recipe.run.log_every :] or self.seconds
+        return {
+            "tokens_per_second": recipe.batch.global_batch * recipe.data.seq_len / median(measured),
+            "peak_memory": peak_memory(self.job.device),
+            "loss": self.loss,
+            "note": self.note,
+        }
+
+
+def run_peer(train: Callable[[Job, Clock], None]) -> None:
+    """Run one rank, started by torchrun with RECIPE.yaml [key=value …]; never returns. Rank 0 ends
+    with the figures as one JSON line; a rank that fails prints {"failed": reason}."""
+    recipe = load_recipe(sys.argv[1], sys.argv[2:])
+    cuda = torch.cuda.is_available() and recipe.run.device != "cpu"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    job = Job(recipe, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+    code = 0
+    try:
+        clock = Clock(job)
+        train(job, clock)
+        if job.rank == 0:
+            print(json.dumps(clock.figures()))
+        if dist.is_initialized():
+            dist.barrier()
+    except Exception as error:
+        traceback.print_exc()
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(json.dumps({"failed": reason}))  # on any rank: torchrun soon ends the others
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo sometimes aborts in interpreter shut-down
