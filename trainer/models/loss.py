@@ -19,6 +19,10 @@ CHUNK = 1 << 27
 """Most logits at a time: 0.5 GB in float32. Smaller chunks would add to the gradient of the head,
 which is as large as the head, more often."""
 
+ROWS_ON_CPU = 128
+"""Logits that go through the loss together on a CPU: few enough to stay in its cache, which takes
+a fifth off the time of head and loss of the quickstart. A GPU is faster with all at once."""
+
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean in nats over the labels that are not -100; 0, with zero gradients, if there are none.
@@ -27,9 +31,14 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (..., V), any floating dtype; the softmax is float32.
         labels: (...) int64.
     """
-    total = F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+    rows = ROWS_ON_CPU if logits.device.type == "cpu" else labels.numel()
+    total = logits.new_zeros((), dtype=torch.float32)
+    for some, label in zip(
+        logits.flatten(0, -2).split(rows), labels.flatten().split(rows), strict=True
+    ):
+        total = total + F.cross_entropy(
+            some.float(), label, ignore_index=IGNORED_LABEL, reduction="sum"
+        )
     return total / _counted(labels)
 
 
