@@ -69,6 +69,8 @@ NOTICES = "PERDURE_NOTICES"
 (default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
 TICK_SECONDS = 0.05
 """How often a node of a small job reads the document."""
+ALONE_SECONDS = 0.4
+"""The same, where there can only be one node."""
 WARM_SECONDS = 60.0
 """How long a node waits for its own imports before it joins anyway."""
 REJOIN_SECONDS = 3600.0
@@ -192,7 +194,10 @@ class Member:
 
     def _run(self) -> None:
         while not self._end:
-            self._wake.wait(TICK_SECONDS * max(1.0, self.state.size / 64))
+            alone = self.limits.maximum == 1  # nobody else changes the document
+            self._wake.wait(
+                ALONE_SECONDS if alone else TICK_SECONDS * max(1.0, self.state.size / 64)
+            )
             self._wake.clear()
             try:
                 self._follow()
