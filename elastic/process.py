@@ -10,15 +10,17 @@ import signal
 import sys
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when the one that started it dies (on Linux).
+
+    `parent` is its process id, where that is known: it may have died before this call.
 
     torchrun puts each rank into a session of its own, so a launcher that is killed with SIGKILL
     leaves ranks behind that train on, and write where the restarted run writes.
     """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = parent or os.getppid()
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died just before

@@ -27,7 +27,7 @@ class Zygote:
         """Start one, in a thread that lives as long as it is to; it begins to import at once."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.zygote", str(theirs.fileno())],
+            [sys.executable, "-m", "elastic.zygote", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno(), page.descriptor],
             stdin=subprocess.DEVNULL,
         )

@@ -58,9 +58,10 @@ class Job:
         return Job(**json.loads(os.pread(descriptor, size, 0)))
 
 
-def main(descriptor: int) -> NoReturn:
-    """Serve the agent at the other end of the socket `descriptor` until it goes."""
-    die_with_parent()
+def main(descriptor: int, parent: int) -> NoReturn:
+    """Serve the agent, process `parent`, at the other end of the socket `descriptor` until it
+    goes."""
+    die_with_parent(parent)
     # Ctrl-C reaches every process of the terminal, Slurm's signals every one of the job step; here
     # the agent decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -107,11 +108,12 @@ def _obey(
         name = message["spawn"]
         job = Job.unpack(descriptors[0])
         _prepare(job)
+        zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
             selector.close()
             agent.close()
-            _become(job, message["env"], descriptors[1:])
+            _become(job, message["env"], descriptors[1:], zygote)
         children[name] = pid
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (name, pid))
         _send(agent, {"started": name, "pid": pid})
@@ -135,11 +137,12 @@ def _prepare(job: Job) -> None:
     gc.freeze()
 
 
-def _become(job: Job, environment: Mapping[str, str], streams: list[int]) -> NoReturn:
-    """Turn this fork into the process that runs a job; its streams become those of the stand-in."""
+def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent: int) -> NoReturn:
+    """Turn this fork of `parent` into the process that runs a job; its streams become those of the
+    stand-in."""
     code = 1
     try:
-        die_with_parent()
+        die_with_parent(parent)
         os.setsid()
         *standard, dumps = streams
         for target, stream in enumerate(standard):
@@ -177,4 +180,4 @@ def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -56,15 +56,15 @@ def chaos(workspace, monkeypatch):
     return chaos
 
 
-def steps_for(plan):
+def steps_for(plan, for_a_join):
     """The run goes on while a node that joins starts, which takes as long as so many steps."""
-    return plan.last_step + 20 + 200 * sum(fault.what == "join" for fault in plan.faults)
+    return plan.last_step + 20 + for_a_join * sum(fault.what == "join" for fault in plan.faults)
 
 
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
     plan = Plan(nodes=3, faults=FAULTS)
-    steps = steps_for(plan)
+    steps = steps_for(plan, 600)
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
     assert [outcome.fault for outcome in verdict.outcomes] == list(plan.faults)
@@ -98,7 +98,7 @@ def test_a_few_faults(chaos, workspace, tmp_path):
 def test_a_hundred_faults(chaos, mode):
     seed, cuts = int(os.environ.get("CHAOS_SEED", "1")), network_possible()
     plan = random_plan(seed, 100, 1, 4, nodes=2, every=12, partitions=cuts)
-    verdict = chaos(plan, mode, steps_for(plan), mode)
+    verdict = chaos(plan, mode, steps_for(plan, 200), mode)
     print(verdict)
     assert not verdict.problems, verdict
     assert len(verdict.outcomes) == 100
