@@ -8,6 +8,7 @@ micro-batch, I items.
 import math
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,17 +87,18 @@ class Propagate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:
         """weights (E,), nodes (N, D) → (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
         return _sparse(graph, weights) @ nodes
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
         """Of the nodes alone: attention is not trained through the CF loss (section 3.4)."""
         (weights,) = ctx.saved_tensors
-        return None, None, _sparse(ctx.graph, weights[ctx.graph.reverse]) @ gradient.contiguous()
+        transposed = _sparse(ctx.graph, weights[ctx.graph.reverse])
+        return None, None, transposed @ gradients[0].contiguous()
 
 
 def _sparse(graph: Adjacency, weights: Tensor) -> Tensor:
