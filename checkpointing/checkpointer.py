@@ -34,6 +34,7 @@ from checkpointing.layout import (
     step_name,
 )
 from checkpointing.link import Link, WriterGoneError, end, launch
+from checkpointing.memory import make_token
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
     Piece,
@@ -113,6 +114,8 @@ class Checkpointer:
         self.memory_lasts = False
         """Whether what `save` copies to memory outlives this process, on all ranks; known after
         `prepare`."""
+        self._has_token = False
+        """Whether a restart can tell whose memory it finds."""
         self._process: subprocess.Popen[bytes] | None = None
         if self._ranks.is_main:
             try:
@@ -336,7 +339,7 @@ class Checkpointer:
         except RankError as failed:
             self._plan = None
             raise failed.kind(failed.message) from failed.__cause__
-        self.memory_lasts = all(lasting)
+        self.memory_lasts = self._has_token and all(lasting)
         devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
         device = next(devices, torch.device("cpu"))
         files = [file.name for file in plan.shared.files]
@@ -370,11 +373,13 @@ class Checkpointer:
         """Tell the writer of each node what to be, and connect to it, once."""
         if self._link:
             return self._link
-        secret = self._ranks.on_main(lambda: os.urandom(16))
+        secret, run = self._ranks.on_main(lambda: (os.urandom(16), self._token()))
+        self._has_token = bool(run)
         nodes, node = self._ranks.nodes(), self._ranks.node
         name = f"\0perdure-{secret[:8].hex()}-{node}"
         host = _host() if len(nodes) > 1 else ""
-        setup = Setup(0, node, nodes, str(self.directory), self.options, name, host, 0, secret)
+        directory = str(self.directory)
+        setup = Setup(0, node, nodes, directory, run, self.options, name, host, 0, secret)
         link = self._ranks.each(lambda: Link(setup, self._ranks.rank, self._take_process()))
         addresses = self._ranks.together(link.start)
         by_rank = dict(zip(self._ranks.all, addresses, strict=True))
@@ -382,6 +387,16 @@ class Checkpointer:
         self._ranks.together(link.connect)
         self._link = link
         return link
+
+    def _token(self) -> str:
+        """By which a restart knows that what is in memory is of this run; on rank 0."""
+        try:
+            return make_token(self.directory)
+        except (OSError, CheckpointError) as error:
+            logger.warning(
+                "%s cannot be written, so a restart cannot use memory: %s", self.directory, error
+            )
+            return ""
 
     def _take_process(self) -> "subprocess.Popen[bytes] | None":
         """The node's writer process, on its first rank."""

@@ -7,7 +7,6 @@ before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applicat
 8). So do two runs that were given the same directory by mistake notice each other.
 """
 
-import os
 import re
 import time
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from checkpointing.errors import StorageError
 from checkpointing.objects import ObjectPath, store_of
 from checkpointing.owners import owner
-from checkpointing.storage import opened, read_file, retrying
+from checkpointing.storage import create_file, read_file
 
 _CLAIM = re.compile(r"\.writer-(\d+)")
 
@@ -38,7 +37,7 @@ def hold(directory: Path, mine: Path | None) -> Path:
             raise StorageError(_taken(claims[-1][1]))
         new = directory / f".writer-{claims[-1][0] + 1 if claims else 1:06}"
         with suppress(FileExistsError):  # another was faster: be newer than that one
-            _create(new, f"{owner()} {time.time():.3f}\n".encode())
+            create_file(new, f"{owner()} {time.time():.3f}\n".encode())
             for _, old in claims:
                 _remove(old)
             return new
@@ -57,15 +56,6 @@ def _claims(directory: Path) -> list[tuple[int, Path]]:
     """All that are there, oldest first."""
     found = ((_CLAIM.fullmatch(path.name), path) for path in directory.iterdir())
     return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def _create(path: Path, data: bytes) -> None:
-    """Raises FileExistsError. A power cut may take it away: claims are for the living."""
-    if isinstance(path, ObjectPath):
-        store_of(path).write_new(path, data)
-        return
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        retrying(os.write, descriptor, data)
 
 
 def _remove(path: Path) -> None:

@@ -2,21 +2,28 @@
 
 A worker that is killed leaves its node's slots (slots.py). When the run starts again, in whatever
 world, the ranks put together what is on their machines; the newest step of which every byte is
-there is loaded, unless storage has a newer one, or has changed since.
+there is loaded, unless storage has a newer one, or has changed since: a step was removed or added,
+or the whole run, whose token is then gone.
 """
 
+import secrets
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkpointing.errors import DamagedCheckpoint
+from checkpointing.objects import ObjectPath
 from checkpointing.pulls import Pull
 from checkpointing.slots import Manifest, dead_folders, living_folders, open_left, read_manifest
-from checkpointing.storage import StoredFile
+from checkpointing.storage import StoredFile, create_file, read_file
 
 DYING_SECONDS = 2.0
+TOKEN = ".run"
+"""A file of a few random letters in the checkpoint directory, made before the first step is copied
+to memory. Memory with other letters belongs to a run that was removed."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,28 @@ class Left:
     """Its folder."""
     home: int
     manifest: Manifest
+
+
+def token(directory: Path) -> str | None:
+    """What tells this run from others that were in the same directory; None: nothing was ever
+    saved here."""
+    try:
+        return read_file(directory / TOKEN).decode()
+    except FileNotFoundError:
+        return None
+
+
+def make_token(directory: Path) -> str:
+    """The token, made if there is none.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    if not isinstance(directory, ObjectPath):
+        directory.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        create_file(directory / TOKEN, secrets.token_hex(8).encode())
+    return read_file(directory / TOKEN).decode()
 
 
 def survey(directory: str, home: int) -> list[Left]:
@@ -48,12 +77,13 @@ def survey(directory: str, home: int) -> list[Left]:
 
 
 def newest_whole(
-    left: Sequence[Left], tensors: str, newest: int | None
+    left: Sequence[Left], run: str, tensors: str, newest: int | None
 ) -> tuple[int, list[Left]] | None:
     """The newest step that is whole, and its parts, one for each node of the run that left it.
 
     Args:
         left: of all machines.
+        run: the token of the run.
         tensors: digest of what is to be loaded.
         newest: newest good step in storage.
     """
@@ -63,7 +93,7 @@ def newest_whole(
         follows = found.step == newest or (
             found.previous == newest and (newest is None or found.step > newest)
         )
-        if found.tensors == tensors and follows:
+        if found.run == run and found.tensors == tensors and follows:
             parts.setdefault((found.step, found.nodes), {})[found.node] = part
     whole = [key for key, by_node in parts.items() if len(by_node) == key[1]]
     if not whole:

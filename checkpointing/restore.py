@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.fill import read_tensors
 from checkpointing.layout import MODEL, OPTIMIZER, CommitRecord, StoredTensor
-from checkpointing.memory import Left, check, newest_whole, open_parts, survey
+from checkpointing.memory import Left, check, newest_whole, open_parts, survey, token
 from checkpointing.options import CheckpointOptions
 from checkpointing.pulls import Pull
 from checkpointing.ranks import RankError, Ranks
@@ -125,9 +125,11 @@ def find_memory(
     left = [part for of_rank in ranks.together(look) for part in of_rank]
     if not left:
         return None
-    newest = ranks.on_main(lambda: _newest_good(paths))
+    run, newest = ranks.on_main(lambda: (token(directory), _newest_good(paths)))
+    if run is None:
+        return None
     layout = plan_input(*specs, options.max_shard_bytes)
-    found = newest_whole(left, layout.tensors, newest)
+    found = newest_whole(left, run, layout.tensors, newest)
     if found is None:
         return None
     return Memory(found[0], newest, found[1], stored_by_name(layout.files))

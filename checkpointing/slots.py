@@ -72,6 +72,8 @@ class Slots:
 class Manifest:
     """What a slot holds: one node's part of a step."""
 
+    run: str
+    """The token of the run; see `memory.token`."""
     step: int
     previous: int | None
     """Newest committed step when this one was copied: by it a restart knows that nobody has

@@ -171,6 +171,19 @@ def read_file(path: Path) -> bytes:
         return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
 
 
+def create_file(path: Path, data: bytes) -> None:
+    """Make a small file that a power cut may take away.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    if isinstance(path, ObjectPath):
+        store_of(path).write_new(path, data)
+        return
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        retrying(os.write, descriptor, data)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file and see it to the disk."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:

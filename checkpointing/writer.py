@@ -87,6 +87,8 @@ class Setup:
     nodes: Nodes
     """Global ranks of each node; rank 0 is on node 0."""
     directory: str
+    run: str
+    """Token of the run; see `memory.token`."""
     options: CheckpointOptions
     address: str
     """Where it listens for its ranks: an abstract Unix socket."""
@@ -666,8 +668,8 @@ class Writer:
                 self._to_coordinator(("remembered", current.key))
                 return
             manifest = Manifest(
-                current.key[0], current.previous, plan.tensors, self.node, len(self.nodes),
-                plan.exact, checksums, current.state,
+                self.setup.run, current.key[0], current.previous, plan.tensors,
+                self.node, len(self.nodes), plan.exact, checksums, current.state,
             )  # fmt: skip
             try:
                 write_manifest(folder, f"slot-{current.slot}", manifest)

@@ -287,7 +287,7 @@ def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress
         f"{epochs:.2f} epochs",
     ]
     if progress.step >= recipe.run.steps:
-        lines.append(f"nothing to do: step {progress.step} of {recipe.run.steps} is checkpointed")
+        lines.append(f"nothing to train: step {progress.step} of {recipe.run.steps} is done")
     elif progress.step:
         lines.append(f"resuming after step {progress.step} of {recipe.run.steps}")
     return "\n".join(lines)

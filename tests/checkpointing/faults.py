@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpointing import Checkpointer
+from checkpointing.memory import TOKEN
 from checkpointing.slots import dead_folders, living_folders
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
 
@@ -57,8 +58,10 @@ def load(checkpointer: Checkpointer, strategy: str = "replicated", bulk: int = 0
 
 
 def names(directory: Path) -> list[str]:
-    """What is in a checkpoint directory, besides the claim of who saved there last."""
-    return sorted(path.name for path in directory.iterdir() if path.name[:8] != ".writer-")
+    """What is in a checkpoint directory, besides the run's token and the claim of who saved there
+    last."""
+    found = (path.name for path in directory.iterdir())
+    return sorted(name for name in found if name != TOKEN and name[:8] != ".writer-")
 
 
 def memory_of(run: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Checkpointer, CheckpointOptions
-from checkpointing.memory import Left, newest_whole
+from checkpointing.memory import Left, make_token, newest_whole
 from checkpointing.slots import Manifest, dead_folders, forget, living_folders, read_manifest
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
@@ -108,6 +108,31 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
         assert checkpointer.load(model=model, optimizer=optimizer) is None
 
 
+def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
+    run = tmp_path / "run"
+
+    def work(rank):
+        with Checkpointer(run, OPTIONS, None) as checkpointer:
+            checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
+            deadline = time.monotonic() + 10
+            while not in_memory(run) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def found() -> dict | None:
+        model, optimizer = whole_state()
+        with Checkpointer(run, OPTIONS, None) as checkpointer:
+            return checkpointer.load(model=model, optimizer=optimizer)
+
+    assert run_ranks(1, work, tmp_path / "ranks") == [None]
+    assert found() == {"step": 2}
+    shutil.rmtree(run)
+    assert found() is None
+    run.mkdir()
+    make_token(run)
+    assert found() is None
+
+
 def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
     leave(tmp_path / "run", tmp_path / "ranks", nodes=2, peer_copy=True)
     lost, _ = dead_folders(str(tmp_path / "run"))
@@ -116,17 +141,18 @@ def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
 
 
 def part(step: int, node: int, nodes: int, previous: int | None = None, tensors="t") -> Left:
-    return Left("", 0, Manifest(step, previous, tensors, node, nodes, {}, {}, "{}"))
+    return Left("", 0, Manifest("run", step, previous, tensors, node, nodes, {}, {}, "{}"))
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():
     both = [part(20, 0, 2, 10), part(20, 1, 2, 10)]
     torn = [*both, part(30, 0, 2, 10)]
-    assert newest_whole(torn, "t", 10) == (20, both)
-    assert newest_whole([*torn, part(30, 1, 2, 10)], "t", 10)[0] == 30
-    assert newest_whole(both, "t", 20)[0] == 20, "storage has the same step"
-    assert newest_whole(both, "t", 15) is None, "storage went on without this memory"
-    assert newest_whole(both, "t", 30) is None
-    assert newest_whole(both, "other", 10) is None
-    assert newest_whole(both, "t", None) is None, "the checkpoints were deleted"
-    assert newest_whole([part(5, 0, 1)], "t", None)[0] == 5, "the first was never committed"
+    assert newest_whole(torn, "run", "t", 10) == (20, both)
+    assert newest_whole([*torn, part(30, 1, 2, 10)], "run", "t", 10)[0] == 30
+    assert newest_whole(both, "run", "t", 20)[0] == 20, "storage has the same step"
+    assert newest_whole(both, "run", "t", 15) is None, "storage went on without this memory"
+    assert newest_whole(both, "run", "t", 30) is None
+    assert newest_whole(both, "run", "other", 10) is None
+    assert newest_whole(both, "run", "t", None) is None, "the checkpoints were deleted"
+    assert newest_whole([part(5, 0, 1)], "run", "t", None)[0] == 5, "the first was never committed"
+    assert newest_whole(both, "another", "t", 10) is None, "this memory is of another run"

@@ -73,7 +73,7 @@ def test_a_finished_run_does_nothing(workspace, train):
     train(1, "run.dir=finished", *SHORT)
     before = (workspace / "finished" / "metrics.jsonl").read_bytes()
     output = train(1, "run.dir=finished", *SHORT)
-    assert f"nothing to do: step {STEPS} of {STEPS}" in output
+    assert f"nothing to train: step {STEPS} of {STEPS}" in output
     assert (workspace / "finished" / "metrics.jsonl").read_bytes() == before
 
 
