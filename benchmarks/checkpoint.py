@@ -33,7 +33,7 @@ from benchmarks.support import (
     write_json,
 )
 from benchmarks.support.checkpoint_rank import Task
-from benchmarks.support.memory import MemoryWatch
+from benchmarks.support.processes import MemoryWatch
 
 TITLE = "Checkpoints of 2 ranks: this engine, torch's, plain files"
 LEGEND = """\

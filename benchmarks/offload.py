@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.support import QUICKSTART, arguments, report, run, spread, workspace
-from benchmarks.support.memory import MemoryWatch
 from benchmarks.support.memory_limit import NoLimitError, memory_limit
+from benchmarks.support.processes import MemoryWatch
 
 MODEL = (
     "model.architecture.hidden_size=512",

@@ -3,18 +3,22 @@
 The quickstart on 2 ranks, in turn, several rounds: under plain torchrun; under `perdure train`,
 which adds the rendezvous, the node's agent, its watchdog and health checks; and with snapshots in
 shared memory on top. Wall-clock time from the first record after warm-up to the last, so all that
-lies between steps is in it. Where others use the machine too, only the fastest rounds tell. The
-ledger and the word of each step cannot be switched off: that they are cheap shows in
-benchmarks/throughput.py, against a loop that has neither.
+lies between steps is in it. Where others use the machine too, only the fastest rounds tell, and
+the CPU time that all processes besides the ranks took in that time (agents, zygote, checkpoint
+writer), as a share of the machine's cores. The ledger and the word of each step cannot be switched
+off: that they are cheap shows in benchmarks/throughput.py, against a loop that has neither.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.support import QUICKSTART, arguments, report, run, spread, torchrun, workspace
+from benchmarks.support.processes import CpuWatch
 
 RANKS = 2
 WARM_UP = 20
@@ -38,13 +42,20 @@ def main() -> None:
         "checkpoint.slots=2",
     )
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
+    beside: dict[str, list[float]] = {case: [] for case in CASES}
     with workspace() as directory:
         for _ in range(options.rounds):
             for case, (command, every) in CASES.items():
                 shutil.rmtree(directory / "runs", ignore_errors=True)
                 recipe = [str(QUICKSTART), *settings, f"elastic.snapshot_every={every}"]
-                run([*command, *recipe], directory)
-                seconds[case].append(_step_seconds(directory / "runs/quickstart/metrics.jsonl"))
+                with CpuWatch() as watch:
+                    run([*command, *recipe], directory)
+                first, last = _ends(directory / "runs/quickstart/metrics.jsonl")
+                seconds[case].append(
+                    (last["time"] - first["time"]) / (last["step"] - first["step"])
+                )
+                used = watch.used(first["time"], last["time"])
+                beside[case].append(100 * sum(used[RANKS:]) / (os.cpu_count() or 1))
     ratios = {
         case: [ours / plain for ours, plain in zip(those, seconds[PLAIN], strict=True)]
         for case, those in seconds.items()
@@ -55,22 +66,23 @@ def main() -> None:
             "ms per step": spread([1e3 * value for value in those], 1),
             "ratio": spread(ratios[case], 3),
             "of the fastest rounds": f"{min(those) / min(seconds[PLAIN]):.3f}",
+            "CPU % besides the ranks": spread(beside[case]),
         }
         for case, those in seconds.items()
     ]
     title = "Seconds per step of an undisturbed run, 2 ranks; median (min-max) over rounds"
-    figures = {case: {"rounds": those} for case, those in seconds.items()}
-    for case, figure in figures.items():
-        figure["ratio"] = [median(ratios[case])]
+    figures = {
+        case: {"rounds": those, "ratio": median(ratios[case]), "cpu_percent": beside[case]}
+        for case, those in seconds.items()
+    }
     report(title, rows, figures, options.json)
 
 
-def _step_seconds(path: Path) -> float:
-    """Wall-clock seconds per step between the first and the last regular record of a run."""
+def _ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the last regular record of a run."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     regular = [r for r in records if "step_seconds_p50" in r and r["step"] % WARM_UP == 0]
-    first, last = regular[0], regular[-1]
-    return float((last["time"] - first["time"]) / (last["step"] - first["step"]))
+    return regular[0], regular[-1]
 
 
 if __name__ == "__main__":

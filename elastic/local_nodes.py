@@ -264,9 +264,13 @@ def _open_page(agent: int) -> ProgressPage:
     for path in Path(f"/proc/{agent}/fd").iterdir():
         with suppress(OSError):
             if os.readlink(path).startswith("/memfd:perdure-progress"):
-                page = ProgressPage(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-                os.close(page.descriptor)  # the memory stays mapped
-                return page
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    return ProgressPage(descriptor)
+                except ValueError:  # the agent has not given it its size yet
+                    continue
+                finally:
+                    os.close(descriptor)  # the memory stays mapped
     raise FileNotFoundError(f"agent {agent} has no such memory yet")
 
 

@@ -27,7 +27,7 @@ def train(job: Job, clock: Clock) -> None:
     config = gpt_config(job)
     model = GPT(config)
     initialize_weights(fabric, model, n_layer=config.n_layer, n_embd=config.n_embd)
-    if recipe.model.architecture.tie_word_embeddings:
+    if job.architecture.tie_word_embeddings:
         model.transformer.wte.weight = model.lm_head.weight
     model.max_seq_length = recipe.data.seq_len
     model = fabric.setup_module(model)
@@ -67,7 +67,7 @@ def train(job: Job, clock: Clock) -> None:
 
 def gpt_config(job: Job) -> Config:
     """The architecture in LitGPT's words, as its registry has Qwen3 and Llama 3."""
-    architecture = job.recipe.model.architecture
+    architecture = job.architecture
     return Config(
         block_size=architecture.max_position_embeddings,
         vocab_size=architecture.vocab_size,

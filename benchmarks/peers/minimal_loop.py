@@ -2,6 +2,7 @@
 tutorials. Start it with torchrun and a recipe (see benchmarks/support/peer.py)."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def train(job: Job, clock: Clock) -> None:
     if recipe.strategy.compile:
         for block in blocks:
             block.compile()
-    module: torch.nn.Module = model
+    module: Any = model
     if job.sharded:
         shard(module, blocks, job)
     elif job.world_size > 1:

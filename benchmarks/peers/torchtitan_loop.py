@@ -97,7 +97,7 @@ def trainer_config(job: Job) -> Any:
         model_spec=ModelSpec(
             name="qwen3",
             flavor="recipe",
-            model=model_config(recipe.model.architecture),
+            model=model_config(job.architecture),
             parallelize_fn=parallelize_qwen3,
             pipelining_fn=None,
             post_optimizer_build_fn=None,

@@ -12,13 +12,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.architecture import Architecture
 from trainer.metrics import peak_memory
 from trainer.models import Decoder, init_parameter
 from trainer.recipe import Recipe, load_recipe
@@ -32,6 +34,13 @@ class Job:
     rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def architecture(self) -> Architecture:
+        """Of the model."""
+        if self.recipe.model.architecture is None:
+            raise ValueError("the recipe has no model.architecture")
+        return self.recipe.model.architecture
 
     @property
     def sharded(self) -> bool:
@@ -55,11 +64,11 @@ class Job:
 
     def model(self) -> Decoder:
         """The decoder on the CPU with the initial weights that the trainer draws."""
-        architecture = self.recipe.model.architecture
-        model = Decoder(architecture)
+        model = Decoder(self.architecture)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(init_parameter(name, tuple(parameter.shape), architecture, 0))
+                shape = tuple(parameter.shape)
+                parameter.copy_(init_parameter(name, shape, self.architecture, 0))
         return model
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -123,13 +132,13 @@ class Clock:
             self.loss = loss.item()
         self._last = now
 
-    def figures(self) -> dict[str, float | str | None]:
-        """Tokens per second of the median step, bytes of peak memory of this process."""
-        recipe = self.job.recipe
-        # The first steps warm up, as the trainer's own figures leave them out.
-        measured = self.seconds[recipe.run.log_every :] or self.seconds
+    def figures(self) -> dict[str, Any]:
+        """Seconds per step of every `run.log_every` steps but the first, which warm up; bytes of
+        peak memory of this process."""
+        every = self.job.recipe.run.log_every
+        starts = range(every, len(self.seconds) - every + 1, every)
         return {
-            "tokens_per_second": recipe.batch.global_batch * recipe.data.seq_len / median(measured),
+            "seconds": [mean(self.seconds[start : start + every]) for start in starts],
             "peak_memory": peak_memory(self.job.device),
             "loss": self.loss,
             "note": self.note,

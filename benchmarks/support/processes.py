@@ -1,4 +1,4 @@
-"""Memory of a tree of processes over time."""
+"""Memory and CPU time of a tree of processes over time."""
 
 import os
 import re
@@ -43,6 +43,44 @@ class MemoryWatch:
                 processes, looked = _descendants(os.getpid()), now
             taken = _shared() + sum(_anonymous(process) for process in processes)
             self._samples.append((now, taken))
+
+
+class CpuWatch:
+    """Samples, in a thread, the CPU time of all descendants of this process. A context manager."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, dict[int, float]]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def used(self, start: float, end: float) -> list[float]:
+        """CPU seconds of each process that lived from `start` to `end`, as time.time() tells them,
+        per second of that time; the greatest first."""
+        first, then = next(sample for sample in self._samples if sample[0] >= start)
+        last, now = [sample for sample in self._samples if sample[0] <= end][-1]
+        seconds = (now[process] - then[process] for process in now if process in then)
+        return sorted((value / (last - first) for value in seconds), reverse=True)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_FOR_PROCESSES):
+            taken = {process: _cpu_seconds(process) for process in _descendants(os.getpid())}
+            self._samples.append((time.time(), taken))
+
+
+def _cpu_seconds(process: int) -> float:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # has just ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _descendants(root: int) -> list[int]:
