@@ -305,13 +305,15 @@ class Coordinator:
         started = time.time()
         final = self._directory / step_name(save.step)
         target = new_target(final, save.payload["damaged"])
-        if target:
-            try:
+        try:
+            if target:
                 target.begin(self._files)
-                self._claim = hold(self._directory, self._claim)
-            except Exception:
+            # Also where the step is committed already: by others that train beside us, perhaps.
+            self._claim = hold(self._directory, self._claim)
+        except Exception:
+            if target:
                 target.abort()
-                raise
+            raise
         self._trace_metadata(save, "begin", started)
         return target
 

@@ -15,6 +15,7 @@ _HOME = {
     "EXIT_FAILED": "exits",
     "EXIT_INTERRUPTED": "exits",
     "EXIT_PAUSED": "exits",
+    "EXIT_PEER_GONE": "exits",
     "EXIT_REQUEUE": "exits",
     "EXIT_WRONG_INPUT": "exits",
     "ElasticOptions": "options",

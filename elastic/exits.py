@@ -8,6 +8,8 @@ EXIT_REQUEUE = 75
 """Told to go, state saved: start the same command again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PAUSED = 76
 """Of a training process only, to the agent that asked it to pause: its state is saved."""
+EXIT_PEER_GONE = 77
+"""Of a training process only, to its agent: it lost the connection to another rank."""
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not mend it: no progress, bad numbers that persist."""
 EXIT_INTERRUPTED = 130

@@ -68,7 +68,9 @@ class Machine:
         machine = cls._hold("net")
         try:
             machine.command("ip link set lo up")
-            machine.command("ip link add switch type bridge")
+            # With an address of its own: else a bridge takes that of one of its machines, another
+            # one when machines come and go, and the old ones send to the address that it had.
+            machine.command("ip link add switch address 02:00:0a:4d:00:01 type bridge")
             machine.command(f"ip address add {address}/24 dev switch")
             machine.command("ip link set switch up")
         except OSError:

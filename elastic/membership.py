@@ -34,7 +34,7 @@ class Failure:
 
     node: str
     rank: int | None
-    """None: all of a node."""
+    """None: all of a node, or it is not known whose failure it was; that is nobody's strike."""
     step: int
     """Step it was working on; 0 before the first, or not known."""
     why: str
@@ -199,16 +199,17 @@ def fail(
     failures = (*state.failures, failure)[-limits.restarts - 1 :]
     recent = [item for item in failures if item.at > failure.at - 3600]
     same = failures[-limits.same_step :]
+    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
     if len(same) == limits.same_step and len({(item.rank, item.step) for item in same}) == 1:
         reason = (
-            f"rank {failure.rank} failed {limits.same_step} times in a row in step "
-            f"{failure.step}, the last time so: {failure.why}. A restart will not mend it"
+            f"{who} failed {limits.same_step} times in a row in step {failure.step}, the last time "
+            f"so: {failure.why}. A restart will not mend it"
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
     if len(recent) > limits.restarts:
         reason = (
             f"{len(recent)} failures within an hour, more than the {limits.restarts} allowed "
-            f"(--max-restarts), the last on rank {failure.rank}: {failure.why}"
+            f"(--max-restarts), the last on {who}: {failure.why}"
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
     state = replace(state, failures=failures, alarm=False, standings=())
@@ -224,7 +225,8 @@ def strikes(state: Membership, failure: Failure) -> int:
     """Failures of a node in the hour before `failure`, and since it was last sent away."""
     since = [one.at for one in state.struck if one.node == failure.node]
     after = max([failure.at - 3600, *since])
-    return sum(one.node == failure.node and one.at > after for one in state.failures)
+    own = (one for one in state.failures if one.rank is not None and one.node == failure.node)
+    return sum(one.at > after for one in own)
 
 
 def raise_alarm(state: Membership, round: int, generation: int) -> Membership:

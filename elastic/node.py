@@ -30,6 +30,7 @@ from elastic.exits import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PAUSED,
+    EXIT_PEER_GONE,
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
 )
@@ -399,12 +400,17 @@ class Node:
             self.group.change(lambda state: _close(state, code, reason))
         elif code != EXIT_PAUSED:
             progress = self.page.read(rank.local_rank)
+            blamed: int | None = rank.rank
             why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            if code == EXIT_PEER_GONE:  # whoever failed is on a node that cannot say so any more
+                rank.code, blamed = EXIT_FAILED, None
+                why = f"rank {rank.rank} lost its connection to another"
             # One that fails while it starts has got no further than the run had.
             step = progress.step or self._reached
             self._reached = max(self._reached, step)
-            failure = Failure(self.group.name, rank.rank, step, why, time.time())
-            logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
+            failure = Failure(self.group.name, blamed, step, why, time.time())
+            if code != EXIT_PEER_GONE:  # it said so itself
+                logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
             self.group.report(*self._generation, failure)
 
     # --- zygote ------------------------------------------------------------------------------

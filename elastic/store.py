@@ -7,10 +7,12 @@ then put back by those who know it (rendezvous.py).
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
@@ -18,7 +20,7 @@ from tenacity.wait import wait_random_exponential
 
 T = TypeVar("T")
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = ANSWER_SECONDS = 5.0
 LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
 """Errors of a store that is not there, or not there any more."""
 
@@ -40,7 +42,7 @@ class StoreClient:
 
     def __init__(self, host: str, port: int, patience: float) -> None:
         self.host, self.port, self.patience = host, port, patience
-        self._store: dist.TCPStore | None = None
+        self._connection: _Connection | None = None
         self.connections = 0
         """How often a connection was made: more than once, and the store may be a new one."""
 
@@ -83,7 +85,9 @@ class StoreClient:
 
     def close(self) -> None:
         """Give the connection back."""
-        self._store = None
+        if self._connection:
+            self._connection.end()
+        self._connection = None
 
     def _retried(self, action: Callable[[dist.TCPStore], T]) -> T:
         try:
@@ -94,9 +98,9 @@ class StoreClient:
             ):
                 with attempt:
                     try:
-                        return action(self._connected())
+                        return self._connected().call(action, ANSWER_SECONDS)
                     except LOST:
-                        self._store = None
+                        self.close()
                         raise
         except RetryError as error:
             cause = error.last_attempt.exception()
@@ -106,19 +110,65 @@ class StoreClient:
             ) from cause
         raise AssertionError  # Retrying ends by return or raise
 
-    def _connected(self) -> dist.TCPStore:
-        if self._store is None:
+    def _connected(self) -> "_Connection":
+        if self._connection is None:
             # TCPStore's own wait for a host that is not there is long and cannot be interrupted.
             socket.create_connection((self.host, self.port), timeout=CONNECT_SECONDS).close()
-            self._store = dist.TCPStore(
-                self.host,
-                self.port,
-                is_master=False,
-                timeout=timedelta(seconds=CONNECT_SECONDS),
-                wait_for_workers=False,
-            )
+            self._connection = _Connection(self.host, self.port)
             self.connections += 1
-        return self._store
+        return self._connection
+
+
+class _Connection:
+    """A TCPStore in a thread of its own. It waits for an answer for as long as TCP sends again what
+    was lost on the way, which is minutes after a cable was pulled and put back; so one that does
+    not answer is left behind, and ends some time.
+
+    Args:
+        host: of the store.
+        port: of the store.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._todo: SimpleQueue[tuple[Callable[[dist.TCPStore], Any], SimpleQueue[Any]] | None] = (
+            SimpleQueue()
+        )
+        self._made = False
+        threading.Thread(target=self._run, args=(host, port), daemon=True).start()
+
+    def call(self, action: Callable[[dist.TCPStore], T], seconds: float) -> T:
+        """Raises ConnectionError if there is no answer within `seconds`; the first call may take
+        CONNECT_SECONDS more."""
+        answer: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
+        self._todo.put((action, answer))
+        try:
+            value, error = answer.get(timeout=seconds + (0 if self._made else CONNECT_SECONDS))
+        except Empty:
+            raise ConnectionError(f"no answer within {seconds:.0f} s") from None
+        if error:
+            raise error
+        return cast(T, value)
+
+    def end(self) -> None:
+        """Close it, as soon as it answers."""
+        self._todo.put(None)
+
+    def _run(self, host: str, port: int) -> None:
+        store: dist.TCPStore | None = None
+        while wanted := self._todo.get():
+            action, answer = wanted
+            try:
+                store = store or dist.TCPStore(
+                    host,
+                    port,
+                    is_master=False,
+                    timeout=timedelta(seconds=CONNECT_SECONDS),
+                    wait_for_workers=False,
+                )
+                self._made = True
+                answer.put((action(store), None))
+            except Exception as error:
+                answer.put((None, error))
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:

@@ -20,6 +20,7 @@ from elastic import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
+    EXIT_PEER_GONE,
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
     Pulse,
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> NoReturn:
         if not (supervised() and is_lost_peer(error)):
             raise
         print(f"rank {rank}: a peer is gone", file=sys.stderr, flush=True)
-        os._exit(EXIT_FAILED)  # at once: others wait for this rank's connections to close
+        os._exit(EXIT_PEER_GONE)  # at once: others wait for this rank's connections to close
     leave_world(EXIT_REQUEUE if code == EXIT_PAUSED and not supervised() else code)
 
 

@@ -29,7 +29,6 @@ def single(workspace):
         ("full-shard-3", 3, []),
         pytest.param("full-shard-4", 4, ["strategy.reduce_every_pass=true"], marks=soak),
         ("shard-grad-op-2", 2, ["strategy.zero=2"]),
-        ("optimizer-state-2", 2, ["strategy.zero=1"]),
         pytest.param("optimizer-state-3", 3, ["strategy.zero=1"], marks=soak),
         ("hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
         ("checkpointing-2", 2, ["strategy.activation_checkpointing=full"]),

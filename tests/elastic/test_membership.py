@@ -91,6 +91,19 @@ def test_a_rank_that_always_dies_in_the_same_step_ends_the_job():
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
 
 
+def test_a_rank_whose_peer_is_gone_has_not_failed():
+    limits = Limits(minimum=1, maximum=2, strikes=3)
+    state = begin("a", "b", limits=limits)
+    lost_connection = replace(failure(rank=1, step=7), rank=None)
+    for generation, found in enumerate([failure(rank=1, step=7), lost_connection] * 2):
+        assert state.members == ("a", "b")
+        state = fail(state, 1, generation, found, limits)
+    assert state.closed is None
+    for generation in range(4, 6):
+        state = fail(state, 1, generation, lost_connection, limits)
+    assert "failed 3 times in a row in step 7" in state.closed.reason
+
+
 def test_failures_are_counted_over_an_hour():
     limits = replace(LIMITS, restarts=3)
     often, seldom = begin("a", "b"), begin("a", "b")

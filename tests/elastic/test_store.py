@@ -1,0 +1,40 @@
+"""The store's host may die, come back empty, or fall silent; its clients go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elastic import store as store_module
+from elastic.store import StoreClient, StoreLostError
+
+
+@pytest.fixture
+def host():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastic.store", "0"], stdout=subprocess.PIPE, text=True
+    )
+    process.port = int(process.stdout.readline().split()[-1])
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_host_that_falls_silent_is_noticed_and_found_again(host, monkeypatch):
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    client = StoreClient("127.0.0.1", host.port, patience=1.0)
+    client.set("key", "1")
+    assert client.get_all(["key", "none"]) == [b"1", None]
+    os.kill(host.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(StoreLostError, match=r"did not answer for 1 s: no answer within"):
+        client.get("key")
+    assert time.monotonic() - started < 10
+    os.kill(host.pid, signal.SIGCONT)
+    client.patience = 20.0
+    assert client.swap("key", b"1", b"2") == b"2"
+    assert client.connections > 1, "nobody waits for what the old one may still say"
