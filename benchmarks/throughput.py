@@ -154,7 +154,10 @@ def run_peer(peer: str, ranks: int, recipe: list[str], directory: Path) -> Figur
     if failed := [line for line in told if "failed" in line]:
         return failed[0]
     if done.returncode:
-        last = next(iter(done.stderr.strip().splitlines()[-1:]), "no output")
+        lines = [line for line in done.stderr.splitlines() if line.strip(" =-")]
+        last = next(
+            (line for line in lines if "Error" in line), lines[-1] if lines else "no output"
+        )
         return {"failed": f"exit code {done.returncode}, {last}"}
     return told[-1]
 

@@ -21,6 +21,7 @@ _HOME = {
     "ElasticOptions": "options",
     "SaveClock": "interval",
     "expected_mtbf": "interval",
+    "describe_failure": "history",
     "read_history": "history",
     "reliability": "goodput",
     "LEDGER": "ledger",

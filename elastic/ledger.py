@@ -22,6 +22,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +97,8 @@ class Ledger:
             start: the first line.
         """
         self._path = Path(path)
+        self.reached = _newest_step(self._path)
+        """Newest step of the attempts before this one."""
         self._start = start
         self._file: int | None = None
         self._pending = b""
@@ -195,6 +198,25 @@ class Ledger:
                     error.strerror,
                 )
             self._failing = True
+
+
+_TAIL_BYTES = 1 << 16
+
+
+def _newest_step(path: Path) -> int:
+    """Of the last lines of a ledger; 0 if they tell of none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, KeyError):  # a line may be cut
+            found = json.loads(line)
+            if found["kind"] == "step":
+                return int(found["step"])
+    return 0
 
 
 def _ends_well(file: int) -> bool:

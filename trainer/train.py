@@ -23,6 +23,7 @@ from elastic import (
     Start,
     World,
     compare_ranks,
+    describe_failure,
     diverged_ranks,
     plan_batch,
 )
@@ -77,7 +78,9 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         profile = StepProfiler(recipe, model, optimizer, world) if profiling else nullcontext()
         with sinks as metrics, profile as profiler:
             startup.mark("trackers")
-            say(metrics, f"{describe(recipe, task, world, plan, progress)}\n{memory}")
+            if metrics:
+                about = describe(recipe, task, world, plan, start, metrics.ledger.reached)
+                metrics.say(f"{about}\n{memory}")
             batches = load(
                 task.stream,
                 requests(plan, world.rank, progress.sequences),
@@ -271,8 +274,11 @@ def end(metrics: Metrics | None, code: int, reason: str) -> int:
     return code
 
 
-def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress: Progress) -> str:
-    """What is about to run, with the arithmetic of the batch."""
+def describe(
+    recipe: Recipe, task: Task, world: World, plan: BatchPlan, start: Start, reached: int
+) -> str:
+    """What is about to run, with the arithmetic of the batch; after a failure also whose it was,
+    and what it cost of the steps up to `reached`."""
     strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
     if recipe.strategy.offload != "none":
         strategy += f" with offload to {recipe.strategy.offload},"
@@ -286,8 +292,12 @@ def describe(recipe: Recipe, task: Task, world: World, plan: BatchPlan, progress
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
         f"{epochs:.2f} epochs",
     ]
-    if progress.step >= recipe.run.steps:
-        lines.append(f"nothing to train: step {progress.step} of {recipe.run.steps} is done")
-    elif progress.step:
-        lines.append(f"resuming after step {progress.step} of {recipe.run.steps}")
+    steps, lost = recipe.run.steps, max(0, reached - start.step)
+    if start.step >= steps:
+        lines.append(f"nothing to train: step {start.step} of {steps} is done")
+    elif start.step or lost:
+        origin = start.source if start.source in ("memory", "storage") else "the beginning"
+        why = f"{describe_failure(start.cause)}; " if start.cause else ""
+        cost = f"{lost or 'no'} step{'s' if lost > 1 else ''} lost"
+        lines.append(f"resuming after step {start.step} of {steps} from {origin}; {why}{cost}")
     return "\n".join(lines)

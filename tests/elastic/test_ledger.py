@@ -399,3 +399,15 @@ def test_reading_is_fast_enough_for_a_restart(folder):
     began = time.perf_counter()
     assert read_history(folder).step == 20_000
     assert time.perf_counter() - began < 2
+
+
+def test_a_ledger_knows_how_far_the_attempts_before_came(tmp_path):
+    path, start = tmp_path / "ledger.jsonl", {"sequences": 0, "global_batch": 8, "world_size": 1}
+    with Ledger(path, Start(step=0, **start)) as ledger:
+        assert ledger.reached == 0
+        ledger.step(1, 0, 8, 0.1)
+        ledger.step(2, 8, 16, 0.1)
+        ledger.save(2, 0.1)
+    with path.open("a") as file:
+        file.write('{"kind":"step","st')
+    assert Ledger(path, Start(step=1, **start)).reached == 2
