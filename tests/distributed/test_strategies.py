@@ -25,7 +25,7 @@ def single(workspace):
         ("ddp-2", 2, ["strategy.name=ddp"]),
         pytest.param("no-shard-2", 2, ["strategy.sharding=NO_SHARD"], marks=soak),
         pytest.param("full-shard-1", 1, [], marks=soak),
-        ("full-shard-2", 2, []),
+        pytest.param("full-shard-2", 2, [], marks=soak),
         ("full-shard-3", 3, []),
         pytest.param("full-shard-4", 4, ["strategy.reduce_every_pass=true"], marks=soak),
         ("shard-grad-op-2", 2, ["strategy.zero=2"]),

@@ -235,8 +235,13 @@ def test_the_hanging_rank_is_found_among_real_ones(tmp_path, step, hang, seen):
     def work(rank):
         threading.Thread(target=threading.Event().wait, daemon=True).start()  # ranks have others
         register_dumps(tmp_path / f"dump-{rank}")
-        (tmp_path / f"ready-{rank}").touch()
-        step(hang if rank == 1 else lambda: None)
+
+        def there():
+            (tmp_path / f"ready-{rank}").touch()
+            if rank == 1:
+                hang()
+
+        step(there)
 
     with Job(2, work, tmp_path / "job") as job:
         assert until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 20)
