@@ -46,7 +46,10 @@ def factory(workspace):
     return "factory.yaml"
 
 
-@pytest.mark.parametrize("overrides", [["strategy.name=ddp"], []], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(["strategy.name=ddp"], id="ddp", marks=soak), pytest.param([], id="fsdp")],
+)
 def test_bad_steps_are_skipped_and_the_run_goes_on(workspace, start, factory, overrides):
     run = f"skips-{len(overrides)}"
     bad = "model.factory_options={bad_batches: [5, 6, 9], bad_rank: 1}"  # two passes a step
