@@ -11,12 +11,10 @@ PERIOD = 0.02
 LOOK_FOR_PROCESSES = 0.2
 
 
-class MemoryWatch:
-    """Samples, in a thread, the anonymous memory of all descendants of this process plus all shared
-    memory of the machine (whose owner the kernel does not tell). A context manager."""
+class _Watch:
+    """A thread that runs `_watch` inside a `with` block."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[float, int]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -27,6 +25,18 @@ class MemoryWatch:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
+
+    def _watch(self) -> None:
+        raise NotImplementedError
+
+
+class MemoryWatch(_Watch):
+    """Samples, in a thread, the anonymous memory of all descendants of this process plus all shared
+    memory of the machine (whose owner the kernel does not tell). A context manager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples: list[tuple[float, int]] = []
 
     def extra(self, before: float, start: float, end: float) -> int:
         """Bytes: the peak from `start` to `end`, less what there was at `before`; all three as
@@ -45,21 +55,12 @@ class MemoryWatch:
             self._samples.append((now, taken))
 
 
-class CpuWatch:
+class CpuWatch(_Watch):
     """Samples, in a thread, the CPU time of all descendants of this process. A context manager."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._samples: list[tuple[float, dict[int, float]]] = []
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
 
     def used(self, start: float, end: float) -> list[float]:
         """CPU seconds of each process that lived from `start` to `end`, as time.time() tells them,
