@@ -21,18 +21,17 @@ from trainer.preflight import check_inputs
 from trainer.recipe import Optimizer, RecipeError, load_recipe
 from trainer.tasks import build_task
 
-RANKS = 2 if os.environ.get("SOAK") else 1
 NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
 
 
 def test_the_same_bits_wherever_the_state_lives(workspace, start, train):
     """Begun in host memory, killed, and gone on with from the disk; gradients are clipped."""
     common = (*SHORT, "optimizer.clip_norm=0.5")
-    train(RANKS, "run.dir=in-memory", *common)
-    job = start(RANKS, "run.dir=moved", *common, "strategy.offload=cpu")
+    train(2, "run.dir=in-memory", *common)
+    job = start(2, "run.dir=moved", *common, "strategy.offload=cpu")
     wait_for_step(workspace, "moved", 12, job)
     job.kill()
-    output = train(RANKS, "run.dir=moved", *common, *NVME)
+    output = train(2, "run.dir=moved", *common, *NVME)
     assert "resuming after step" in output
     assert re.search(r"checkpoint slot\(s\) of .* MB in offload", output)
     assert_same(workspace, "in-memory", "moved")
