@@ -302,6 +302,8 @@ class Writer:
         self._current: _Current | None = None
         self._asked: set[int] = set()
         """Ranks that wait for the slots."""
+        self._owed: dict[int, str] = {}
+        """Why slots were refused, by rank of this node that has not asked yet."""
         self._filled: dict[int, Key] = {}
         """Which save was the last to be copied into a slot."""
         self._begun: dict[Key, tuple[bool, dict[str, Any] | None]] = {}
@@ -575,6 +577,9 @@ class Writer:
 
     def _on_rank_plan(self, rank: int, digest: str, plan: PlanInput | None) -> None:
         """A rank wants the slots of a plan; the node's first rank brings it."""
+        if plan is None and rank in self._owed:  # the others were refused before it asked
+            _send(self._ranks[rank], ("refused", self._owed.pop(rank)))
+            return
         self._asked.add(rank)
         if self._plan and self._plan.digest == digest and self._slots:
             self._give_slots()
@@ -597,6 +602,7 @@ class Writer:
     def _made(self, plan: PlanInput, digest: str, result: Any) -> None:
         if isinstance(result, Exception):
             self._plan = self._slots = None
+            self._owed = dict.fromkeys(set(self.nodes[self.node]) - self._asked, explain(result))
             for rank in self._asked:
                 _send(self._ranks[rank], ("refused", explain(result)))
             self._asked.clear()
