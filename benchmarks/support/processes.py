@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -12,11 +13,11 @@ LOOK_FOR_PROCESSES = 0.2
 
 
 class _Watch:
-    """A thread that runs `_watch` inside a `with` block."""
+    """A thread that runs `watch`, until `_stopped`, inside a `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[], None]) -> None:
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=watch, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -26,16 +27,13 @@ class _Watch:
         self._stopped.set()
         self._thread.join()
 
-    def _watch(self) -> None:
-        raise NotImplementedError
-
 
 class MemoryWatch(_Watch):
     """Samples, in a thread, the anonymous memory of all descendants of this process plus all shared
     memory of the machine (whose owner the kernel does not tell). A context manager."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._watch)
         self._samples: list[tuple[float, int]] = []
 
     def extra(self, before: float, start: float, end: float) -> int:
@@ -59,7 +57,7 @@ class CpuWatch(_Watch):
     """Samples, in a thread, the CPU time of all descendants of this process. A context manager."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._watch)
         self._samples: list[tuple[float, dict[int, float]]] = []
 
     def used(self, start: float, end: float) -> list[float]:
