@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from benchmarks.support import arguments, heading, print_table, write_json
+from checkpointing.blocks import PlanInput, plan_node
 from checkpointing.layout import (
     DTYPE_BYTES,
     MODEL,
@@ -45,6 +46,7 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
     REPLICATE,
     Layout,
+    Nodes,
     Piece,
     Split,
     TensorSpec,
@@ -54,7 +56,6 @@ from checkpointing.plan import (
     replicated,
 )
 from checkpointing.ranks import specs_digest
-from checkpointing.writer import Nodes, PlanInput, plan_node
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from checkpointing.blocks import PlanInput
 from checkpointing.coordinator import Key, Position, SaveOutcome
 from checkpointing.errors import (
     CheckpointError,
@@ -51,7 +52,7 @@ from checkpointing.slots import Slots
 from checkpointing.staging import Staging
 from checkpointing.steps import list_steps
 from checkpointing.storage import location
-from checkpointing.writer import PlanInput, Setup
+from checkpointing.writer import Setup
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from checkpointing.blocks import PlanInput
 from checkpointing.layout import MODEL, OPTIMIZER, StoredTensor, TensorFile, index_json, lay_out
 from checkpointing.plan import TensorSpec
-from checkpointing.writer import PlanInput
 
 T = TypeVar("T")
 Specs = Mapping[str, TensorSpec]
