@@ -1,4 +1,4 @@
-"""One torchrun job of a tiny model, and what it left behind."""
+"""One job of a tiny model, and what it left behind."""
 
 import json
 import os
@@ -32,7 +32,7 @@ checkpoint: {every: 0}
 
 
 class Job:
-    """One torchrun job."""
+    """One torchrun job; a single rank is started without torchrun, as a user would."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Job:
         torchrun: Sequence[str] = (),
         program: Sequence[str] = ("trainer",),
     ) -> None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         worker = ["-m", *program, recipe, *overrides]
         self.process = subprocess.Popen(
-            [*launcher, "--nproc-per-node", str(ranks), *worker],
+            [sys.executable, *([*launcher, *torchrun] if ranks > 1 else []), *worker],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
