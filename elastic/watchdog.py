@@ -18,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from elastic.progress import Progress
 
 ORDER = ("start", "init", "load", "step", "reduce", "evaluate", "save", "end")
 """The phases as a rank goes through them; within a step, "step" to "save"."""
+WITHIN_STEP = ("step", "reduce")
 
 FLOOR = 3.5
 """No time-out is shorter: steps of milliseconds are held up for seconds by a busy machine."""
@@ -84,7 +85,7 @@ class PhaseTimes:
             before = self._last.get(rank)
             if before and progress.at != before.at and before.at >= self.woke:
                 self.add(self._kind(rank, before), progress.at - before.at)
-            if progress.phase in ("step", "reduce"):
+            if progress.phase in WITHIN_STEP:
                 self._first_step.setdefault(rank, progress.step)
             self._last[rank] = progress
 
@@ -100,7 +101,7 @@ class PhaseTimes:
         return self._learned(kind)
 
     def _kind(self, rank: int, progress: Progress) -> str:
-        if progress.phase not in ("step", "reduce"):
+        if progress.phase not in WITHIN_STEP:
             return progress.phase
         first = self._first_step.get(rank, progress.step)
         return "first step" if progress.step <= first else progress.phase
@@ -187,12 +188,21 @@ def blame(standings: Sequence[Standing]) -> Blame | None:
     Args:
         standings: of all ranks of the job, with their dumps: one that is missing is not blamed.
 
-    A rank that gives no dump, though overdue, is to blame. Otherwise it is among those that are the
-    furthest behind: they did not enter the collective in which the others wait. FSDP has
-    collectives in the forward and backward pass, where all ranks report the same phase; there the
-    dumps tell.
+    A rank that gives no dump, though overdue, is to blame; within a step it is so as soon as one
+    that waits for it is, whose node may have learned the time of a step when its own has not.
+    Otherwise it is among those that are the furthest behind: they did not enter the collective in
+    which the others wait. FSDP has collectives in the forward and backward pass, where all ranks
+    report the same phase; there the dumps tell.
     """
-    silent = [one for one in standings if one.where == "silent" and one.overdue]
+    waiting = [one.limit for one in standings if one.overdue and one.phase in WITHIN_STEP]
+    silent = [
+        replace(one, limit=min(one.limit, *waiting))
+        if waiting and one.phase in WITHIN_STEP
+        else one
+        for one in standings
+        if one.where == "silent"
+    ]
+    silent = [one for one in silent if one.overdue]
     if silent:
         return Blame(
             _ranks(silent), f"{_describe(silent)}; no sign of life: it wrote no stack dump"

@@ -138,6 +138,20 @@ def test_a_rank_without_a_sign_of_life_is_to_blame_wherever_it_is():
     assert "no sign of life" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("phase", "where", "blamed"),
+    [("step", "silent", True), ("save", "silent", False), ("step", "elsewhere", False)],
+)
+def test_a_node_that_has_learned_nothing_yet_goes_by_what_others_have(phase, where, blamed):
+    fresh = Standing(1, 6 if phase == "save" else 7, phase, seconds=4.0, limit=120.0, where=where)
+    learned = Standing(0, 7, "reduce", seconds=3.6, limit=3.5, where="collective")
+    found = blame([learned, fresh])
+    assert (found is not None) == blamed
+    if found:
+        assert found.ranks == (1,)
+        assert "for 4.0 s (allowed: 3.5 s); no sign of life" in found.reason
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from(ORDER)), min_size=2, max_size=6),
     st.data(),
