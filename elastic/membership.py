@@ -16,6 +16,7 @@ clocks are compared between machines.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -59,6 +60,8 @@ class Membership:
     """Raised by every change, so that it is known which of two copies is the newer."""
     round: int = 0
     """Number of the newest round; 0: none yet."""
+    first: int = 1
+    """Number of the job's first round: a store outlives jobs, and rounds are counted on."""
     members: tuple[str, ...] = ()
     """Nodes of this round that are still in it, in the order of their group ranks."""
     size: int = 0
@@ -116,7 +119,8 @@ class Limits:
     restarts: int = 30
     """Failures of one hour that are answered by a new generation; the next one ends the job."""
     same_step: int = 3
-    """Failures in a row of one rank in one step that end the job."""
+    """Failures in a row of one rank in one step for which its node is sent away, if enough others
+    are there, or which end the job."""
     strikes: int = 5
     """Failures of one node within an hour for which it is sent away, if enough others are there."""
 
@@ -126,6 +130,19 @@ def arrive(state: Membership, node: str) -> Membership:
     if node in state.arrived:
         return state
     return replace(state, arrived=(*state.arrived, node))
+
+
+def begin(state: Membership, node: str) -> Membership:
+    """`node`, which was in no round yet, wants to be in the next one. If nobody else is left, it
+    begins a new job of this name; while others are there that has ended, nothing changes."""
+    others = {*state.members, *state.arrived} - {node}
+    if node in state.members or node in state.arrived:
+        return state
+    if others:
+        return state if state.closed else arrive(state, node)
+    lost = None if state.closed else state.lost
+    fresh = Membership(version=state.version, round=state.round, first=state.round + 1, lost=lost)
+    return arrive(fresh, node)
 
 
 def leave(state: Membership, node: str) -> Membership:
@@ -162,7 +179,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     if len(order) < limits.minimum:
         return state
     if len(order) < limits.maximum and quiet < (
-        limits.settle if state.round else limits.first_call
+        limits.settle if state.round >= state.first else limits.first_call
     ):
         return state
     chosen = tuple(order[: limits.maximum])
@@ -197,13 +214,19 @@ def fail(
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     failures = (*state.failures, failure)[-limits.restarts - 1 :]
-    recent = [item for item in failures if item.at > failure.at - 3600]
-    same = failures[-limits.same_step :]
+    away = {one.node: one.at for one in state.struck}
+    # What a node was sent away for is settled: the others need not pay for it.
+    counted = [item for item in failures if item.at > away.get(item.node, -math.inf)]
+    recent = [item for item in counted if item.at > failure.at - 3600]
+    same = counted[-limits.same_step :]
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
-    if len(same) == limits.same_step and len({(item.rank, item.step) for item in same}) == 1:
+    again = len(same) == limits.same_step and failure.rank is not None
+    again = again and len({(item.rank, item.step) for item in same}) == 1
+    spared = len(state.members) > limits.minimum
+    often = f"{limits.same_step} times in a row in step {failure.step}"
+    if again and not (spared and len({item.node for item in same}) == 1):
         reason = (
-            f"{who} failed {limits.same_step} times in a row in step {failure.step}, the last time "
-            f"so: {failure.why}. A restart will not mend it"
+            f"{who} failed {often}, the last time so: {failure.why}. A restart will not mend it"
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
     if len(recent) > limits.restarts:
@@ -213,11 +236,14 @@ def fail(
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
     state = replace(state, failures=failures, alarm=False, standings=())
-    if len(state.members) > limits.minimum and strikes(state, failure) >= limits.strikes:
+    if spared and (again or strikes(state, failure) >= limits.strikes):
         others = tuple(one for one in state.struck if one.node != failure.node)
-        why = f"sent away after {limits.strikes} failures within an hour"
-        lost = replace(failure, rank=None, why=why)
+        how = f"it failed {often}" if again else f"{limits.strikes} failures within an hour"
+        lost = replace(failure, rank=None, why=f"sent away: {how}")
         return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
+    if set(state.members) & set(state.arrived):
+        # Some are through with this round, and cannot begin another generation of it.
+        return replace(leave(state, failure.node), lost=failure)
     return replace(state, generation=generation + 1)
 
 

@@ -96,6 +96,8 @@ class Node:
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _generation: tuple[int, int] = (0, 0)
     """(round, generation) that the ranks are to be in."""
+    _size: int = 0
+    """Nodes of their round."""
     _asked: bool = False
     """The ranks are asked to pause."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
@@ -207,6 +209,12 @@ class Node:
         self._watch(state)
         if self.leaving:
             self.pause()
+            if state.round == self._generation[0] and len(state.members) < state.size:
+                # Nobody is left to finish the step with.
+                for rank in self._ranks.values():
+                    if rank.key is not None:
+                        self._kill(rank)
+                        rank.code = EXIT_PAUSED
             if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
                 self.group.change(lambda state: leave(state, self.group.name))
                 for rank in list(self._ranks.values()):
@@ -248,6 +256,9 @@ class Node:
         if rank.round != state.round:  # torchrun is going to end it: its round is over already
             return
         if self._generation[0] != rank.round:
+            if state.size < self._size:  # each rank has more to do now
+                self._times.forget_steps()
+            self._size = state.size
             self._asked = self._expecting_stop = False
             self._generation = rank.round, state.generation
         self._launch()
@@ -353,7 +364,9 @@ class Node:
                 PROGRESS: f"{self.page.descriptor}:{local_rank}",
                 CAUSE: json.dumps(cause and asdict(cause)),
             }
-            if state.round > 1 or generation:  # the way to the first step began with the failure
+            if (
+                state.round > state.first or generation
+            ):  # the way to the first step began with the failure
                 environment[LAUNCHED_AT] = str(cause.at if cause else time.time())
             files = [*rank.descriptors, rank.dumps]
             self._tell({"spawn": rank.key, "env": environment}, files)
@@ -394,7 +407,9 @@ class Node:
             self._dismiss(rank, EXIT_DONE)
         elif code == EXIT_DO_NOT_REQUEUE or (
             # What was good input once is so again: storage may be away for a moment.
-            code == EXIT_WRONG_INPUT and self._generation == (1, 0)
+            code == EXIT_WRONG_INPUT
+            and self._generation == (state.first, 0)
+            and not self.page.read(rank.local_rank).step
         ):
             reason = f"rank {rank.rank} ended with exit code {code}"
             self.group.change(lambda state: _close(state, code, reason))

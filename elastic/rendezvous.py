@@ -14,6 +14,7 @@ restarts (failures of one hour that are answered by a new generation, default 30
 
 import atexit
 import logging
+import math
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from ipaddress import ip_address
 from types import FrameType
 
 import torch.distributed as dist
@@ -48,6 +50,7 @@ from elastic.membership import (
     Membership,
     arrive,
     beat_seconds,
+    begin,
     complete,
     fail,
     leave,
@@ -74,9 +77,12 @@ ALONE_SECONDS = 0.4
 WARM_SECONDS = 60.0
 """How long a node waits for its own imports before it joins anyway."""
 REJOIN_SECONDS = 3600.0
+TELL_SECONDS = 10.0
+MEET_SECONDS = 3600.0
+"""How long a store that is away may keep a round from beginning."""
 STORE_PATIENCE = 5.0
 RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
-"""Between two health checks of a node that was sent away; doubled each time."""
+"""Before a node that was sent away is checked and may come back; doubled each time."""
 
 
 def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -101,7 +107,7 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
         client=StoreClient(host, hosted.port if hosted else int(port), STORE_PATIENCE),
         hosted=hosted,
         limits=limits,
-        local_address=parameters.local_addr or _address_towards(host),
+        local_address=parameters.local_addr or _reachable(host, parameters.max_nodes),
         join_timeout=float(parameters.get("join_timeout", 600)),
         lease=float(parameters.get("lease", 0)) or None,
     )
@@ -288,6 +294,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
         self._round, self._size = 0, 0
+        self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._stopped = False
         name = f"{socket.gethostname()}/{local_address}/{os.getpid()}"
@@ -375,18 +382,21 @@ class PerdureRendezvous(RendezvousHandler):
         return struck and name not in state.members and not state.closed
 
     def _recover(self) -> None:
-        """Wait until this node is found healthy: it failed too often."""
-        wait = RECOVER_SECONDS
+        """Wait, and then until this node is found healthy: it failed too often."""
+        why = "this node was sent away for its failures"
         while True:
+            logger.warning("%s; checking it in %.0f s", why, self._recover_seconds)
+            deadline = time.monotonic() + self._recover_seconds
+            self._recover_seconds = min(2 * self._recover_seconds, MAX_RECOVER_SECONDS)
+            while time.monotonic() < deadline:
+                if self._node.leaving or self._member.wait_for(lambda now: bool(now.closed), 0.5):
+                    return
             try:
                 self._check_health()
                 logger.warning("this node was sent away for its failures; it is healthy, and joins")
                 return
             except RendezvousConnectionError as error:
-                logger.warning("%s; checking again in %.0f s", error, wait)
-            if self._member.wait_for(lambda state: state.closed is not None, wait):
-                return
-            wait = min(2 * wait, MAX_RECOVER_SECONDS)
+                why = str(error)
 
     def _next_round(self, before: int, timeout: float, deadline: float) -> Membership:
         """Wait for a round after `before`."""
@@ -397,22 +407,36 @@ class PerdureRendezvous(RendezvousHandler):
         def in_next(state: Membership) -> bool:
             return state.round > before and name in state.members
 
-        member.change(lambda state: state if in_next(state) else arrive(state, name))
-        begun = False
-        while not begun and time.monotonic() < deadline:
-            begun = member.wait_for(lambda state: bool(state.closed) or in_next(state), 0.5)
-            if not begun and self._node.leaving:
+        come = arrive if before else begin
+        here, ended = bool(before), None
+        while True:
+            if name not in member.state.arrived:  # or not any more: it may have lost its lease
+                member.change(lambda state: state if in_next(state) else come(state, name))
+            if member.wait_for(in_next, 0.5):
+                return member.state
+            state = member.state
+            here = here or name in state.arrived
+            if state.closed and here:
+                raise JobClosed(state.closed)
+            if state.closed and not ended:
+                ended = state.closed
+                logger.warning(
+                    "the last job %r of this store has ended (%s); a new one begins when all of it "
+                    "have left", self._run_id, ended.reason,
+                )  # fmt: skip
+            if self._node.leaving:
                 raise JobClosed(Closed(EXIT_REQUEUE, "this node was told to go"))
-        state = member.state
-        if state.closed:
-            raise JobClosed(state.closed)
-        if not begun:
+            if len(state.members) >= member.limits.maximum:
+                deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
+            if time.monotonic() < deadline:
+                continue
+            if ended:  # it came late, and alone
+                raise JobClosed(ended)
             raise RendezvousTimeoutError(
                 f"{len(state.arrived)} node(s) are here, at least {member.limits.minimum} are "
                 f"needed, and no more came within {timeout:.0f} s; start more, or lower "
                 "--nnodes MIN:MAX"
             )
-        return state
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:
         """Meet the other nodes of a round in its store; None if one was lost meanwhile."""
@@ -427,7 +451,8 @@ class PerdureRendezvous(RendezvousHandler):
         def over(now: Membership) -> bool:
             return bool(now.closed) or now.round != state.round or len(now.members) < state.size
 
-        member.wait_for(lambda now: bool(now.address) or over(now), 30)
+        member.wait_for(lambda now: bool(now.address) or over(now), MEET_SECONDS)
+        tell_at = time.monotonic() + TELL_SECONDS
         while not over(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
             try:
@@ -438,9 +463,12 @@ class PerdureRendezvous(RendezvousHandler):
                     timeout=timedelta(seconds=30),
                     wait_for_workers=False,
                 )
-                store.add("nodes", 1)
-                while int(store.add("nodes", 0)) < state.size and not over(member.state):
-                    time.sleep(0.01)
+                # Twice, as torch now has the agents wait for each other without a way out: one that
+                # dies between the two is noticed here.
+                for key in ("here", "all here"):
+                    store.add(key, 1)
+                    while int(store.add(key, 0)) < state.size and not over(member.state):
+                        time.sleep(0.01)
                 if over(member.state):
                     return None
                 return RendezvousInfo(
@@ -451,6 +479,13 @@ class PerdureRendezvous(RendezvousHandler):
                 )
             except LOST:
                 time.sleep(0.1)  # its host is dead, which the leases tell in a moment
+                if time.monotonic() > tell_at:
+                    tell_at = math.inf
+                    logger.warning(
+                        "%s, where the nodes of round %d meet, cannot be reached from here; going "
+                        "on trying (--local-addr names the address of a node)",
+                        member.state.address, state.round,
+                    )  # fmt: skip
         return None
 
     def num_nodes_waiting(self) -> int:
@@ -530,6 +565,18 @@ def _is_ours(host: str) -> bool:
         return True
     except OSError:
         return False
+
+
+def _reachable(host: str, most_nodes: int) -> str:
+    """The address of this machine for the others."""
+    address = _address_towards(host)
+    here = host in ("localhost", address)
+    if most_nodes > 1 and ip_address(address).is_loopback and not here:
+        raise RendezvousConnectionError(
+            f"--rdzv-endpoint: {host} is {address} on this machine, where other nodes cannot reach "
+            "it (see /etc/hosts); give its address instead of its name, or --local-addr"
+        )
+    return address
 
 
 def _address_towards(host: str) -> str:

@@ -31,12 +31,14 @@ WITHIN_STEP = ("step", "reduce")
 
 FLOOR = 3.5
 """No time-out is shorter: steps of milliseconds are held up for seconds by a busy machine."""
-PATIENCE = 120.0
-"""For what happens once: importing, meeting, a first step that compiles, all from cold caches."""
-UNHURRIED = {"load": 5, "evaluate": 5, "save": 5, "end": 5}
-"""Times PATIENCE until learned: as long as the state takes to cross a slow filesystem."""
-STORAGE_FLOOR = 60.0
-"""Shared storage stalls so long when one of its servers is replaced."""
+PATIENCE = 300.0
+"""For what was not done often enough to know: importing, meeting, a first step that compiles, all
+from cold caches."""
+UNHURRIED = {"load": 2, "evaluate": 2, "save": 2, "end": 2}
+"""Times PATIENCE: as long as the state takes to cross a slow filesystem."""
+ONCE = ("start", "init", "load", "first step", "save", "end")
+"""Done once in a process, or with storage, which stalls when one of its servers is replaced: that
+it was quick before, perhaps in a smaller world or from memory, is no reason to hurry now."""
 FACTOR = 5
 """A time-out is so many times what 99 of 100 took, as in NVIDIA's resiliency extension."""
 ENOUGH = 5
@@ -89,6 +91,11 @@ class PhaseTimes:
                 self._first_step.setdefault(rank, progress.step)
             self._last[rank] = progress
 
+    def forget_steps(self) -> None:
+        """Steps are going to take longer from now on."""
+        for kind in WITHIN_STEP:
+            self._durations.pop(kind, None)
+
     def add(self, kind: str, seconds: float) -> None:
         """A phase, or a "first step", was completed."""
         self._durations[kind].append(seconds)
@@ -108,11 +115,11 @@ class PhaseTimes:
 
     def _learned(self, kind: str) -> float:
         durations = sorted(self._durations[kind])
+        patience = self.patience * UNHURRIED.get(kind, 1)
         if len(durations) < ENOUGH:
-            return self.patience * UNHURRIED.get(kind, 1)
-        floors = {"first step": self.patience, "load": STORAGE_FLOOR, "save": STORAGE_FLOOR}
+            return patience
         usual = durations[ceil(0.99 * len(durations)) - 1]
-        return max(self.floor, floors.get(kind, 0.0), FACTOR * usual)
+        return max(patience if kind in ONCE else self.floor, FACTOR * usual)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
                 if result.save or due(progress.step, save_every, last_step):
-                    pulse.report(progress.step, "save")
+                    # The last one waits for all that is still being written.
+                    pulse.report(progress.step, "save" if progress.step < last_step else "end")
                     began = time.monotonic()
                     save(checkpointer, state, recipe, task, world)
                     if clock:
@@ -159,7 +160,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
                     profiler.step_done()
                     window.leave_out(time.perf_counter() - began)
                 if result.pause and progress.step < last_step:
-                    pulse.report(progress.step, "save")
+                    pulse.report(progress.step, "end")
                     leaving = result.pause >= PAUSE_TO_LEAVE
                     pause(checkpointer, state, recipe, task, world, metrics, leaving)
                     return end(metrics, EXIT_PAUSED, "a node leaves" if leaving else "a node joins")

@@ -131,3 +131,13 @@ def test_a_node_that_is_told_to_go_loses_no_step(cluster, workspace, undisturbed
     steps = [record["step"] for record in records(workspace, "notice") if "loss" in record]
     assert steps == sorted(set(steps)), "a step was done twice"
     same_losses(workspace, "notice", undisturbed)
+
+
+@soak
+def test_a_store_outlives_its_job(cluster, workspace, undisturbed):
+    nodes = cluster("1:2", "run.dir=outlived")
+    for _ in range(2):
+        node = nodes.add()
+        assert nodes.wait(180)[-1] == 0, node.text()
+        same_losses(workspace, "outlived", undisturbed)
+        (workspace / "outlived").rename(workspace / f"outlived-{node.number}")

@@ -21,6 +21,7 @@ from elastic.membership import (
     room,
     watched,
 )
+from elastic.membership import begin as newcomer
 
 LIMITS = Limits(minimum=2, maximum=3)
 
@@ -98,10 +99,49 @@ def test_a_rank_whose_peer_is_gone_has_not_failed():
     for generation, found in enumerate([failure(rank=1, step=7), lost_connection] * 2):
         assert state.members == ("a", "b")
         state = fail(state, 1, generation, found, limits)
-    assert state.closed is None
-    for generation in range(4, 6):
+    for generation in range(4, 8):
         state = fail(state, 1, generation, lost_connection, limits)
-    assert "failed 3 times in a row in step 7" in state.closed.reason
+    assert (state.closed, state.generation) == (None, 8)
+
+
+def test_a_newcomer_that_cannot_start_is_sent_away_and_costs_the_others_no_restarts():
+    limits = Limits(minimum=1, maximum=3, restarts=3)
+    state = begin("a", "b", limits=limits)
+    for visit in range(4):
+        state = begin(*state.members, "c", limits=limits, state=state)
+        for generation in range(3):
+            assert "c" in state.members
+            broken = Failure("c", 2, 0, "exit code 2", at=10.0 * visit + generation)
+            state = fail(state, state.round, generation, broken, limits)
+        assert (state.members, state.closed) == (("a", "b"), None)
+        assert "it failed 3 times in a row in step 0" in state.lost.why
+
+
+def test_a_step_that_fails_on_one_node_after_the_other_ends_the_job():
+    limits = Limits(minimum=1, maximum=3)
+    state = begin("a", "b", "c", limits=limits)
+    for generation, node in enumerate("abb"):
+        found = replace(failure(rank=1, step=7), node=node)
+        state = fail(state, 1, generation, found, limits)
+    assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
+
+
+def test_a_failure_while_others_have_ended_their_round_ends_it_for_this_node_too():
+    state = fail(arrive(begin("a", "b"), "b"), 1, 0, failure(), LIMITS)
+    assert (state.members, state.generation, state.struck) == (("b",), 0, ())
+    assert begin("a", "b", state=state).round == 2
+
+
+def test_a_store_outlives_a_job():
+    ended = replace(begin("a", "b"), closed=Closed(0, "finished"), failures=(failure(),))
+    assert newcomer(ended, "c") == ended, "a and b are still there"
+    nobody = leave(leave(ended, "a"), "b")
+    fresh = newcomer(nobody, "c")
+    assert (fresh.closed, fresh.failures, fresh.arrived) == (None, (), ("c",))
+    assert newcomer(fresh, "c") == fresh
+    assert complete(newcomer(fresh, "d"), LIMITS, quiet=1).round == 1, "the first call is made"
+    again = complete(newcomer(fresh, "d"), LIMITS, quiet=4)
+    assert (again.round, again.first, again.cause) == (2, 2, None)
 
 
 def test_failures_are_counted_over_an_hour():
@@ -124,7 +164,7 @@ def test_a_node_that_fails_often_is_sent_away_and_may_come_back():
         state = fail(state, 1, state.generation, failure(step=number, at=number * 60.0), limits)
     assert state.members == ("b", "c")
     assert state.generation == 2
-    assert state.lost.why == "sent away after 3 failures within an hour"
+    assert state.lost.why == "sent away: 3 failures within an hour"
     state = Membership.decode(state.encode())
     state = begin("a", "b", "c", limits=limits, state=state)
     assert (state.round, state.members) == (2, ("b", "c", "a"))

@@ -63,21 +63,23 @@ def test_every_phase_has_its_place():
 def test_time_outs_are_learned_from_what_is_usual():
     assert taught(0.2)[0].limit(0, at(21)) == FLOOR
     assert taught(0.2, floor=0.5)[0].limit(0, at(21)) == pytest.approx(1.0)
-    assert taught(0.2, steps=3)[0].limit(0, at(21)) == 120.0  # too few to tell
+    assert taught(0.2, steps=3)[0].limit(0, at(21)) == 300.0  # too few to tell
 
 
-def test_what_happens_once_has_more_time():
+def test_what_happens_once_has_more_time_however_quick_it_was_before():
     times, _ = taught(0.2)
-    assert times.limit(0, at(0, "init")) == 120
-    assert times.limit(0, at(0, "load")) == times.limit(0, at(9, "save")) == 600
     for _ in range(9):
-        times.add("save", 0.1)
-        times.add("first step", 0.1)
-    assert times.limit(0, at(9, "save")) == 60
+        for kind in ("start", "init", "load", "first step", "save", "end", "evaluate"):
+            times.add(kind, 0.1)
+    assert times.limit(0, at(0, "start")) == times.limit(0, at(0, "init")) == 300
+    assert times.limit(0, at(0, "load")) == times.limit(0, at(9, "save")) == 600
+    assert times.limit(0, at(9, "evaluate")) == FLOOR
     times.begin(0)
     times.follow({0: at(20)}, 100)
-    assert times.limit(0, at(20)) == times.limit(0, at(20, "reduce")) == 120
+    assert times.limit(0, at(20)) == times.limit(0, at(20, "reduce")) == 300
     assert times.limit(0, at(21)) == FLOOR
+    times.forget_steps()
+    assert times.limit(0, at(21)) == 300
 
 
 def test_waiting_for_a_peer_may_take_as_long_as_its_step():
@@ -272,7 +274,7 @@ def test_the_hanging_rank_is_found_among_real_ones(tmp_path, step, hang, seen):
         assert again == seen
         assert time.monotonic() - started < (1.5 if "silent" in seen else 0.9)
         now = time.monotonic()
-        progress = {rank: at(7, when=now - 300) for rank in range(2)}
+        progress = {rank: at(7, when=now - 301) for rank in range(2)}
         found = blame(standings(progress, now, PhaseTimes(), dumps))
         assert found.ranks == (1,)
         assert len(job.running()) == 2  # asking for stacks ends nobody
