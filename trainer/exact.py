@@ -135,6 +135,11 @@ def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return local if local.numel() else None
 
 
+def local_slice(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor. Without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class ExactAdamW(torch.optim.AdamW):
     """AdamW whose every operation is one multiplication, addition, division or square root of
     float32 elements. IEEE 754 defines these to the last bit, so how a tensor is cut, and which
@@ -153,14 +158,9 @@ class ExactAdamW(torch.optim.AdamW):
                 state = self.state[parameter]
                 state["step"] += 1
                 steps = state["step"].item()
-                weight, gradient, mean, mean_square = (
-                    tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                    for tensor in (
-                        parameter,
-                        parameter.grad,
-                        state["exp_avg"],
-                        state["exp_avg_sq"],
-                    )
+                weight, gradient, mean, mean_square = map(
+                    local_slice,
+                    (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]),
                 )
                 mean.mul_(beta1).add_(gradient.mul(1 - beta1))
                 mean_square.mul_(beta2).add_(gradient.mul(gradient).mul_(1 - beta2))

@@ -14,7 +14,7 @@ from checkpointing import optimizer_tensors
 from tests.distributed.jobs import ROOT, losses, soak, wait_for_step
 from tests.distributed.test_resume import SHORT, assert_same
 from trainer.exact import ExactAdamW
-from trainer.optimizer import build_optimizer, update
+from trainer.optimizer import FusedAdamW, build_optimizer, update
 from trainer.parallel import offload
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.preflight import check_inputs
@@ -38,7 +38,7 @@ def test_the_same_bits_wherever_the_state_lives(workspace, start, train):
     assert not list((workspace / "offload").iterdir()), "files without names leave nothing behind"
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, ExactAdamW])
+@pytest.mark.parametrize("kind", [FusedAdamW, ExactAdamW])
 def test_an_update_in_portions_has_the_bits_of_a_whole_one(tmp_path, monkeypatch, kind):
     """Parameters of many portions, of parts of one, and one that is larger than all buffers."""
     monkeypatch.setattr(offload, "PORTION_BYTES", 2 * 4096)
