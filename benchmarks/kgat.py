@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from tempfile import TemporaryDirectory
 
 from benchmarks.support import ROOT, arguments, report, run
-from benchmarks.support import workspace as scratch
 
 TITLE = "KGAT and its baselines on MovieLens 100k, test part; mean (standard deviation) over seeds"
 BPR_MF = ["model.kgat.layers=[]", "data.graph.triples_per_sample=0"]
@@ -23,7 +23,8 @@ def main() -> None:
     options = arguments(__doc__ or "", seeds=5, first=0, graph=str(ROOT / "data" / "ml-100k"))
     graph = f"data.graph.path={Path(options.graph).resolve()}"
     figures: dict[str, list[dict[str, float]]] = {}
-    with scratch() as directory:
+    with TemporaryDirectory(prefix="perdure-kgat-") as folder:
+        directory = Path(folder)
 
         def train(name: str, seed: int, steps: int, *overrides: str) -> str:
             """Returns the last checkpoint."""
