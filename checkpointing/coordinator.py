@@ -193,6 +193,8 @@ class Coordinator:
         self._closing: set[int] = set()
         self._claim: Path | None = None
         """Stands for the right to commit, from the first save on."""
+        self._newest: int | None = None
+        """Step that was committed last, since this process began."""
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -265,7 +267,9 @@ class Coordinator:
             return  # one that waits is considered again when that save ends
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.payload, self._slot, time.monotonic())
-        self._answer(key, ("go", key, save.slot, save.payload["state"], save.payload["previous"]))
+        # Rank 0 has asked, perhaps, before it heard of the last commit.
+        previous = save.payload["previous"] if self._newest is None else self._newest
+        self._answer(key, ("go", key, save.slot, save.payload["state"], previous))
         self._maybe_prepare()
 
     def _wait_for_nodes(self, key: Key) -> None:
@@ -530,6 +534,8 @@ class Coordinator:
 
     def _end(self, save: _Save, outcome: SaveOutcome) -> None:
         self._save = None
+        if outcome.path:
+            self._newest = save.step
         message = "outcome", save.key, outcome
         self._answers.get(save.key, []).append(message)
         self._tell(message)

@@ -142,6 +142,8 @@ class World:
         kind, *arguments = message
         if kind == "go":
             self.went.add(arguments[0])
+            committed = [outcome.step for outcome in self.outcomes if outcome.path]
+            assert [arguments[3]] == (committed or [None])[-1:], "else memory is not believed"
         if kind == "outcome" and not any(arguments[1] is known for known in self.outcomes):
             self.outcomes.append(arguments[1])
         if not self.nodes[number].alive:
