@@ -536,6 +536,8 @@ class Coordinator:
         self._save = None
         if outcome.path:
             self._newest = save.step
+        elif len(save.remembered) < self._nodes:
+            self._slot -= 1  # the next save gets this slot again: others may be whole
         message = "outcome", save.key, outcome
         self._answers.get(save.key, []).append(message)
         self._tell(message)

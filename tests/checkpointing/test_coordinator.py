@@ -108,6 +108,10 @@ class World:
         """Key of each, and whether it waits for the one before."""
         self.went: set[Key] = set()
         self.outcomes: list[SaveOutcome] = []
+        self.remembered: defaultdict[Key, set[int]] = defaultdict(set)
+        self.slots: dict[Key, int] = {}
+        self.whole_slot: int | None = None
+        """Of two: the one that holds the last save that was committed, or remembered by all."""
         self.staged: defaultdict[Key, dict[int, Position]] = defaultdict(dict)
         self.granted: set[tuple[Key, Unit]] = set()
         self.out: set[tuple[Key, Unit, int]] = set()
@@ -144,8 +148,12 @@ class World:
             self.went.add(arguments[0])
             committed = [outcome.step for outcome in self.outcomes if outcome.path]
             assert [arguments[3]] == (committed or [None])[-1:], "else memory is not believed"
+            assert arguments[1] != self.whole_slot, "a save that fails at once spares what is whole"
+            self.slots[arguments[0]] = arguments[1]
         if kind == "outcome" and not any(arguments[1] is known for known in self.outcomes):
             self.outcomes.append(arguments[1])
+            if arguments[1].path or len(self.remembered[arguments[0]]) == NODES:
+                self.whole_slot = self.slots[arguments[0]]
         if not self.nodes[number].alive:
             return
         if kind == "write":
@@ -268,6 +276,8 @@ class World:
             self.out.discard((message[1], message[unit], node.number))
         if message[0] == "staged":
             self.staged[message[1]][node.number] = message[2]
+        if message[0] == "remembered":
+            self.remembered[message[1]].add(node.number)
         self.coordinator.on_message(node.number, message)
 
     def receive(self, node: Node) -> None:
@@ -302,6 +312,8 @@ class World:
         node.staged += 1
         if good:
             node.outbox.append(("staged", node.current, POSITIONS[node.staged]))
+            if node.staged == len(POSITIONS) - 1:
+                node.outbox.append(("remembered", node.current))
         else:
             node.outbox.append(("failed", node.current, Failure("copy")))
 
