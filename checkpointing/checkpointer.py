@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from checkpointing.layout import (
     parse_step,
     step_name,
 )
-from checkpointing.link import Link, WriterGoneError, end, launch
+from checkpointing.link import END_SECONDS, Link, WriterGoneError, end, launch
 from checkpointing.memory import make_token
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
@@ -55,6 +56,10 @@ from checkpointing.storage import location
 from checkpointing.writer import Setup
 
 logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 10.0
+"""How long a rank that leaves by an exception waits for what is being written, and for the others
+to leave too."""
 
 T = TypeVar("T")
 Specs = dict[str, TensorSpec]
@@ -128,7 +133,10 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(keep_memory=kind is not None)
+        """As `close`. After an exception of one rank alone, the others may wait for it where they
+        are: it waits for them no longer than LEAVE_SECONDS."""
+        together = kind is None or len(self._ranks.all) == 1
+        self._close(kind is not None, None if together else LEAVE_SECONDS)
 
     def start_early(self) -> None:
         """Start the writer process of this node, which takes a moment, while the caller makes what
@@ -248,21 +256,28 @@ class Checkpointer:
         Args:
             keep_memory: leave what was copied last in memory, for a restart to begin from.
         """
+        self._close(keep_memory, None)
+
+    def _close(self, keep_memory: bool, seconds: float | None) -> None:
         self.wait_staged()
         if self._link:
+            closed = False
+            deadline = None if seconds is None else time.monotonic() + seconds
             try:
                 self._link.send(("close", keep_memory))
-                while True:
-                    message = self._link.receive()
-                    if message and message[0] == "closed":
+                while not closed:
+                    left = None if deadline is None else max(0, deadline - time.monotonic())
+                    message = self._link.receive(left)
+                    if message is None:
                         break
-                    if message:
-                        self._heard(message)
+                    closed = message[0] == "closed"
+                    self._heard(message)
             except WriterGoneError:
+                closed = True
                 self._lost_writer()
-            self._link.end()
+            self._link.end(END_SECONDS if closed else 0)
         elif self._process:
-            end(self._process)
+            end(self._process, END_SECONDS)
         self._link = self._staging = self._plan = None
 
     def load(

@@ -38,14 +38,14 @@ def launch() -> "subprocess.Popen[bytes]":
     )
 
 
-def end(process: "subprocess.Popen[bytes]") -> int:
+def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
     """Wait for the end of a process whose connections are closed (a process that is killed closes
-    them a moment before it is dead); returns its exit code."""
+    them a moment before it is dead), or kill it after so long; returns its exit code."""
     if process.stdin:
         with suppress(BrokenPipeError):
             process.stdin.close()
     try:
-        process.wait(END_SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
     if process.stdout:
@@ -114,7 +114,7 @@ class Link:
             WriterGoneError: that is not possible.
         """
         if self._process:
-            code = end(self._process)
+            code = end(self._process, END_SECONDS)
             logger.warning(
                 "the checkpoint writer process ended with code %d; starting it again", code
             )
@@ -161,11 +161,12 @@ class Link:
             self._connection = None
             raise WriterGoneError(GONE) from error
 
-    def end(self) -> None:
-        """Let go of the process; it ends when no rank is connected any more."""
+    def end(self, seconds: float) -> None:
+        """Let go of the process. It ends when no rank is connected any more; if it is this rank's,
+        after so long at the latest."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            end(self._process)
+            end(self._process, seconds)
             self._process = None

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing import checkpointer as checkpointer_module
 from checkpointing.memory import Left, make_token, newest_whole
 from checkpointing.slots import Manifest, dead_folders, forget, living_folders, read_manifest
+from tests.checkpointing.faults import until
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
@@ -83,6 +85,28 @@ def test_a_killed_run_goes_on_from_memory_in_any_world(strategy, world_size, nod
     leave(tmp_path / "run", tmp_path / "ranks", nodes)
     found = load(tmp_path / "run", tmp_path / "ranks", strategy, world_size)
     assert found == [(2, True)] * world_size
+
+
+@pytest.mark.parametrize(("nodes", "victim"), [(1, 0), (2, 1)])
+def test_a_rank_that_raises_waits_for_nobody_and_keeps_memory(nodes, victim, tmp_path, monkeypatch):
+    """The others wait for it in a collective; only its end brings them out of there."""
+    monkeypatch.setattr(checkpointer_module, "LEAVE_SECONDS", 0.5)
+    run = tmp_path / "run"
+
+    def work(rank):
+        os.environ["GROUP_RANK"] = str(rank % nodes)
+        with Checkpointer(run, SLOW, dist.group.WORLD) as checkpointer:
+            checkpointer.save(2, **parts(2, "rows-2"))
+            assert until(lambda: in_memory(run) == [2] * nodes, 10)
+            dist.barrier()
+            if rank == victim:
+                raise ValueError("a batch of this rank")
+            dist.barrier()
+
+    results = run_ranks(2, work, tmp_path / "ranks")
+    assert str(results[victim]) == "a batch of this rank"
+    assert isinstance(results[1 - victim], RuntimeError)
+    assert load(run, tmp_path / "ranks", "rows-2", 2) == [(2, True)] * 2
 
 
 def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
