@@ -481,9 +481,10 @@ class Checkpointer:
         if message[0] != "outcome":
             return
         outcome = message[1]
-        if (outcome.step, outcome.memory_only) == self._running:
-            self._running = None
-            if outcome.memory_only:
+        if self._running and outcome.step == self._running[0]:
+            # Not the outcome's: a writer that has lost the coordinator does not know.
+            (_, memory_only), self._running = self._running, None
+            if memory_only:
                 return
             self._outcomes.append(outcome)
             if outcome.path:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from checkpointing import Checkpointer, CheckpointOptions
 from checkpointing import checkpointer as checkpointer_module
+from checkpointing.link import Link
 from checkpointing.memory import Left, make_token, newest_whole
 from checkpointing.slots import Manifest, dead_folders, forget, living_folders, read_manifest
-from tests.checkpointing.faults import until
+from tests.checkpointing.faults import children, until
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
@@ -162,6 +163,30 @@ def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
     lost, _ = dead_folders(str(tmp_path / "run"))
     forget(lost)
     assert load(tmp_path / "run", tmp_path / "ranks", "replicated", 1) == [(2, True)]
+
+
+def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
+    """Also for the ranks of other nodes, whose writer is told nothing any more."""
+
+    def send(link, message, send=Link.send):
+        if message[0] != "staged":  # so that the copy is never whole
+            send(link, message)
+
+    def work(rank):
+        os.environ["GROUP_RANK"] = str(rank)
+        with Checkpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+            checkpointer.prepare(**{key: parts(1, "rows-2")[key] for key in ("model", "optimizer")})
+            monkeypatch.setattr(Link, "send", send)
+            assert checkpointer.save(1, **parts(1, "rows-2"), memory_only=True)
+            dist.barrier()
+            if rank == 0:
+                (writer,) = children(os.getpid())
+                os.kill(writer, signal.SIGKILL)
+            checkpointer.wait()
+            monkeypatch.undo()
+            return checkpointer.outcomes()
+
+    assert run_ranks(2, work, tmp_path / "ranks") == [[], []]
 
 
 def part(step: int, node: int, nodes: int, previous: int | None = None, tensors="t") -> Left:
