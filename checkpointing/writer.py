@@ -292,6 +292,8 @@ class Writer:
             step = self._current.key[0]
             outcome = SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0)
             self._on_coordinator(("outcome", self._current.key, outcome))
+        if self._closing:  # nobody starts it again if its ranks close too
+            self._maybe_close()
 
     def _on_coordinator(self, message: tuple[Any, ...]) -> None:
         kind, *arguments = message
