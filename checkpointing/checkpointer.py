@@ -199,7 +199,7 @@ class Checkpointer:
             payload |= {"memory_only": memory_only}
         wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
-            kind, _, *answer = self._ask(plan, ("begin", key, wait, payload))
+            kind, _, *answer = self._ask(plan, staging, ("begin", key, wait, payload))
         except (WriterGoneError, StorageError) as gone:
             kind, answer = "skip", [str(gone)]
         if kind == "skip" and memory_only:
@@ -347,6 +347,8 @@ class Checkpointer:
         signature = _signature(model), _signature(optimizer)
         if self._plan and self._staging and self._plan.signature == signature:
             return self._plan, self._staging
+        if self._staging:
+            self._staging.release()
         try:
             self._plan = plan = self._make_plan(signature, model, optimizer)
             link = self._start()
@@ -444,20 +446,20 @@ class Checkpointer:
                 return cast(Slots, message[2])
             self._heard(message)
 
-    def _ask(self, plan: SavePlan, request: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _ask(self, plan: SavePlan, staging: Staging, request: tuple[Any, ...]) -> tuple[Any, ...]:
         """Send a request about a step to the node's writer, and wait for its answer. A writer that
-        is gone is started again once."""
+        is gone is started again once; should its slots be refused, the next request tries again."""
         link = self._link
         if link is None:
             raise WriterGoneError("closed")
-        try:
-            return self._answer(link, request)
-        except WriterGoneError:
-            self._lost_writer()
-        link.restart()
-        slots = self._take_slots(link, plan)
-        if self._staging:
-            self._staging.move(slots)
+        if staging.has_slots:
+            try:
+                return self._answer(link, request)
+            except WriterGoneError:
+                self._lost_writer()
+            staging.release()
+            link.restart()
+        staging.move(self._take_slots(link, plan))
         return self._answer(link, request)
 
     def _answer(self, link: Link, request: tuple[Any, ...]) -> tuple[Any, ...]:

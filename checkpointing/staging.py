@@ -50,7 +50,20 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = threading.Event()
         self._copied.set()
+        self._files: list[SlotFiles] = []
+        self._views: list[list[Tensor]] = []
         self.move(slots)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there is anywhere to copy to."""
+        return bool(self._files)
+
+    def release(self) -> None:
+        """Let go of the slots until `move`: while they are mapped their memory is taken, which the
+        new ones may need."""
+        self.wait()
+        self._files, self._views = [], []
 
     def move(self, slots: Slots) -> None:
         """Copy into these slots from now on."""

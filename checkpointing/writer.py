@@ -404,7 +404,9 @@ class Writer:
 
     def _on_rank_plan(self, rank: int, digest: str, plan: PlanInput | None) -> None:
         """A rank wants the slots of a plan; the node's first rank brings it."""
-        if plan is None and rank in self._owed:  # the others were refused before it asked
+        if plan is not None:
+            self._owed.clear()  # that was another attempt
+        elif rank in self._owed:  # the others were refused before it asked
             _send(self._ranks[rank], ("refused", self._owed.pop(rank)))
             return
         self._asked.add(rank)

@@ -176,6 +176,34 @@ def test_slots_may_lie_on_a_disk(tmp_path):
     assert not list(disk.iterdir())
 
 
+def test_slots_that_are_refused_to_a_new_writer_are_asked_for_again(small_memory, tmp_path):
+    """There is room for one slot, which is taken as long as a rank maps that of the dead writer."""
+    (small_memory / "filler").write_bytes(bytes(52 << 10))
+
+    def work(rank):
+        options = CheckpointOptions(slot_directory=str(small_memory))
+        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+            save_now(checkpointer, 1, **parts(1, "rows-2"))
+            checkpointer.outcomes()
+            what = parts(2, "rows-2")
+            dist.barrier()
+            if rank == 0:
+                (writer,) = children(os.getpid())
+                os.kill(writer, 9)
+                assert not checkpointer.save(2, **what)
+            dist.barrier()
+            if rank == 1:
+                assert not checkpointer.save(2, **what)
+            dist.barrier()
+            save_now(checkpointer, 3, **parts(3, "rows-2"))
+            refused, saved = checkpointer.outcomes()
+            assert load(checkpointer, "rows-2") == saved.step == 3
+            return refused.error
+
+    for error in run_ranks(2, work, tmp_path / "ranks"):
+        assert str(error).startswith("step 2 is not saved: slot_directory: ")
+
+
 def test_too_little_memory_is_an_error_that_says_how_much_it_takes(tmp_path, monkeypatch):
     (tmp_path / "shm").mkdir()
     plant(monkeypatch, shared_memory=str(tmp_path / "shm"), free=RESERVE + 1000)

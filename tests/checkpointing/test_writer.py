@@ -4,6 +4,7 @@ make of each other in orders that real processes seldom meet."""
 from pathlib import Path
 from typing import Any
 
+from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
 from checkpointing.writer import Setup, Writer
 
@@ -39,3 +40,13 @@ def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
     assert not ranks[1].told, "the coordinator may need this node"
     writer._lost_coordinator()
     assert ranks[1].told == ranks[2].told == [("closed",)]
+
+
+def test_a_refusal_is_of_one_attempt(tmp_path):
+    writer, ranks, _ = node_1(tmp_path)
+    writer._on_rank(1, ("plan", "digest", "plan"))
+    writer._made("plan", "digest", StorageError("full"))
+    assert ranks[1].told == [("refused", "full")]
+    writer._on_rank(1, ("plan", "digest", "plan"))
+    writer._on_rank(2, ("plan", "digest", None))  # it had not asked before
+    assert not ranks[2].told
