@@ -30,6 +30,7 @@ from typing import Any
 
 from checkpointing.blocks import NodePlan, PlanInput, StoppedError, plan_node, write_unit
 from checkpointing.coordinator import (
+    ANSWER_SECONDS,
     Coordinator,
     Failure,
     Key,
@@ -329,6 +330,7 @@ class Writer:
                     write_manifest(self._folder, f"slot-{slot}", None)
                 for rank in self._lost:
                     self._miss(rank)
+                self.call_at(time.monotonic() + ANSWER_SECONDS, lambda: self._miss_absent(key))
                 message = ("go", key, slot)
             self._tell(key, message)
 
@@ -553,6 +555,13 @@ class Writer:
             os._exit(0)
         if self._closing:
             self._maybe_close()
+
+    def _miss_absent(self, key: Key) -> None:
+        """A rank that did not find a writer that was started again for another rank has given its
+        save up: it is not connected, and is never lost."""
+        if self._current and self._current.key == key:
+            for rank in set(self.nodes[self.node]) - set(self._ranks):
+                self._miss(rank)
 
     def _miss(self, rank: int) -> None:
         """A save that waits for the tensors of a rank that is lost, or has gone on without it, does

@@ -1,9 +1,12 @@
 """The writer of a node without its process: what its ranks, the coordinator and the loss of either
 make of each other in orders that real processes seldom meet."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from checkpointing.coordinator import ANSWER_SECONDS
 from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
 from checkpointing.writer import Setup, Writer
@@ -50,3 +53,21 @@ def test_a_refusal_is_of_one_attempt(tmp_path):
     writer._on_rank(1, ("plan", "digest", "plan"))
     writer._on_rank(2, ("plan", "digest", None))  # it had not asked before
     assert not ranks[2].told
+
+
+def test_a_save_does_not_wait_for_a_rank_that_never_comes(tmp_path):
+    """It gave up to reach a writer that was started again."""
+    writer, _, uplink = node_1(tmp_path)
+    writer._plan = SimpleNamespace(files=["a file"])
+    del writer._ranks[2]
+    writer._on_coordinator(("go", (7, 1), 0, b"", None))
+    assert uplink.told == []
+    ((moment, _, look),) = writer._timers
+    assert moment > time.monotonic() + ANSWER_SECONDS / 2
+    look()
+    ((kind, key, failure),) = uplink.told
+    assert (kind, key) == ("failed", (7, 1))
+    assert "rank 2" in failure.message
+    writer._on_coordinator(("outcome", (7, 1), None))
+    look()
+    assert len(uplink.told) == 1
