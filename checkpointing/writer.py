@@ -550,6 +550,7 @@ class Writer:
             return
         del self._ranks[rank]
         self._lost.add(rank)
+        self._asked.discard(rank)
         self._miss(rank)
         if not self._ranks:
             os._exit(0)

@@ -71,3 +71,13 @@ def test_a_save_does_not_wait_for_a_rank_that_never_comes(tmp_path):
     writer._on_coordinator(("outcome", (7, 1), None))
     look()
     assert len(uplink.told) == 1
+
+
+def test_a_rank_that_is_lost_is_given_no_slots(tmp_path):
+    writer, ranks, _ = node_1(tmp_path)
+    writer._on_rank(2, ("plan", "digest", None))
+    writer._on_rank(1, ("plan", "digest", "plan"))
+    writer._lost_rank(2, ranks[2])
+    writer._made("plan", "digest", StorageError("full"))
+    assert ranks[1].told == [("refused", "full")]
+    assert not ranks[2].told
