@@ -25,6 +25,7 @@ from checkpointing.errors import (
     DamagedCheckpoint,
     SaveFailed,
     StorageError,
+    UnreadableCheckpoint,
     explain,
 )
 from checkpointing.layout import (
@@ -320,10 +321,11 @@ class Checkpointer:
                     self._newest, self.loaded_from = parse_step(path.name), "storage"
                     return state
                 except RankError as failed:
-                    if failed.kind is not DamagedCheckpoint:
+                    if not issubclass(failed.kind, DamagedCheckpoint):
                         raise
                     damage.append(DamagedCheckpoint(failed.message))
-                    self._damaged.add(path.name)
+                    if failed.kind is not UnreadableCheckpoint:
+                        self._damaged.add(path.name)
                     if self._ranks.is_main:
                         logger.warning(
                             "checkpoint %s is damaged and passed over: %s",

@@ -3,6 +3,7 @@
 CheckpointError
 ├── WrongModel         stop: the checkpoint is of another model, no older one will fit either
 ├── DamagedCheckpoint  fall back to the checkpoint before; raised to callers when none is left
+│   └── UnreadableCheckpoint  likewise, and delete nothing: storage may recover
 ├── StorageError       stop: what is there cannot be read here (permissions, a later format, …)
 └── SaveFailed         go on training: this save is lost, the checkpoints before it are untouched
 """
@@ -20,6 +21,10 @@ class WrongModel(CheckpointError):
 
 class DamagedCheckpoint(CheckpointError):
     """A file of a checkpoint is missing, cut short or changed; the message names it."""
+
+
+class UnreadableCheckpoint(DamagedCheckpoint):
+    """The system could not read a file of a checkpoint (EIO), whatever is in it."""
 
 
 class StorageError(CheckpointError):

@@ -20,11 +20,15 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from errno import EIO
 from pathlib import Path
 from typing import Any
 
-from checkpointing.errors import CheckpointError, DamagedCheckpoint, explain
+from checkpointing.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    UnreadableCheckpoint,
+    explain,
+)
 from checkpointing.layout import COMMIT_RECORD, TRAINER_STATE, parse_step
 from checkpointing.object_target import collect_steps, delete_step
 from checkpointing.objects import ObjectPath
@@ -131,10 +135,9 @@ def _look(path: Path, best_by: str, damaged: Collection[str]) -> Found:
         record = open_step(path).record
         with reading(path / TRAINER_STATE):
             value = _number(json.loads(read_file(path / TRAINER_STATE)), best_by)
+    except UnreadableCheckpoint as error:
+        return replace(found, unreadable=str(error))
     except DamagedCheckpoint as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno == EIO:  # storage may recover from that
-            return replace(found, unreadable=str(error))
         return replace(found, damage=str(error))
     except (CheckpointError, ValueError) as error:  # no reason to delete it
         return replace(found, unreadable=explain(error))

@@ -11,7 +11,7 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from checkpointing.errors import DamagedCheckpoint, StorageError, explain
+from checkpointing.errors import DamagedCheckpoint, StorageError, UnreadableCheckpoint, explain
 from checkpointing.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
@@ -31,7 +31,7 @@ from checkpointing.object_target import committed
 from checkpointing.objects import ObjectPath
 from checkpointing.storage import StoredFile, block_buffer, file_sizes, open_file, read_file
 
-_DAMAGE = {ENOENT, ENOTDIR, EISDIR, EIO}
+_DAMAGE = {ENOTDIR, EISDIR}
 
 
 @dataclass(frozen=True)
@@ -205,4 +205,6 @@ def reading(path: Path) -> Iterator[None]:
             raise DamagedCheckpoint(f"{error.filename or path}: is missing") from error
         if error.errno in _DAMAGE:
             raise DamagedCheckpoint(f"cannot be read: {explain(error)}") from error
+        if error.errno == EIO:
+            raise UnreadableCheckpoint(f"cannot be read: {explain(error)}") from error
         raise StorageError(f"cannot read {explain(error)}") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from checkpointing.errors import DamagedCheckpoint, StorageError
+from checkpointing.errors import DamagedCheckpoint, StorageError, UnreadableCheckpoint
 from checkpointing.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile
 from checkpointing.object_target import ObjectTarget
 from checkpointing.objects import ObjectPath
@@ -230,6 +230,8 @@ def new_target(final: Path, damaged: Collection[str]) -> Target | None:
 def _is_good(path: Path) -> bool:
     try:
         open_step(path)
+    except UnreadableCheckpoint:  # no reason to delete it
+        raise
     except DamagedCheckpoint:
         return False
     return True

@@ -1,5 +1,6 @@
 """Which steps stay, that deletions are whole or resumed, and that nothing that is read goes."""
 
+import errno
 import fcntl
 import itertools
 import math
@@ -21,6 +22,7 @@ from checkpointing import (
     DamagedCheckpoint,
     WrongModel,
     newest_checkpoint,
+    restore,
 )
 from checkpointing.owners import owner
 from checkpointing.retention import (
@@ -198,6 +200,31 @@ def test_what_cannot_be_read_at_the_moment_is_not_deleted(tmp_path, monkeypatch)
     decisions = prune(tmp_path, options(1))
     assert steps(tmp_path) == [1, 3]
     assert decisions[-1].reason.startswith("cannot be read: ")
+
+
+def test_a_step_that_could_not_be_loaded_is_not_deleted(tmp_path, monkeypatch):
+    """Its tensors could not be read for a while: the run goes on from the step before."""
+    model = {"weight": torch.ones(3)}
+
+    def save(checkpointer, step):
+        state = {"step": step}
+        save_now(checkpointer, step, model=model, optimizer={}, state=state, files={})
+
+    def open_file(path, opened=restore.open_file):
+        if "step-00000002" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path)
+
+    with Checkpointer(tmp_path, options(keep=0), None) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, step)
+    with Checkpointer(tmp_path, options(keep=2), None) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(restore, "open_file", open_file)
+            assert checkpointer.load(model=model, optimizer={}) == {"step": 1}
+        save(checkpointer, 3)
+    left = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert left == ["step-00000002", "step-00000003"]
 
 
 def test_a_step_that_another_process_reads_stays_until_it_is_done(tmp_path):
