@@ -2,9 +2,16 @@
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+)
+from typing import Any
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.slots import SlotFiles, open_left
@@ -14,6 +21,9 @@ Slot = int | tuple[int, tuple[int, int]] | str
 dead run left."""
 Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Iterator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
+
+WELCOME_SECONDS = 20
+"""How long somebody who has connected may take to say who they are."""
 
 
 def call(address: tuple[str, int], secret: bytes) -> Connection:
@@ -25,6 +35,25 @@ def call(address: tuple[str, int], secret: bytes) -> Connection:
     connection = Client(address, authkey=secret)
     send_at_once(connection)
     return connection
+
+
+def welcome(connection: Connection, secret: bytes) -> Any:
+    """Let in who knows the secret; returns the first message, by which they say who they are.
+
+    Raises:
+        Exception: it is a stranger, or left, or said nothing for too long.
+    """
+    send_at_once(connection)
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        # Connections know no timeout, so the system is asked for one.
+        same.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WELCOME_SECONDS, 0)
+        )
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+        message = connection.recv()
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    return message
 
 
 def send_at_once(connection: Connection) -> None:

@@ -42,7 +42,7 @@ from checkpointing.coordinator import (
 from checkpointing.errors import explain
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import Nodes
-from checkpointing.pulls import Puller, call, send_at_once, serve_pulls
+from checkpointing.pulls import Puller, call, serve_pulls, welcome
 from checkpointing.slots import (
     Manifest,
     Ranges,
@@ -195,15 +195,15 @@ class Writer:
     # --- connections -----------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> None:
-        """Take connections, each in a thread of its own."""
+        """Take connections, each in a thread of its own: whoever connects and stays silent keeps
+        nobody else out."""
 
         def accept() -> None:
             while True:
                 try:
                     connection = listener.accept()
-                    send_at_once(connection)
-                except Exception as error:  # a stranger, or one who left at once
-                    logger.debug("refused a connection: %s", explain(error))
+                except OSError as error:  # one who left at once
+                    logger.debug("lost a connection: %s", explain(error))
                     continue
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
@@ -212,7 +212,12 @@ class Writer:
     def _serve(self, connection: Connection) -> None:
         """Pass on what one connection says."""
         try:
-            kind, number = connection.recv()
+            kind, number = welcome(connection, self.setup.secret)
+        except Exception as error:  # a stranger, or one who left or is silent
+            logger.debug("refused a connection: %s", explain(error))
+            connection.close()
+            return
+        try:
             if kind == "pull":
                 serve_pulls(connection, self._filled_slot)
                 return
@@ -270,7 +275,8 @@ class Writer:
                 while True:
                     message = uplink.recv()
                     self._inbox.put(partial(self._on_coordinator, message))
-            except (EOFError, OSError):
+            except Exception as error:  # also if another process has taken its port
+                logger.debug("not connected to rank 0's node: %s", explain(error))
                 self._inbox.put(self._lost_coordinator)
                 time.sleep(RECONNECT_SECONDS)
 
@@ -603,10 +609,10 @@ def serve(setup: Setup, ready: Callable[[tuple[str, int]], None]) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections to every other node
     writer = Writer(setup)
-    writer.listen(Listener(setup.address, "AF_UNIX", backlog=64, authkey=setup.secret))
+    writer.listen(Listener(setup.address, "AF_UNIX", backlog=64))
     here = ("", 0)
     if len(setup.nodes) > 1:
-        listener = Listener((setup.host, setup.port), backlog=1024, authkey=setup.secret)
+        listener = Listener((setup.host, setup.port), backlog=1024)
         writer.listen(listener)
         here = setup.host, listener.address[1]
     ready(here)

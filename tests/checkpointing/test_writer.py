@@ -1,14 +1,21 @@
 """The writer of a node without its process: what its ranks, the coordinator and the loss of either
 make of each other in orders that real processes seldom meet."""
 
+import socket
 import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from checkpointing import pulls
 from checkpointing.coordinator import ANSWER_SECONDS
 from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
+from checkpointing.pulls import call
 from checkpointing.writer import Setup, Writer
 
 
@@ -25,7 +32,7 @@ class Peer:
 def node_1(directory: Path) -> tuple[Writer, dict[int, Peer], Peer]:
     """The writer of ranks 1 and 2, on another node than rank 0; the ranks and the coordinator."""
     nodes = (0,), (1, 2)
-    writer = Writer(Setup(0, 1, nodes, str(directory), "run", CheckpointOptions(), "", "", 0, b""))
+    writer = Writer(Setup(0, 1, nodes, str(directory), "run", CheckpointOptions(), "", "", 0, b"1"))
     ranks, uplink = {1: Peer(), 2: Peer()}, Peer()
     writer._ranks |= ranks
     writer._joined(uplink)
@@ -81,3 +88,22 @@ def test_a_rank_that_is_lost_is_given_no_slots(tmp_path):
     writer._made("plan", "digest", StorageError("full"))
     assert ranks[1].told == [("refused", "full")]
     assert not ranks[2].told
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulls, "WELCOME_SECONDS", 1)
+    writer, _, _ = node_1(tmp_path)
+    listener = Listener(("127.0.0.1", 0))
+    writer.listen(listener)
+    with (
+        socket.create_connection(listener.address, timeout=5) as silent,
+        socket.create_connection(listener.address, timeout=5) as other,
+    ):
+        assert other.recv(1), "it is asked who it is"
+        call(listener.address, writer.setup.secret).send(("node", 3))
+        writer._inbox.get(timeout=5)()
+        assert 3 in writer._peers
+        with pytest.raises(AuthenticationError):
+            call(listener.address, b"wrong")
+        while silent.recv(1000):
+            pass  # until it is shown out
