@@ -239,6 +239,13 @@ class Checkpointer:
             SaveFailed: the last save failed, on all ranks alike; the checkpoints before it are
                 untouched.
         """
+        self._ended()
+        if self._outcomes and self._outcomes[-1].error:
+            last = self._outcomes[-1]
+            raise SaveFailed(str(last.error), last.node or 0, last.file, last.errno)
+
+    def _ended(self) -> None:
+        """Until nothing is being saved, however that ends."""
         self.wait_staged()
         try:
             while self._link and self._running is not None:
@@ -247,9 +254,6 @@ class Checkpointer:
                     self._heard(message)
         except WriterGoneError:
             self._lost_writer()
-        if self._outcomes and self._outcomes[-1].error:
-            last = self._outcomes[-1]
-            raise SaveFailed(str(last.error), last.node or 0, last.file, last.errno)
 
     def close(self, *, keep_memory: bool = False) -> None:
         """Wait for the save that is being written, and end the writer processes. On each rank.
@@ -349,6 +353,7 @@ class Checkpointer:
         signature = _signature(model), _signature(optimizer)
         if self._plan and self._staging and self._plan.signature == signature:
             return self._plan, self._staging
+        self._ended()  # its bytes are in the slots that are given up now
         if self._staging:
             self._staging.release()
         try:

@@ -392,8 +392,10 @@ class Coordinator:
         self._grant()
 
     def _on_stopped(self, node: int, key: Key, unit: Unit) -> None:
-        """A writer has given a unit up, since its save was."""
+        """A writer has given a unit up, since its save was; or it knows nothing of that save."""
         self._out.pop((key, unit), None)
+        if self._save is not None and self._save.key == key:
+            self._fail(node, Failure(f"its writer process has given up {unit.file}"))
         self._grant()
 
     def _on_failed(self, node: int, key: Key, failure: Failure, unit: Unit | None = None) -> None:

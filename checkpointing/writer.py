@@ -236,7 +236,8 @@ class Writer:
     def _filled_slot(self, slot: int, key: Key | None) -> SlotFiles:
         """A slot that a save is copied into; a process that was started again in the middle of it
         has nothing of that."""
-        if key is not None and self._filled.get(slot) != key:
+        held = self._filled.get(slot)
+        if held is None or key not in (None, held):
             raise EOFError
         return self._files[slot]
 
@@ -421,6 +422,7 @@ class Writer:
         if self._plan and self._plan.digest == digest and self._slots:
             self._give_slots()
         elif plan is not None:
+            self._filled.clear()
             self.later(
                 lambda: self._make(plan, digest), lambda result: self._made(plan, digest, result)
             )
@@ -504,7 +506,7 @@ class Writer:
 
         def remember(checksums: Any) -> None:
             # Checksums that took long may be those of bytes of two saves.
-            if self._filled[current.slot] != current.key:
+            if self._filled.get(current.slot) != current.key:
                 return
             if isinstance(checksums, Exception):
                 logger.warning("a restart cannot use memory: %s", explain(checksums))

@@ -427,6 +427,21 @@ def test_whatever_happens_in_whatever_order(limit, shared, in_parts, trouble, ev
     world.happen(world.end)
 
 
+def test_a_unit_that_was_given_up_fails_its_save():
+    """As a writer does that knows nothing of the save."""
+    world = World(limit=1, shared=False, in_parts=False)
+    draw = random.Random(0)
+    for _ in range(1000):
+        if not world.out:
+            world.happen(draw.choice(world.progress()))
+    ((key, unit, number),) = world.out
+    world.happen(partial(world.hear, world.nodes[number], ("stopped", key, unit)))
+    assert world.outcomes[-1].error.endswith(
+        f"its writer process has given up {unit.file}; earlier checkpoints are untouched"
+    )
+    world.happen(world.end)
+
+
 def numbers_tried(
     limit: WriterLimit, bandwidth: Callable[[int], float], receipts: int
 ) -> tuple[float, float]:

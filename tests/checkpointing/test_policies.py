@@ -73,6 +73,22 @@ def test_ranks_that_are_not_quite_in_step_hear_the_same_answer(tmp_path):
     assert run_ranks(2, work, tmp_path / "ranks") == [[True, False]] * 2
 
 
+def test_a_save_ends_before_its_slots_are_made_anew_for_other_placements(tmp_path):
+    run, options = tmp_path / "run", CheckpointOptions(**SLOW, keep=0)
+
+    def work(rank):
+        with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+            assert checkpointer.save(1, **parts(1, "rows-2"))
+            save_now(checkpointer, 2, **parts(2, "columns-2"))
+            return [outcome.error for outcome in checkpointer.outcomes()]
+
+    assert run_ranks(2, work, tmp_path / "ranks") == [[None, None]] * 2
+    for step in (2, 1):
+        with Checkpointer(run, options, None) as checkpointer:
+            assert load(checkpointer) == step
+        (run / f"step-{step:08}").rename(run / f"seen-{step}")
+
+
 def test_bandwidth_is_kept(tmp_path):
     options = CheckpointOptions(max_bandwidth="50 MB", max_writers=2, max_shard_size="8 MB")
     model = {name: torch.ones(1_500_000) for name in "abcd"}  # 24 MB
