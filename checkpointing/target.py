@@ -201,9 +201,9 @@ class PosixWriter:
                 write_at(descriptor, data[whole:], offset + whole)
 
     def _buffered(self) -> None:
+        descriptor = retrying(os.open, self._path, os.O_WRONLY)  # may fail; leaving closes the old
         os.close(self._descriptor)
-        self._descriptor = retrying(os.open, self._path, os.O_WRONLY)
-        self._direct = False
+        self._descriptor, self._direct = descriptor, False
 
     def finish(self) -> None:
         """See the bytes to the disk."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from benchmarks.support.trace import at_once, read_trace, writes
 from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, StorageError
 from checkpointing.pulls import Puller, serve_pulls
-from checkpointing.target import PosixTarget
+from checkpointing.target import PosixTarget, PosixWriter
 from tests.checkpointing.faults import FOLDER
 from tests.checkpointing.worlds import run_ranks, save_now, whole_state
 
@@ -232,3 +232,12 @@ def test_bytes_of_another_save_are_not_sent():
 def test_a_save_that_is_tried_again_gets_a_new_place(tmp_path):
     final = tmp_path / "step-00000001"
     assert PosixTarget.of(final).tmp != PosixTarget.of(final).tmp
+
+
+def test_a_file_that_cannot_be_opened_again_is_closed_once(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    writer = PosixWriter(path, 0)
+    path.unlink()
+    with pytest.raises(FileNotFoundError), writer:
+        writer._buffered()
