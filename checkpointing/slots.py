@@ -229,6 +229,14 @@ def _anonymous_slot(
     return paths
 
 
+def close_slots(slots: Slots) -> None:
+    """Give files without a name back, in the process that made them."""
+    if not slots.lasting:
+        for paths in slots.paths:
+            for path in paths.values():
+                os.close(int(Path(path).name))
+
+
 def _reserve(descriptor: int, size: int, ranges: Sequence[tuple[int, int]]) -> None:
     os.ftruncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     for start, stop in ranges:

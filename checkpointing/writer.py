@@ -48,6 +48,7 @@ from checkpointing.slots import (
     Ranges,
     SlotFiles,
     Slots,
+    close_slots,
     collect_memory,
     copy_slot,
     forget,
@@ -423,6 +424,7 @@ class Writer:
             self._give_slots()
         elif plan is not None:
             self._filled.clear()
+            self._files = []  # their memory is free only when nobody maps it
             self.later(
                 lambda: self._make(plan, digest), lambda result: self._made(plan, digest, result)
             )
@@ -430,6 +432,8 @@ class Writer:
     def _make(self, plan: PlanInput, digest: str) -> tuple[NodePlan, Path | None, Slots]:
         if self._folder:
             forget(self._folder)
+        if self._slots:
+            close_slots(self._slots)
         part = plan_node(plan, digest, self.nodes, self.node)
         options = self.setup.options
         folder, slots = make_slots(

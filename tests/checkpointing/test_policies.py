@@ -192,6 +192,18 @@ def test_slots_may_lie_on_a_disk(tmp_path):
     assert not list(disk.iterdir())
 
 
+def test_slots_that_are_made_anew_leave_no_file_open(tmp_path):
+    options = CheckpointOptions(slot_directory=str(tmp_path))
+    opened = []
+    with Checkpointer(tmp_path / "run", options, None) as checkpointer:
+        for step, bulk in enumerate((0, 5000, 0)):
+            save_now(checkpointer, step, **parts(step, bulk=bulk))
+            (writer,) = children(os.getpid())
+            files = [os.path.realpath(file) for file in Path(f"/proc/{writer}/fd").iterdir()]
+            opened.append(sum("(deleted)" in file for file in files))
+    assert opened == [opened[0]] * 3
+
+
 def test_slots_that_are_refused_to_a_new_writer_are_asked_for_again(small_memory, tmp_path):
     """There is room for one slot, which is taken as long as a rank maps that of the dead writer."""
     (small_memory / "filler").write_bytes(bytes(52 << 10))
