@@ -87,14 +87,15 @@ def newest_whole(
         tensors: digest of what is to be loaded.
         newest: newest good step in storage.
     """
-    parts: dict[tuple[int, int], dict[int, Left]] = {}
+    parts: dict[tuple[int, int, str], dict[int, Left]] = {}
     for part in left:
         found = part.manifest
         follows = found.step == newest or (
             found.previous == newest and (newest is None or found.step > newest)
         )
         if found.run == run and found.tensors == tensors and follows:
-            parts.setdefault((found.step, found.nodes), {})[found.node] = part
+            key = found.step, found.nodes, found.attempt
+            parts.setdefault(key, {})[found.node] = part
     whole = [key for key, by_node in parts.items() if len(by_node) == key[1]]
     if not whole:
         return None

@@ -74,6 +74,9 @@ class Manifest:
 
     run: str
     """The token of the run; see `memory.token`."""
+    attempt: str
+    """The same on all nodes, until the run is started again: it may come to the same step again,
+    and not to the same bits."""
     step: int
     previous: int | None
     """Newest committed step when this one was copied: by it a restart knows that nobody has

@@ -7,6 +7,7 @@ into its inbox. On rank 0's node the coordinator lives in the same thread.
 """
 
 import ctypes
+import hashlib
 import heapq
 import itertools
 import logging
@@ -517,7 +518,8 @@ class Writer:
                 self._to_coordinator(("remembered", current.key))
                 return
             manifest = Manifest(
-                self.setup.run, current.key[0], current.previous, plan.tensors,
+                self.setup.run, hashlib.sha256(self.setup.secret).hexdigest()[:16],
+                current.key[0], current.previous, plan.tensors,
                 self.node, len(self.nodes), plan.exact, checksums, current.state,
             )  # fmt: skip
             try:

@@ -189,8 +189,10 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
     assert run_ranks(2, work, tmp_path / "ranks") == [[], []]
 
 
-def part(step: int, node: int, nodes: int, previous: int | None = None, tensors="t") -> Left:
-    return Left("", 0, Manifest("run", step, previous, tensors, node, nodes, {}, {}, "{}"))
+def part(
+    step: int, node: int, nodes: int, previous: int | None = None, tensors="t", attempt="a"
+) -> Left:
+    return Left("", 0, Manifest("run", attempt, step, previous, tensors, node, nodes, {}, {}, "{}"))
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():
@@ -205,3 +207,6 @@ def test_the_newest_step_of_which_all_is_there_is_taken():
     assert newest_whole(both, "run", "t", None) is None, "the checkpoints were deleted"
     assert newest_whole([part(5, 0, 1)], "run", "t", None)[0] == 5, "the first was never committed"
     assert newest_whole(both, "another", "t", 10) is None, "this memory is of another run"
+    stale = part(20, 0, 2, 10, attempt="before")
+    assert newest_whole([*both, stale], "run", "t", 10) == (20, both), "never of two attempts"
+    assert newest_whole([stale, both[1]], "run", "t", 10) is None
