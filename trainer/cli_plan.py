@@ -36,7 +36,10 @@ def add_plan_command(commands: Any, new: Callable[..., argparse.ArgumentParser])
     plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
     plan.add_argument("--net", metavar="RATE", help="of one node, to the others: 400Gb/s")
     plan.add_argument("--storage", metavar="RATE", help="of checkpoints: 2GB/s")
+    plan.add_argument("--host-memory", metavar="SIZE", help="of one node: 2TB")
+    plan.add_argument("--disk", metavar="SIZE", help="local one of one node: 8TB")
     plan.add_argument("--tflops", type=float, metavar="X", help="dense peak of one GPU")
+    plan.add_argument("--all", action="store_true", help="a line for each micro-batch")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     plan.set_defaults(run=_plan)
 
@@ -53,10 +56,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         recipe.precision.dtype,
         net=arguments.net,
         storage=arguments.storage,
+        memory=arguments.host_memory,
+        disk=arguments.disk,
         tflops=arguments.tflops,
     )
     plan = make_plan(recipe, machine, "cpu" if recipe.run.device == "cpu" else "cuda")
-    print(plan_text(plan, shlex.join(["perdure", "train", arguments.recipe, *arguments.overrides])))
+    command = shlex.join(["perdure", "train", arguments.recipe, *arguments.overrides])
+    print(plan_text(plan, command, everything=arguments.all))
     if arguments.json:
         try:
             arguments.json.write_text(json.dumps(plan_json(plan), indent=2) + "\n")

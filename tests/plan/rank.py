@@ -14,7 +14,7 @@ import torch.distributed as dist
 from elastic import plan_batch
 from elastic.world import join_world, leave_world, read_environment
 from trainer.models import init_parameter
-from trainer.optimizer import build_optimizer
+from trainer.optimizer import build_optimizer, update
 from trainer.parallel import build_mesh, parallelize
 from trainer.plan import predict
 from trainer.plan.live import LiveTensors
@@ -37,7 +37,9 @@ def measure(recipe, world):
         lambda name, shape: init_parameter(name, shape, architecture, 0),
     )  # fmt: skip
     model.draw_weights()
-    optimizer = build_optimizer(model.optimized, recipe.optimizer, exact=recipe.exact)
+    optimizer = build_optimizer(
+        model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like
+    )
     plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
     shape = (plan.micro_batch, recipe.data.seq_len)
     batch = {name: torch.ones(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
@@ -58,17 +60,18 @@ def measure(recipe, world):
                     del loss
             model.collect_gradients()
             gradients = held(weight.grad for weight in weights if weight.grad is not None)
-            optimizer.step()
+            update(optimizer, model.portions(optimizer), 1.0)
             model.publish_weights()
             model.zero_gradients()
     state = held(value for of_one in optimizer.state.values() for value in of_one.values())
+    standing = 0 if model.file else held(weights) + state
     return {
         "parameters": held(weights),
         "gradients": gradients,
         "optimizer_state": state,
         "buffers": held(model.module.buffers()),
         "activations": activations,
-        "peak": live.peak + held(weights) + state,
+        "peak": live.peak + standing,
     }
 
 

@@ -44,6 +44,7 @@ CASES = {
         "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
         f"{BLOCKS} strategy.zero=3 strategy.activation_checkpointing=full",
     ],
+    3: ["strategy.zero=3"],
     4: [
         "strategy.sharding=HYBRID_SHARD strategy.shard_size=2 batch.micro_batch=1",
         "strategy.zero=2",
@@ -81,6 +82,21 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks):
         # All were equal when this was written; other versions of torch may buffer otherwise.
         assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.01), case
         assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.03), case
+
+
+def test_a_run_on_files_holds_what_was_predicted(recipe_file):
+    """Pages of the files are counted neither here nor there."""
+    offload = ["strategy.offload=nvme", f"strategy.offload_directory={recipe_file.parent}"]
+    recipe = load_recipe(recipe_file, offload)
+    cpu = torch.device("cpu")
+    world = World(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, nodes=1, round=0, generation=0,
+        cause=None, device=cpu,
+    )  # fmt: skip
+    (measured,) = run_ranks(1, lambda rank: measure(recipe, world), recipe_file.parent)
+    predicted = predict(recipe, 1, 1)
+    assert predicted.activations == pytest.approx(measured["activations"], rel=0.01)
+    assert predicted.peak == pytest.approx(measured["peak"], rel=0.03)
 
 
 def test_deeper_models_and_larger_batches_need_what_a_whole_trace_says(recipe_file):
@@ -132,33 +148,104 @@ def test_the_recommended_lines_can_be_pasted(recipe_file):
     plan = make_plan(recipe, describe_machine("2x1GB", 2, "bf16", tflops=1), "cpu")
     assert [candidate.label for candidate in plan.candidates[::3]] == [
         "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid", "ZeRO-2, CPU offload", "ZeRO-3, CPU offload",
+        "hybrid, CPU offload", "ZeRO-3, NVMe offload",
     ]  # fmt: skip
     figures = json.loads(json.dumps(plan_json(plan)))
     fitting = [candidate for candidate in figures["candidates"] if candidate["fits"]]
     assert figures["best"]["seconds_per_step"] == min(c["seconds_per_step"] for c in fitting)
-    text = plan_text(plan, "perdure train recipe.yaml")
-    pasted, rest = text.split("In the recipe:\n\n")[1].split("\n\nor: ")
-    recipe_file.write_text(RECIPE.replace("global_batch: 8", "global_batch: 4"))
-    sections = yaml.safe_load(recipe_file.read_text())
-    for section, values in yaml.safe_load(pasted).items():
-        sections[section] = values if section == "strategy" else sections[section] | values
-    command = shlex.split(rest.splitlines()[0])
-    assert plan.best.recipe == load_recipe(recipe_file, command[3:])
-    recipe_file.write_text(yaml.safe_dump(sections))
-    assert plan.best.recipe == load_recipe(recipe_file)
+    written = RECIPE.replace("global_batch: 8", "global_batch: 4")
+    for best in (plan.best, plan.candidates[-1]):
+        text = plan_text(dataclasses.replace(plan, best=best), "perdure train recipe.yaml")
+        pasted, rest = text.split("In the recipe:\n\n")[1].split("\n\nor: ")
+        sections = yaml.safe_load(written)
+        for section, values in yaml.safe_load(pasted).items():
+            sections[section] = values if section == "strategy" else sections[section] | values
+        command = shlex.split(rest.splitlines()[0])
+        recipe_file.write_text(written)
+        assert best.recipe == load_recipe(recipe_file, command[3:])
+        recipe_file.write_text(yaml.safe_dump(sections))
+        assert best.recipe == load_recipe(recipe_file)
+
+
+def machine_with(memory, **more):
+    """Two GPUs; `memory` is needed on each, besides the room."""
+    machine = describe_machine("2x1GB", 1, "bf16", tflops=1)
+    gpu = dataclasses.replace(machine.gpu, memory=memory / 0.89)
+    return dataclasses.replace(machine, gpu=gpu, **more)
 
 
 def test_nothing_fits(recipe_file):
+    """What four nodes would hold, one holds with NVMe offload alone, and without a disk not."""
+    recipe = load_recipe(recipe_file)
     thrifty = ["strategy.activation_checkpointing=full", "strategy.reduce_every_pass=true"]
     thrifty += ["batch.micro_batch=1"]
     need = predict(load_recipe(recipe_file, thrifty), 8, 2, device="cpu").peak
-    machine = describe_machine("2x1GB", 1, "bf16", tflops=1)
-    machine = dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, memory=need / 0.89))
-    plan = make_plan(load_recipe(recipe_file), machine, "cpu")
+    plan = make_plan(recipe, machine_with(need), "cpu")
+    assert plan.best.label == "ZeRO-3, NVMe offload"
+    assert plan.enough_nodes == 4
+    assert "On 4 such nodes ZeRO-3 with full recomputation fits" in plan_text(plan, "")
+    plan = make_plan(recipe, machine_with(need, node_disk=1e6), "cpu")
     assert plan.best is None
     assert plan.enough_nodes == 4
+    assert "disk over" in plan_text(plan, "")
     assert "Nothing fits with 10% room" in plan_text(plan, "")
     assert "On 4 such nodes" in plan_text(plan, "")
+    plan = make_plan(recipe, machine_with(need / 10), "cpu")
+    assert plan.best is None
+    assert plan.enough_nodes is None
+    assert "Take larger GPUs" in plan_text(plan, "")
+
+
+def test_offload_takes_what_the_host_has(recipe_file):
+    """A GPU that no strategy fits without offload, and hosts that hold a checkpoint's slot only."""
+    large = "model.architecture.hidden_size=960 model.architecture.intermediate_size=2240 "
+    large += "batch.global_batch=2 batch.micro_batch=1"
+    recipe = load_recipe(recipe_file, large.split())
+    offloaded = load_recipe(recipe_file, [*large.split(), "strategy.offload=cpu"])
+    on_host, on_gpu = (predict(one, 2, 2, device="cuda") for one in (offloaded, recipe))
+    state = on_gpu.parameters + on_gpu.gradients + on_gpu.optimizer_state
+    assert on_host.host == state
+    assert on_host.node_memory == 2 * state + on_host.checkpoint_bytes
+    assert on_gpu.node_memory == on_gpu.slot_bytes == on_gpu.checkpoint_bytes
+    roomy, small = (
+        make_plan(recipe, machine_with(on_host.peak, node_memory=memory), "cuda")
+        for memory in (2 * on_host.node_memory, on_host.node_memory - 1)
+    )
+    verdicts = [
+        {c.label: c.lacking(plan.machine) for c in plan.candidates if "CPU" in c.label}
+        for plan in (roomy, small)
+    ]
+    assert verdicts[0]["ZeRO-3, CPU offload"] == ""
+    assert verdicts[1]["ZeRO-3, CPU offload"] == "host over"
+    assert roomy.best.recipe.strategy.offload == "cpu"
+    assert small.best.label == "ZeRO-3, NVMe offload"
+    assert "host over" in plan_text(small, "")
+
+
+def test_files_hold_what_a_gpu_then_does_not(recipe_file):
+    nvme = ["strategy.offload=nvme", "strategy.offload_directory=/local/nvme"]
+    plain, offloaded = (
+        predict(load_recipe(recipe_file, more), 2, 2, device="cuda") for more in ([], nvme)
+    )
+    state = plain.parameters + plain.optimizer_state
+    assert offloaded.peak <= plain.peak - state
+    assert offloaded.disk == state + plain.gradients
+    assert offloaded.node_disk == 2 * offloaded.disk + offloaded.slot_bytes
+    # Buffers that the update works in, and no slot of a checkpoint.
+    assert offloaded.node_memory == 2 * offloaded.host < 0.3e9
+
+
+def test_a_gpu_takes_the_loss_of_all_rows_at_once(recipe_file):
+    """On a CPU 128 rows of logits are float32 at a time."""
+    recipe = load_recipe(recipe_file, ["model.architecture.vocab_size=20000"])
+    blueprint = tracing.read_blueprint(recipe)
+    on_gpu, on_cpu = (
+        tracing.trace(blueprint, 4, "full", torch.bfloat16, False, device)
+        for device in ("cuda", "cpu")
+    )
+    logits = 4 * 128 * 20000
+    # The logits, in float32 again, and the log of the softmax, which backward needs.
+    assert on_gpu.head_forward > (2 + 4 + 4) * logits > on_cpu.head_forward
 
 
 def test_rings_are_as_slow_as_their_slowest_link():

@@ -24,6 +24,11 @@ tell more."""
 HOST_BANDWIDTH = 200e9
 """Bytes/s at which all optimizers of a node update state in host memory. Assumed: eight channels
 of DDR5-4800 give 307 GB/s."""
+DISK_BANDWIDTH = 5e9
+"""Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
+UPDATE_ON_DISK = 28
+"""Bytes per parameter between memory and disk in an update: weight and two moments are read and
+written, the gradient is read."""
 DEFAULT_NET = 50e9
 """Bytes/s between a node and the others where nothing is said: 400 Gb/s."""
 UPDATE_TRAFFIC = 40
@@ -70,6 +75,10 @@ class Machine:
     """Bytes/s between one node and the others, one way, all its network cards together."""
     storage: float | None = None
     """Bytes/s at which a checkpoint is written, all ranks together."""
+    node_memory: float | None = None
+    """Bytes of host memory of a node; None: not known, and never short."""
+    node_disk: float | None = None
+    """Bytes of the local disk of a node, likewise."""
     note: str = ""
     """What was assumed of it because nobody said."""
 
@@ -86,6 +95,8 @@ def describe_machine(
     *,
     net: str | None = None,
     storage: str | None = None,
+    memory: str | None = None,
+    disk: str | None = None,
     tflops: float | None = None,
 ) -> Machine:
     """What a person says of a machine.
@@ -96,6 +107,8 @@ def describe_machine(
         dtype: of the computation, as in `precision.dtype`.
         net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for that many network cards.
         storage: 2GB/s.
+        memory: of a node's host: 2TB.
+        disk: local one of a node: 8TB.
         tflops: of one GPU, where its name does not tell.
 
     Raises:
@@ -103,8 +116,8 @@ def describe_machine(
     """
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip())
     count, name = int(found[1] or 1) if found else 0, found[2] if found else ""
-    memory = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name, re.IGNORECASE)
-    if count < 1 or not (memory or name in GPUS):
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name, re.IGNORECASE)
+    if count < 1 or not (size or name in GPUS):
         raise RecipeError(
             f"--gpus: {gpus!r} is not a number of GPUs; write 8x80GB, or 8xNAME with one of "
             f"{', '.join(GPUS)}"
@@ -112,11 +125,11 @@ def describe_machine(
     if nodes < 1:
         raise RecipeError(f"--nodes: must be at least 1, but it is {nodes}")
     notes = []
-    if memory:
-        size = float(memory[1]) * 1e9
+    if size:
+        wanted = float(size[1]) * 1e9
         # Of the GPUs that have so much, the slowest: better surprised than disappointed.
-        name = min(GPUS, key=lambda n: (abs(GPUS[n].memory - size), PEAK_TFLOPS[n]))
-        gpu = replace(GPUS[name], memory=size)
+        name = min(GPUS, key=lambda n: (abs(GPUS[n].memory - wanted), PEAK_TFLOPS[n]))
+        gpu = replace(GPUS[name], memory=wanted)
         notes.append(f"No GPU is named: seconds are those of {name} (--gpus {count}x{name}).")
     else:
         gpu = GPUS[name]
@@ -137,6 +150,8 @@ def describe_machine(
         peak_flops=(tflops or PEAK_TFLOPS[name]) * 1e12,
         net=_rate("--net", net) if net else DEFAULT_NET,
         storage=_rate("--storage", storage) if storage else None,
+        node_memory=_size("--host-memory", memory) if memory else None,
+        node_disk=_size("--disk", disk) if disk else None,
         note=" ".join(notes),
     )
 
@@ -151,6 +166,14 @@ def _rate(option: str, text: str) -> float:
         )
     scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[3]]
     return int(found[1] or 1) * float(found[2]) * scale / (8 if found[4] == "b" else 1)
+
+
+def _size(option: str, text: str) -> float:
+    """Bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])B", text.strip())
+    if not found or not float(found[1]):
+        raise RecipeError(f"{option}: {text!r} is not a size; write 512GB or 2TB")
+    return float(found[1]) * {"G": 1e9, "T": 1e12}[found[2]]
 
 
 @dataclass(frozen=True)
@@ -237,7 +260,7 @@ class Times:
     update: float
     """Norm, clipping and optimizer."""
     transfers: float
-    """Between host and device, with strategy.offload: cpu; overlaps with computation."""
+    """Between host and device, with strategy.offload; overlaps with computation."""
     communication: float
     """As if nothing overlapped."""
     exposed: float
@@ -267,11 +290,15 @@ def times_of(
         beside[collective.phase] += collective.seconds(machine)
         at_least[collective.phase] += collective.seconds(machine, collective.exposed)
     communication, transfers = sum(beside.values()), 0.0
-    if recipe.strategy.offload == "cpu":
-        update = UPDATE_TRAFFIC * owned * machine.gpus_per_node / HOST_BANDWIDTH
+    if recipe.strategy.offload != "none":
+        of_node = owned * machine.gpus_per_node
+        update = UPDATE_TRAFFIC * of_node / HOST_BANDWIDTH
         gathers, again = layout.passes, recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD")
         reductions = layout.passes if recipe.strategy.reduce_every_pass else 1
         once = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
+        if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
+            once = max(once, 4 * of_node / DISK_BANDWIDTH)
+            update = max(update, UPDATE_ON_DISK * of_node / DISK_BANDWIDTH)
         beside["forward"] += gathers * once
         beside["backward"] += (gathers * again + reductions) * once
         transfers = (gathers * (1 + again) + reductions) * once

@@ -1,17 +1,26 @@
 """Kernels that only a GPU has, for traces that run on the CPU."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
+from trainer.models import loss
 
-def cuda_kernels() -> Any:
-    """While entered, attention and RMSNorm are what CUDA would call. Fake tensors of a GPU need a
-    build of torch for it; these stand on the CPU, whose kernels keep other tensors for the backward
-    pass. (A TorchFunctionMode would be off in the backward pass, where blocks are recomputed.)"""
-    return patch.multiple(F, scaled_dot_product_attention=_attend, rms_norm=_normalise)
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """While entered, attention and RMSNorm are what CUDA would call, and the loss takes all rows at
+    once. Fake tensors of a GPU need a build of torch for it; these stand on the CPU, whose kernels
+    keep other tensors for the backward pass. (A TorchFunctionMode would be off in the backward
+    pass, where blocks are recomputed.)"""
+    kernels = patch.multiple(F, scaled_dot_product_attention=_attend, rms_norm=_normalise)
+    with kernels, patch.object(loss, "ROWS_ON_CPU", sys.maxsize):
+        yield
 
 
 def _attend(

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.parallel.offload import BUFFERS, COPIES, PORTION_BYTES
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.trace import Blueprint, Shape, Trace
 from trainer.recipe import Recipe
@@ -68,7 +69,11 @@ class Memory:
     moment: str
     """Which one that is: forward, head, blocks, end, reduce or update; see [Note: moments]."""
     host: int
-    """Of these, in host memory instead of on the device: `strategy.offload: cpu`."""
+    """In host memory instead of on the device: with `strategy.offload: cpu` parameters, gradients
+    and optimizer state, with `nvme` what the update works in."""
+    disk: int
+    """In files instead: the same with `strategy.offload: nvme`. Pages of them that the kernel keeps
+    in memory are counted nowhere; it gives them up when memory is needed."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def memory_of(
         recipe: its strategy and precision count.
         layout: how they lie over the ranks.
         trace: of one pass.
-        device: "cuda", or "cpu", where nothing is offloaded because all is on the host.
+        device: "cuda", or "cpu", where all is on the host and only files take something from it.
     """
     shapes = [shape for unit in blueprint.units for shape in unit]
     whole = _bytes(shapes)
@@ -115,8 +120,11 @@ def memory_of(
             state = 2 * mine + 4 * len(shapes)
             largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
         moments = _ddp_moments(blueprint, layout, trace, largest)
-    offloaded = recipe.strategy.offload == "cpu" and device != "cpu"
+    to_disk = recipe.strategy.offload == "nvme"
+    to_host = recipe.strategy.offload == "cpu" and device != "cpu"
+    offloaded = to_disk or to_host
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
+    held = parameters + gradients + state
 
     def device_bytes(moment: Moment) -> int:
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
@@ -131,7 +139,8 @@ def memory_of(
         transient=moment.other + max(0, moment.pass_ - trace.saved),
         peak=device_bytes(moment),
         moment=moment.name,
-        host=parameters + gradients + state if offloaded else 0,
+        host=COPIES * PORTION_BYTES * BUFFERS if to_disk else held if to_host else 0,
+        disk=held if to_disk else 0,
     )
 
 

@@ -14,12 +14,17 @@ from trainer.plan.trace import Blueprint, read_blueprint, trace
 from trainer.recipe import Recipe, RecipeError
 
 HOW = {
-    "traced": "activations, peak, seconds_per_step, mfu",
-    "computed": "parameters, gradients, optimizer_state, buffers, transient, host, "
-    "communication_bytes, checkpoint_bytes",
+    "shapes": (
+        "parameters gradients optimizer_state buffers host disk node_memory node_disk slot_bytes "
+        "communication_bytes checkpoint_bytes"
+    ),
+    "trace": "activations",
+    "both": "transient peak",
+    "roofline": "seconds_per_step communication_seconds exposed_seconds mfu checkpoint_seconds",
 }
-"""Where figures come from: one pass of the model on fake tensors, or sums over the shapes of its
-parameters. Of `peak`, what a pass works with is traced and the rest computed."""
+"""Where figures come from. shapes: sums over those of the parameters. trace: one pass of the model
+on fake tensors. both: what a pass works with is traced, the rest computed. roofline: work that was
+traced and bytes that were computed, over the assumed speeds of the machine."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,15 @@ class Prediction(Memory):
     """Sent by this rank per step, and as many received."""
     checkpoint_bytes: int
     """Of one checkpoint, all ranks together."""
+    node_memory: int
+    """Host memory of a node: `host` of its ranks (`peak`, if they run on CPUs), and one slot that
+    checkpoints are copied to; with `checkpoint.peer_copy` another node's as well. Further slots
+    are made only where there is room. The processes themselves, and loaders of data, come on
+    top."""
+    node_disk: int
+    """Of a node's local disk: `disk` of its ranks, and one slot, where slots are files."""
+    slot_bytes: int
+    """Of one slot, on one node."""
     checkpoint_seconds: float | None
     seconds_per_step: float | None
     communication_seconds: float | None
@@ -84,6 +98,14 @@ def predict(
     traced = trace(blueprint, plan.micro_batch, recompute, dtype, autocast, device)
     memory = memory_of(blueprint, recipe, layout, traced, device)
     checkpoint = 12 * blueprint.parameter_count + blueprint.buffers
+    slot = checkpoint * local_world_size // world_size
+    on_host = memory.host + (memory.peak if device == "cpu" else 0)
+    node_memory, node_disk = local_world_size * on_host, local_world_size * memory.disk
+    if recipe.checkpoint.slot_directory is not None:
+        node_disk += slot
+    else:
+        peer = recipe.checkpoint.peer_copy and world_size > local_world_size
+        node_memory += 2 * slot if peer else slot
     seconds = communication = exposed = mfu = writing = None
     if machine:
         times = times_of(blueprint, recipe, layout, traced, machine)
@@ -99,6 +121,9 @@ def predict(
         **dataclasses.asdict(memory),
         communication_bytes=sum(c.sent for c in collectives_of(blueprint, recipe, layout)),
         checkpoint_bytes=checkpoint,
+        node_memory=node_memory,
+        node_disk=node_disk,
+        slot_bytes=slot,
         checkpoint_seconds=writing,
         seconds_per_step=seconds,
         communication_seconds=communication,

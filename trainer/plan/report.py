@@ -1,7 +1,11 @@
 """A `Plan` as text and as JSON."""
 
 import dataclasses
+import json
+import re
+import shlex
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 from trainer.plan import costs
@@ -10,10 +14,24 @@ from trainer.plan.prediction import HOW
 from trainer.plan.search import ROOM, Candidate, Plan
 from trainer.recipe import Strategy
 
-COLUMNS = (
-    "strategy", "recompute", "micro-batch", "params", "grads", "optim", "activ", "transient",
-    "peak GB", "fits", "comm GB", "hidden", "s/step", "MFU",
-)  # fmt: skip
+COLUMNS = {
+    "strategy": "",
+    "recompute": "",
+    "micro-batch": "",
+    "params": "shapes",
+    "grads": "shapes",
+    "optim": "shapes",
+    "activ": "trace",
+    "transient": "both",
+    "peak GB": "both",
+    "fits": "",
+    "host GB": "shapes",
+    "comm GB": "shapes",
+    "hidden": "roofline",
+    "s/step": "roofline",
+    "MFU": "roofline",
+}
+"""Of the table, each with where its figures come from, as `prediction.HOW` says."""
 MOMENTS = {
     "forward": "when the loss is computed",
     "head": "in the backward pass of the output head",
@@ -24,16 +42,18 @@ MOMENTS = {
 }
 
 
-def plan_text(plan: Plan, command: str) -> str:
+def plan_text(plan: Plan, command: str, *, everything: bool = False) -> str:
     """The table, the recommendation, and what it rests on.
 
     Args:
         plan: to print.
         command: `perdure train RECIPE …`, to which overrides are added.
+        everything: a line for each micro-batch and way to reduce, not for the best ones alone.
     """
-    rows = [_row(candidate, plan) for candidate in (plan.own, *plan.candidates)]
-    parts = [_headline(plan), _table([COLUMNS, *rows]), _advice(plan, command), _notes(plan)]
-    return "\n\n".join(parts)
+    shown = plan.tried if everything else plan.candidates
+    rows = [_row(candidate, plan) for candidate in (plan.own, *shown)]
+    table = _table([tuple(COLUMNS), tuple(COLUMNS.values()), *rows])
+    return "\n\n".join([_headline(plan), table, _advice(plan, command), _notes(plan)])
 
 
 def _headline(plan: Plan) -> str:
@@ -52,10 +72,9 @@ def _machine(machine: Machine) -> str:
 
 def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
     p, strategy = candidate.prediction, candidate.recipe.strategy
-    free = candidate.free(plan.machine)
-    fits = f"{-free / 1e9:.1f} over"
-    if free >= 0:
-        fits = f"{free / 1e9:.1f} free" if candidate.fits(plan.machine) else "tight"
+    free, fits = candidate.free(plan.machine), candidate.lacking(plan.machine)
+    if fits in ("", "over"):
+        fits = f"{abs(free) / 1e9:.1f} {fits or 'free'}"
     hidden = "-"
     if p.communication_seconds and p.exposed_seconds is not None:
         hidden = f"{max(0.0, 1 - p.exposed_seconds / p.communication_seconds):.0%}"
@@ -69,6 +88,7 @@ def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
         *map(_gb, (p.parameters, p.gradients, p.optimizer_state, p.activations, p.transient)),
         _gb(p.peak),
         fits,
+        _gb(p.node_memory),
         _gb(p.communication_bytes),
         hidden,
         f"{p.seconds_per_step:.3g}",
@@ -89,7 +109,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join([*lines[:2], "-" * max(map(len, lines[:2])), *lines[2:]])
 
 
 def _advice(plan: Plan, command: str) -> str:
@@ -100,10 +120,10 @@ def _advice(plan: Plan, command: str) -> str:
             f"Nothing fits with {ROOM:.0%} room. {least.label} with recompute "
             f"{least.recipe.strategy.activation_checkpointing} needs least: "
             f"{_gb(least.prediction.peak)} GB, most of it "
-            f"{MOMENTS[least.prediction.moment]}."
+            f"{MOMENTS[least.prediction.moment]}, and on each node {_node(least)}."
         ]
         if plan.enough_nodes:
-            lines.append(f"On {plan.enough_nodes} such nodes ZeRO-3 with full recomputation fits.")
+            lines.append(_more_nodes(plan))
         else:
             lines.append("Take larger GPUs, shorter sequences (data.seq_len), or a smaller model.")
         return " ".join(lines)
@@ -116,13 +136,16 @@ def _advice(plan: Plan, command: str) -> str:
         *(f"  {key}: {_yaml(value)}" for key, value in settings["strategy"].items()),
     ]
     flow = ", ".join(f"{key}: {_yaml(value)}" for key, value in settings["strategy"].items())
-    overrides = f"batch.micro_batch={settings['batch']['micro_batch']} 'strategy={{{flow}}}'"
-    host = f", and {_gb(p.host)} GB of host memory" if p.host else ""
+    overrides = shlex.join(
+        [f"batch.micro_batch={settings['batch']['micro_batch']}", f"strategy={{{flow}}}"]
+    )
     return "\n".join(
         [
             f"* Fastest that fits with {ROOM:.0%} room: {best.label}, recompute "
             f"{best.recipe.strategy.activation_checkpointing}. It needs most "
-            f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:g}{host}. "
+            f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:g}, and on "
+            f"each node {_node(best)}.",
+            *([_more_nodes(plan)] if plan.enough_nodes else []),
             "In the recipe:",
             "",
             *(f"    {line}" for line in yaml),
@@ -130,6 +153,16 @@ def _advice(plan: Plan, command: str) -> str:
             f"or: {command} {overrides}",
         ]
     )
+
+
+def _node(candidate: Candidate) -> str:
+    p = candidate.prediction
+    disk = f" and {_gb(p.node_disk)} GB of local disk" if p.node_disk else ""
+    return f"{_gb(p.node_memory)} GB of host memory{disk}"
+
+
+def _more_nodes(plan: Plan) -> str:
+    return f"On {plan.enough_nodes} such nodes ZeRO-3 with full recomputation fits without offload."
 
 
 def recommended(candidate: Candidate) -> dict[str, Any]:
@@ -147,7 +180,8 @@ def recommended(candidate: Candidate) -> dict[str, Any]:
 
 
 def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    plain = isinstance(value, str) and re.fullmatch(r"[\w./-]+", value)
+    return value if plain else json.dumps(value)
 
 
 def _notes(plan: Plan) -> str:
@@ -163,24 +197,30 @@ def _notes(plan: Plan) -> str:
             "activations and take less time."
         )
     lines.append(
-        "(r): with strategy.reduce_every_pass. comm: sent by each rank per step. hidden: share of "
-        "its time that lies beside computation."
+        "(r): with strategy.reduce_every_pass. host: memory of a node, for what is offloaded and "
+        f"a copy of a checkpoint ({_gb(p.slot_bytes)} GB; checkpoint.slots: up to "
+        f"{recipe.checkpoint.slots}, as memory allows). comm: sent by each rank per step. hidden: "
+        "share of its time that lies beside computation."
     )
-    return "\n".join(lines)
+    return "\n".join(fill(line, 120) for line in lines)
 
 
 def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on, one sentence each."""
     machine = plan.machine
     lines = [
-        f"Traced on fake tensors: {HOW['traced']}. Computed from shapes: {HOW['computed']}.",
-        "Peaks leave out what torch, CUDA and NCCL take for themselves, and fragmentation.",
-        f"Seconds assume {machine.peak_flops / 1e12:g} TFLOP/s and "
+        "shapes: computed from those of the parameters. trace: one pass on fake tensors. both: "
+        "what a pass works with is traced, the rest computed. roofline: both, over these speeds:",
+        f"{machine.peak_flops / 1e12:g} TFLOP/s and "
         f"{machine.gpu.bandwidth / 1e12:g} TB/s per GPU (matrix products reach "
         f"{costs.PEAK_SHARE:.0%}, other kernels {costs.BANDWIDTH_SHARE:.0%}), "
         f"{machine.gpu.link / 1e9:g} GB/s to a GPU of the same node"
         + (f", {machine.net / 1e9:g} GB/s between nodes" if machine.nodes > 1 else "")
-        + f" (rings reach {costs.NETWORK_SHARE:.0%}), and that nothing waits for data or launches.",
+        + f" (rings reach {costs.NETWORK_SHARE:.0%}), {machine.gpu.pcie / 1e9:g} GB/s to the host; "
+        f"a node updates offloaded state at {costs.HOST_BANDWIDTH / 1e9:g} GB/s; its disk reads "
+        f"and writes {costs.DISK_BANDWIDTH / 1e9:g} GB/s, none of it cached in memory; nothing "
+        "waits for data or launches.",
+        "Peaks leave out what torch, CUDA and NCCL take for themselves, and fragmentation.",
     ]
     if machine.note:
         lines.append(machine.note)
@@ -207,6 +247,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "room": ROOM,
         "own": candidate_json(plan.own),
         "candidates": [candidate_json(candidate) for candidate in plan.candidates],
+        "tried": [candidate_json(candidate) for candidate in plan.tried],
         "best": candidate_json(plan.best) if plan.best else None,
         "enough_nodes": plan.enough_nodes,
     }

@@ -12,7 +12,10 @@ from trainer.recipe import Recipe, RecipeError, Strategy
 
 ROOM = 0.1
 """Share of a GPU's memory that a recommended strategy leaves free: for what torch, CUDA and NCCL
-need for themselves, and for fragmentation."""
+need for themselves, and for fragmentation. Of a host's memory and disk as well: for processes and
+data."""
+NVME_DIRECTORY = "/local/nvme"
+"""In recommended lines, unless the recipe names its own."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -29,8 +32,20 @@ class Candidate:
         return machine.gpu.memory - self.prediction.peak
 
     def fits(self, machine: Machine) -> bool:
-        """With ROOM."""
-        return self.free(machine) >= ROOM * machine.gpu.memory
+        """With ROOM: on the GPU, in host memory, on the disk."""
+        return not self.lacking(machine)
+
+    def lacking(self, machine: Machine) -> str:
+        """What there is too little of: "over" or "tight" on the GPU, "host over", "disk tight" and
+        so on; empty if it fits with ROOM. What is not known of a machine is never short."""
+        for where, needed, given in (
+            ("", self.prediction.peak, machine.gpu.memory),
+            ("host ", self.prediction.node_memory, machine.node_memory),
+            ("disk ", self.prediction.node_disk, machine.node_disk),
+        ):
+            if given is not None and needed > (1 - ROOM) * given:
+                return where + ("over" if needed > given else "tight")
+        return ""
 
 
 @dataclass(frozen=True)
@@ -45,10 +60,13 @@ class Plan:
     candidates: tuple[Candidate, ...]
     """One per strategy and kind of recomputation, each with its best micro-batch and way to
     reduce."""
+    tried: tuple[Candidate, ...]
+    """All of them, with every micro-batch up to the first that does not fit."""
     best: Candidate | None
     """The fastest that fits; None when none does."""
     enough_nodes: int | None
-    """If none does: nodes of this kind on which one would, if any number does."""
+    """If none does, or only with offload: nodes of this kind on which ZeRO-3 with full
+    recomputation would without, if any number does."""
 
 
 def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
@@ -67,7 +85,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         return Candidate(label, recipe, prediction)
 
     own = candidate("as it is", recipe)
-    found = []
+    found, everything = [], []
     for label, strategy in _strategies(recipe, machine):
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
@@ -81,11 +99,13 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                 if not any(way.fits(machine) for way in ways):
                     break  # larger ones need more
             found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
+            everything += tried
     best = _best(found, machine)
     if best and own.fits(machine) and _order(own) <= _order(best):
         best = own
-    nodes = None if best else _enough_nodes(recipe, machine, device, blueprint)
-    return Plan(recipe, machine, blueprint, own, tuple(found), best, nodes)
+    on_gpus = any(c.fits(machine) and c.recipe.strategy.offload == "none" for c in (own, *found))
+    nodes = None if on_gpus else _enough_nodes(recipe, machine, device, blueprint)
+    return Plan(recipe, machine, blueprint, own, tuple(found), tuple(everything), best, nodes)
 
 
 def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strategy]]:
@@ -98,16 +118,21 @@ def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strateg
     three = dataclasses.replace(plain, sharding="FULL_SHARD")
     yield "ZeRO-2", two
     yield "ZeRO-3", three
-    size = recipe.strategy.shard_size or machine.gpus_per_node
-    if size < machine.world_size and machine.world_size % size == 0:
-        yield (
-            "hybrid",
-            dataclasses.replace(
-                plain, sharding="HYBRID_SHARD", shard_size=recipe.strategy.shard_size
-            ),
-        )
+    shard_size = recipe.strategy.shard_size
+    hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
+    size = shard_size or machine.gpus_per_node
+    has_hybrid = size < machine.world_size and machine.world_size % size == 0
+    if has_hybrid:
+        yield "hybrid", hybrid
     yield "ZeRO-2, CPU offload", dataclasses.replace(two, offload="cpu")
     yield "ZeRO-3, CPU offload", dataclasses.replace(three, offload="cpu")
+    if has_hybrid:
+        yield "hybrid, CPU offload", dataclasses.replace(hybrid, offload="cpu")
+    directory = recipe.strategy.offload_directory or NVME_DIRECTORY
+    yield (
+        "ZeRO-3, NVMe offload",
+        dataclasses.replace(three, offload="nvme", offload_directory=directory),
+    )
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
@@ -131,7 +156,10 @@ def _reductions(
 
 def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
     batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
-    return dataclasses.replace(recipe, strategy=strategy, batch=batch)
+    checkpoint = recipe.checkpoint
+    if checkpoint.slot_directory == recipe.strategy.offload_directory:  # which it follows
+        checkpoint = dataclasses.replace(checkpoint, slot_directory=strategy.offload_directory)
+    return dataclasses.replace(recipe, strategy=strategy, batch=batch, checkpoint=checkpoint)
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
@@ -146,7 +174,7 @@ def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:
 def _enough_nodes(
     recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"], blueprint: Blueprint
 ) -> int | None:
-    """The smallest doubling of the nodes on which the thriftiest strategy fits."""
+    """The smallest doubling of the nodes on which the thriftiest strategy without offload fits."""
     strategy = Strategy(
         sharding="FULL_SHARD",
         activation_checkpointing="full",
