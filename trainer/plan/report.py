@@ -74,7 +74,7 @@ def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
     p, strategy = candidate.prediction, candidate.recipe.strategy
     free, fits = candidate.free(plan.machine), candidate.lacking(plan.machine)
     if fits in ("", "over"):
-        fits = f"{abs(free) / 1e9:.1f} {fits or 'free'}"
+        fits = f"{_gb(abs(free))} {fits or 'free'}"
     hidden = "-"
     if p.communication_seconds and p.exposed_seconds is not None:
         hidden = f"{max(0.0, 1 - p.exposed_seconds / p.communication_seconds):.0%}"
@@ -145,7 +145,7 @@ def _advice(plan: Plan, command: str) -> str:
             f"{best.recipe.strategy.activation_checkpointing}. It needs most "
             f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:g}, and on "
             f"each node {_node(best)}.",
-            *([_more_nodes(plan)] if plan.enough_nodes else []),
+            *_remarks(plan),
             "In the recipe:",
             "",
             *(f"    {line}" for line in yaml),
@@ -153,6 +153,17 @@ def _advice(plan: Plan, command: str) -> str:
             f"or: {command} {overrides}",
         ]
     )
+
+
+def _remarks(plan: Plan) -> list[str]:
+    if plan.enough_nodes:
+        return [_more_nodes(plan)]
+    fitting = [c for c in (plan.own, *plan.candidates) if c.fits(plan.machine)]
+    fastest = min(c.prediction.seconds_per_step or 0.0 for c in fitting)
+    best = (plan.best and plan.best.prediction.seconds_per_step) or 0.0
+    if fastest < best:
+        return [f"Offload would save {1 - fastest / best:.1%} of the time: too little to rely on."]
+    return []
 
 
 def _node(candidate: Candidate) -> str:

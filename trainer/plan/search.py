@@ -14,6 +14,9 @@ ROOM = 0.1
 """Share of a GPU's memory that a recommended strategy leaves free: for what torch, CUDA and NCCL
 need for themselves, and for fragmentation. Of a host's memory and disk as well: for processes and
 data."""
+OFFLOAD_GAIN = 0.05
+"""Share of the time that offload must save to be recommended where something else fits: a roofline
+does not tell less, and a slower host than is assumed would turn it round."""
 NVME_DIRECTORY = "/local/nvme"
 """In recommended lines, unless the recipe names its own."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -63,7 +66,7 @@ class Plan:
     tried: tuple[Candidate, ...]
     """All of them, with every micro-batch up to the first that does not fit."""
     best: Candidate | None
-    """The fastest that fits; None when none does."""
+    """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None when none does."""
     enough_nodes: int | None
     """If none does, or only with offload: nodes of this kind on which ZeRO-3 with full
     recomputation would without, if any number does."""
@@ -100,11 +103,11 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                     break  # larger ones need more
             found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
             everything += tried
-    best = _best(found, machine)
-    if best and own.fits(machine) and _order(own) <= _order(best):
-        best = own
-    on_gpus = any(c.fits(machine) and c.recipe.strategy.offload == "none" for c in (own, *found))
-    nodes = None if on_gpus else _enough_nodes(recipe, machine, device, blueprint)
+    on_gpus = [c for c in (own, *found) if c.recipe.strategy.offload == "none"]
+    best, simple = _best([own, *found], machine), _best(on_gpus, machine)
+    if best and simple and (1 - OFFLOAD_GAIN) * _order(simple)[0] <= _order(best)[0]:
+        best = simple
+    nodes = None if simple else _enough_nodes(recipe, machine, device, blueprint)
     return Plan(recipe, machine, blueprint, own, tuple(found), tuple(everything), best, nodes)
 
 
