@@ -235,7 +235,8 @@ def collectives_of(blueprint: Blueprint, recipe: Recipe, layout: Layout) -> list
         Collective(when, reduction, 1, shards, 1, exposed=reductions * reduced * padded_root),
     ]
     if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
-        found.append(Collective("backward", gather, 1, shards, 1, exposed=first))
+        # What is in no block stays gathered; beside its backward pass the last block comes again.
+        found.append(Collective("backward", gather - first, 1, shards, 1))
     if replicas > 1:
         found.append(
             Collective(
@@ -293,7 +294,9 @@ def times_of(
     if recipe.strategy.offload != "none":
         of_node = owned * machine.gpus_per_node
         update = UPDATE_TRAFFIC * of_node / HOST_BANDWIDTH
-        gathers, again = layout.passes, recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+        gathers, again = layout.passes, 0.0
+        if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
+            again = 1 - _elements(blueprint.units[0], layout.shards) / owned
         reductions = layout.passes if recipe.strategy.reduce_every_pass else 1
         once = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
         if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
