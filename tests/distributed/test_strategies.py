@@ -33,6 +33,7 @@ def single(workspace):
         ("hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
         ("checkpointing-2", 2, ["strategy.activation_checkpointing=full"]),
         pytest.param("selective-2", 2, ["strategy.activation_checkpointing=selective"], marks=soak),
+        pytest.param("compile-2", 2, ["strategy.compile=true"], marks=soak),
     ],
 )
 def test_same_curve_as_single_process(workspace, train, single, name, ranks, overrides):
