@@ -55,7 +55,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         run_comparison,
         stop_on_sigterm,
     )
-    from trainer.compare_report import conditions, table, write_report
+    from trainer.compare_report import conditions, plan_table, table, write_report
     from trainer.compare_strategies import DEFAULT
     from trainer.preflight import default_ranks
 
@@ -82,7 +82,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         print("interrupted before the first strategy ran")
         return EXIT_INTERRUPTED
     where = conditions(recipe, ranks, arguments.steps)
-    print(f"\n{table(outcomes)}\n")
+    tables = filter(None, (table(outcomes), plan_table(outcomes)))
+    print("\n" + "\n\n".join(tables) + "\n")
     paths = write_report(outcomes, where, out)
     print(f"written: {', '.join(os.path.relpath(path) for path in paths)}")
     found = problems(outcomes, TOLERANCE[recipe.precision.dtype])

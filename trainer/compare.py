@@ -71,6 +71,8 @@ class Outcome:
     host: int | None = None
     communication: float | None = None
     """Share of the time, mean of the ranks."""
+    communication_bytes: float | None = None
+    """Sent per step by a rank, as `RankRecord.sent`."""
     checkpoint_stall: float | None = None
     """What one checkpoint cost the trainer: time between steps, and slower steps after it."""
     checkpoint_seconds: float | None = None
@@ -252,7 +254,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
 
-    def most(kind: str) -> int | None:
+    def most(kind: str) -> Any:
         return max((getattr(record, kind) for record in ranks), default=None)
 
     return Outcome(
@@ -268,6 +270,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
         optimizer_state=most("optimizer_state"),
         host=most("host"),
         communication=mean(record.communication for record in ranks) if ranks else None,
+        communication_bytes=most("sent"),
         checkpoint_stall=stall(by_number, save_at, median(timed)),
         checkpoint_seconds=saves[0]["checkpoint_seconds"] if saves else None,
         checkpoint_bytes=saves[0].get("checkpoint_bytes") if saves else None,

@@ -19,6 +19,14 @@ from trainer.compare import INTERRUPTED, Outcome
 from trainer.recipe import Recipe, resolved
 
 PLANNED = "planned"
+PLANNED_KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer",
+    "communication_bytes": "sent per step",
+    "checkpoint_bytes": "checkpoint",
+}
+"""Field of `Outcome` and of `Prediction` → title: what is measured and planned besides the peak."""
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -29,6 +37,36 @@ def table(outcomes: Sequence[Outcome]) -> str:
     if cells and not any(one.predicted for one in shown):
         columns.remove(PLANNED)
     rows = [[of_one[column] for column in columns] for of_one in cells]
+    lines = _markdown(columns, rows) if rows else []
+    notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
+    unplanned = next((one.unplanned for one in shown if one.unplanned), "")
+    if unplanned:
+        notes.append(f"- {PLANNED}: `perdure plan` has no figures: {unplanned}")
+    if any(one.problem == INTERRUPTED for one in outcomes):
+        notes.append(f"- PARTIAL: {len(shown)} of {len(outcomes)} strategies were measured")
+    return "\n".join([*lines, *([""] if lines and notes else []), *notes])
+
+
+def plan_table(outcomes: Sequence[Outcome]) -> str:
+    """A Markdown table of what was measured, and in brackets what `perdure plan` says; empty if it
+    says nothing."""
+    shown = [one for one in outcomes if one.predicted]
+    rows = [
+        [
+            one.name,
+            *(
+                f"{_megabytes(getattr(one, kind))} ({_megabytes(one.predicted.get(kind))})"
+                for kind in PLANNED_KINDS
+            ),
+        ]
+        for one in shown
+    ]
+    columns = ["MB, measured (planned)", *PLANNED_KINDS.values()]
+    return "\n".join(_markdown(columns, rows)) if rows else ""
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns are aligned."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -39,14 +77,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         return f"| {' | '.join(padded)} |"
 
     rule = [f"{'-' * (width - 1)}{':' if number else '-'}" for number, width in enumerate(widths)]
-    lines = [line(columns), f"| {' | '.join(rule)} |", *map(line, rows)] if rows else []
-    notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
-    unplanned = next((one.unplanned for one in shown if one.unplanned), "")
-    if unplanned:
-        notes.append(f"- {PLANNED}: `perdure plan` has no figures: {unplanned}")
-    if any(one.problem == INTERRUPTED for one in outcomes):
-        notes.append(f"- PARTIAL: {len(shown)} of {len(outcomes)} strategies were measured")
-    return "\n".join([*lines, *([""] if lines and notes else []), *notes])
+    return [line(columns), f"| {' | '.join(rule)} |", *map(line, rows)]
 
 
 def _cells(one: Outcome) -> dict[str, str]:
@@ -118,8 +149,9 @@ def describe(where: dict[str, Any]) -> str:
 
 def write_report(outcomes: Sequence[Outcome], where: dict[str, Any], out: Path) -> list[Path]:
     """Write compare.md, .json, .csv and .svg into a folder; returns their paths."""
+    tables = [text for text in (table(outcomes), plan_table(outcomes)) if text]
     texts = {
-        "md": f"{describe(where)}\n\n{table(outcomes)}\n\n{LEGEND}",
+        "md": "\n\n".join([describe(where), *tables, LEGEND]),
         "json": json.dumps({**where, "strategies": [record(one) for one in outcomes]}, indent=2),
         "csv": comma_separated(outcomes),
         "svg": picture(outcomes, describe(where)),

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from elastic import World
 from trainer.parallel import ParallelModel
+from trainer.parallel.mesh import mesh_shape
 from trainer.recipe import Recipe
 from trainer.storages import Storages, nbytes, storages
 from trainer.trace_summary import RankProfile, read_trace
@@ -47,6 +48,9 @@ class RankRecord:
     included."""
     collectives: float
     """Called per step."""
+    sent: float
+    """Bytes per step, by the tensors that collectives were given, and as many received: what rings
+    send, whatever the backend does."""
 
 
 class StepProfiler:
@@ -63,7 +67,8 @@ class StepProfiler:
         self._done = 0
         self._directory = Path(recipe.run.dir) / DIRECTORY
         self._world = world
-        self._holdings = _Holdings(model, optimizer, world.device)
+        replicas = mesh_shape(recipe, world.world_size, world.local_world_size)[1]
+        self._holdings = _Holdings(model, optimizer, world.device, replicas)
         self._profile = torch_profiler(
             world.device, self._after, recipe.tracking.profile_steps, self._write
         )
@@ -121,6 +126,7 @@ def torch_profiler(
         schedule=schedule(wait=after - 1, warmup=1, active=steps, repeat=1),
         on_trace_ready=ready,
         profile_memory=device.type == "cpu",
+        record_shapes=True,  # of what collectives send
     )
 
 
@@ -136,9 +142,14 @@ class _Holdings:
     """What a rank holds in its steps, from `watch` to `leave`."""
 
     def __init__(
-        self, model: ParallelModel, optimizer: torch.optim.Optimizer, device: torch.device
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        replicas: int,
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
+        self._replicas = replicas
         self._hooks: list[Any] = []
         self._gathered: Storages = {}
         self._gradients: Storages = {}
@@ -200,6 +211,8 @@ class _Holdings:
             host=self._gradients_on_host + self._on_host([*self._weights, *self._state]),
             communication=trace.communication / sum(trace.steps),
             collectives=sum(trace.collectives.values()) / len(trace.steps),
+            sent=(trace.exchanged + 2 * (1 - 1 / self._replicas) * trace.all_reduced)
+            / len(trace.steps),
         )
 
 

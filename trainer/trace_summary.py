@@ -10,6 +10,7 @@ how often there is one.
 
 import gzip
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,14 @@ Spans = list[tuple[float, float]]
 PHASES = ("compute", "communication", "optimizer", "data", "idle")
 _COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclDevKernel", "ncclKernel")
 _COMPUTE = ("aten::", "mkldn", "fsdp::", "## Call CompiledFxGraph")
+_GATHERS = (
+    "c10d::_allgather_base_",
+    "c10d::_reduce_scatter_base_",
+    "c10d::allgather_into_tensor_coalesced_",
+    "c10d::reduce_scatter_tensor_coalesced_",
+)
+"""Of two arguments, one is the whole and the other this rank's part."""
+_ITEMSIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -56,6 +65,11 @@ class RankProfile:
     """The longest first."""
     collectives: dict[str, int]
     """Calls of all steps, by name."""
+    exchanged: int
+    """Bytes that this rank sent in all steps to gather and to reduce-scatter, if in rings: what is
+    gathered less its own part of it."""
+    all_reduced: int
+    """Bytes of the tensors that were all-reduced in all steps."""
     allocated: int
     """Most bytes of host memory held at once of those allocated in a step, where the trace has
     allocations."""
@@ -96,6 +110,7 @@ def read_trace(path: Path) -> RankProfile:
     else:
         names = ("data", "optimizer", "compute", "communication")
         order = {name: spans.get(name, []) for name in names}
+    messages = _messages(within)
     phases, left = dict.fromkeys(PHASES, 0.0), subtract(traced, held)
     for phase, intervals in order.items():
         mine = intersect(left, intervals)
@@ -111,6 +126,12 @@ def read_trace(path: Path) -> RankProfile:
         checkpoint=length(held) / 1e6,
         operators=_operators(within, len(steps), on_gpu),
         collectives=dict(Counter(e["name"] for e in within if e["name"].startswith("c10d::"))),
+        exchanged=sum(
+            abs(sizes[0] - sizes[1])
+            for name, sizes in messages
+            if name in _GATHERS and len(sizes) > 1
+        ),
+        all_reduced=sum(sizes[0] for name, sizes in messages if name == "c10d::allreduce_"),
         allocated=_allocated(trace["traceEvents"], steps),
     )
 
@@ -153,6 +174,35 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
     shown = [name for name in own if on_gpu or name.startswith(_COMPUTE)]
     found = [Operator(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
     return sorted(found, key=lambda operator: -operator.seconds)
+
+
+def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    """(name, bytes of each argument that is a tensor or a list of them) of every collective, where
+    the trace has shapes."""
+    # An operator's own entry tells none of tensors in a list; that of the backend does.
+    formats: dict[str, str] = {}
+    for event in events:
+        if event["name"].startswith(("gloo:", "nccl:")):
+            dims, kinds = _tensors(event)
+            formats |= {str(d): kind for d, kind in zip(dims, kinds, strict=True)}
+
+    def nbytes(dims: list[Any], kind: str) -> int:
+        if kind == "TensorList":
+            return sum(nbytes(one, formats.get(str(one), "float")) for one in dims)
+        elements: int = math.prod(dims)
+        return elements * _ITEMSIZES.get(kind, 0)
+
+    return [
+        (event["name"], [nbytes(dims, kind) for dims, kind in zip(*_tensors(event), strict=True)])
+        for event in events
+        if event["name"].startswith("c10d::")
+    ]
+
+
+def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:
+    """(dimensions, format) of what a recorded function was given."""
+    given = event.get("args", {})
+    return given.get("Input Dims", []), given.get("Input type", [])
 
 
 def _allocated(events: Iterable[dict[str, Any]], steps: Spans) -> int:

@@ -30,11 +30,12 @@ from trainer.compare import (
     run_comparison,
     stall,
 )
-from trainer.compare_report import table
+from trainer.compare_report import plan_table, table
 from trainer.compare_strategies import AFTER_SAVE, candidate
 from trainer.data.loader import load
 from trainer.optimizer import build_optimizer
 from trainer.parallel import build_mesh, parallelize
+from trainer.plan import predict
 from trainer.profile import StepProfiler, peak_bytes, read_records, torch_profiler
 from trainer.recipe import RecipeError, load_recipe
 from trainer.step import Progress, TrainState, train_step
@@ -114,6 +115,9 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
             # The logits and their gradient are live at once, whatever the strategy.
             assert record.peak > sum_of_parts + 8 // ranks * 32 * 257 * 4
             assert 0 < record.communication < 1
+            planned = predict(recipe_of(name, ranks), ranks, ranks).communication_bytes
+            # Beside this, the norm and the word that says whether all is well.
+            assert record.sent == pytest.approx(planned, rel=0.01), name
     assert figures["zero3", 4][0].peak < figures["zero3", 2][0].peak < figures["ddp", 2][0].peak
 
 
@@ -172,6 +176,17 @@ def test_command(workspace):
     rows = list(csv.DictReader((folder / "compare.csv").open()))
     assert [row["name"] for row in rows] == names.split(",")
     assert int(rows[1]["peak"]) == zero3["peak"]
+    for name, one in ("ddp", ddp), ("zero3+full_ac", zero3):
+        planned = one["predicted"]
+        assert one["communication_bytes"] == pytest.approx(planned["communication_bytes"], rel=0.01)
+        more = one["checkpoint_bytes"] - planned["checkpoint_bytes"]
+        assert 0 <= more < 20_000  # the trainer's own state: cursors, guard, random streams
+        cell = f" {one['gradients'] / 1e6:.1f} ({planned['gradients'] / 1e6:.1f}) |"
+        for text in output, (folder / "compare.md").read_text():
+            beside = text.split("MB, measured (planned)")[1]
+            assert cell in next(
+                line for line in beside.splitlines() if line.startswith(f"| {name} ")
+            )
     words = [element.text for element in ET.parse(folder / "compare.svg").iter()]
     assert {"ddp", "zero3+full_ac", f"{ddp['peak'] / 1e6:,.1f}"} <= set(words)
     assert_nothing_left(folder / "runs")
@@ -243,7 +258,10 @@ def test_table_names_the_unit_and_what_is_missing():
     assert "|     1,234 |" in row
     assert [note.split(":")[0] for note in notes] == ["- zero1", "- planned", "- PARTIAL"]
     assert "1 of 2" in notes[2]
-    assert "planned" in table([Outcome("ddp", predicted={"peak": 1})]).splitlines()[0]
+    assert plan_table([Outcome("ddp", **figures)]) == ""
+    planned = Outcome("ddp", gradients=3_000_000, predicted={"peak": 1, "gradients": 2_900_000})
+    assert "planned" in table([planned]).splitlines()[0]
+    assert "| 3.0 (2.9) |" in plan_table([planned]).splitlines()[2]
 
 
 def test_stall_is_what_a_checkpoint_cost():
