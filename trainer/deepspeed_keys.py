@@ -29,8 +29,10 @@ ALIASES = {
 }
 """Other spelling → the one used here."""
 
-_BLOCKWISE = "FSDP communicates one block of the model at a time, DDP 25 MB at a time"
-_OVERLAP = "communication always overlaps the backward pass"
+_BLOCKWISE = (
+    "FSDP communicates one block of the model at a time, DDP 25 MB; ZeRO-1 gathers one parameter"
+)
+_OVERLAP = "communication overlaps computation, except ZeRO-1's gather after the update"
 _QUANTIZED = "nothing is sent quantised: parameters in precision.dtype, gradients in float32"
 _SCALER = "the fp16 loss scale halves at each overflow and doubles after 2000 good steps"
 _FULL = "parameters, optimizer state and gradient sums are float32"
@@ -72,11 +74,18 @@ DROPPED = {
     "zero_optimization.allgather_partitions": _BLOCKWISE,
     "zero_optimization.reduce_scatter": "gradients are reduce-scattered wherever they are sharded",
     "zero_optimization.use_multi_rank_bucket_allreduce": _BLOCKWISE,
-    "zero_optimization.contiguous_gradients": "gradients are reduced from one buffer per block",
+    "zero_optimization.contiguous_gradients": (
+        "gradients are reduced from one buffer per block, under DDP per 25 MB"
+    ),
     "zero_optimization.overlap_comm": _OVERLAP,
     "zero_optimization.round_robin_gradients": "each rank copies its own shard of every gradient",
-    "zero_optimization.sub_group_size": "the optimizer steps through all shards in one fused call",
-    "zero_optimization.stage3_max_live_parameters": "at most two blocks are gathered at a time",
+    "zero_optimization.sub_group_size": (
+        "the optimizer steps through all shards in one fused call, with offload: nvme in portions "
+        "of 32 MiB"
+    ),
+    "zero_optimization.stage3_max_live_parameters": (
+        "at most two blocks are gathered at a time, beside what is in no block"
+    ),
     "zero_optimization.stage3_max_reuse_distance": "a block is freed after its forward pass",
     "zero_optimization.stage3_prefetch_bucket_size": "the next block is gathered ahead",
     "zero_optimization.stage3_param_persistence_threshold": "every parameter is sharded",
