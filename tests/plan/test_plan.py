@@ -16,7 +16,7 @@ from trainer.plan import predict
 from trainer.plan import trace as tracing
 from trainer.plan.costs import Collective, describe_machine
 from trainer.plan.report import plan_json, plan_text
-from trainer.plan.search import RECOMPUTES, make_plan
+from trainer.plan.search import RECOMPUTES, ROOM, make_plan
 from trainer.recipe import RecipeError, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +142,22 @@ def test_large_models_need_no_machine():
     assert prediction.communication_bytes == pytest.approx(sent, rel=1e-3)
     # Full recomputation: four forward passes' worth of work for three that MFU counts.
     assert 0 < prediction.mfu < 0.7 * 3 / 4 * 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "overrides"),
+    [
+        ("qwen3_8b", 1, []),
+        ("llama3_8b", 1, []),
+        ("llama3_70b", 4, []),
+        ("llama3_405b", 64, []),
+        ("llama3_405b", 8, ["strategy.offload=cpu"]),
+    ],
+)
+def test_recipes_fit_where_they_say(name, nodes, overrides):
+    """Nodes of eight GPUs with 80 GB, and the room that the plan leaves."""
+    recipe = load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
+    assert predict(recipe, 8 * nodes, 8, device="cuda").peak < (1 - ROOM) * 80e9
 
 
 def test_the_recommended_lines_can_be_pasted(recipe_file):
