@@ -248,6 +248,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             **dataclasses.asdict(candidate.prediction),
             "free": candidate.free(plan.machine),
             "fits": candidate.fits(plan.machine),
+            "lacking": candidate.lacking(plan.machine),
         }
 
     return {
