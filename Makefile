@@ -26,7 +26,7 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp strategy.sharding=null"
 
 test: lint       ## lint, types, import contracts and the whole test suite
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 setup: $(DEV)    ## make .venv with everything that the other targets need
 

@@ -289,7 +289,7 @@ def all_fail(world_size, work, folder, *messages):
     """Every rank raises the same damage, and nothing stays behind."""
     before = set(Path("/dev/shm").glob("*window*"))
     results = run_ranks(world_size, work, folder)
-    assert all(type(result) is DamagedCheckpoint for result in results), results
+    assert all(isinstance(result, DamagedCheckpoint) for result in results), results
     assert len({str(result) for result in results}) == 1
     for message in messages:
         assert message in str(results[0])
