@@ -63,9 +63,7 @@ def test_from_text_to_text(folder):
     assert "model.layers.1.mlp.down_proj.weight" in perdure(folder, "ckpt", "show", "run")
     assert "0 problem(s)" in perdure(folder, "ckpt", "verify", "run")
     command = ["generate", "run", "--prompt", "Line 7", "--max-new-tokens", "8"]
-    text = perdure(folder, *command)
-    assert text.startswith("Line 7")
-    assert perdure(folder, *command) == text
+    assert perdure(folder, *command).startswith("Line 7")
 
     shard = next((folder / "run/checkpoints/step-00000006/optimizer").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())

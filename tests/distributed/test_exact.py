@@ -62,7 +62,7 @@ def single(workspace):
     ("precision", "legs"),
     [
         # Each leg: up to this step, on so many ranks, with a strategy.
-        ("fp32", [(10, 3, []), (20, 2, ["strategy.name=ddp"])]),
+        ("fp32", [(10, 3, []), (20, 1, ["strategy.name=ddp"])]),
         *(
             pytest.param(precision, legs, marks=soak)
             for precision in ("fp32", "bf16")

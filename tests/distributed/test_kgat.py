@@ -1,5 +1,7 @@
 """KGAT is trained by the same loop: any world and strategy, any interruption, one result."""
 
+import os
+
 import pytest
 from safetensors import safe_open
 
@@ -45,7 +47,8 @@ def test_one_result(folder, start):
     assert evaluations[-1]["recall@20"] > 1.5 * evaluations[-1]["popularity_recall@20"]
 
     run("kgat-parts", 2, *FSDP, "run.steps=13")  # ends in the first KG phase
-    run("kgat-parts", 2, "run.steps=19")  # DDP, over the end of the epoch
+    if os.environ.get("SOAK"):
+        run("kgat-parts", 2, "run.steps=19")  # DDP, over the end of the epoch
     other_curve, other_evaluations = run("kgat-parts", 2, "strategy.name=fsdp", "strategy.zero=1")
     assert other_curve == pytest.approx(curve, rel=1e-4)
     for ours, theirs in zip(other_evaluations[-1:], evaluations[-1:], strict=True):

@@ -28,10 +28,11 @@ def single(workspace):
         pytest.param("full-shard-2", 2, [], marks=soak),
         ("full-shard-3", 3, []),
         pytest.param("full-shard-4", 4, ["strategy.reduce_every_pass=true"], marks=soak),
-        ("shard-grad-op-2", 2, ["strategy.zero=2"]),
+        ("zero2-recomputing-2", 2, ["strategy.zero=2", "strategy.activation_checkpointing=full"]),
         pytest.param("optimizer-state-3", 3, ["strategy.zero=1"], marks=soak),
-        ("hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
-        ("checkpointing-2", 2, ["strategy.activation_checkpointing=full"]),
+        pytest.param(
+            "hybrid-2x2", 4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"], marks=soak
+        ),
         pytest.param("selective-2", 2, ["strategy.activation_checkpointing=selective"], marks=soak),
         pytest.param("compile-2", 2, ["strategy.compile=true"], marks=soak),
     ],
