@@ -111,6 +111,8 @@ class Checkpointer:
         self._asked = 0
         """How many saves were asked for."""
         self._outcomes: list[SaveOutcome] = []
+        self._told: SaveOutcome | None = None
+        """How the last save ended, once `outcomes` has given that out."""
         self._damaged: set[str] = set()
         self._newest: int | None = None
         """Newest committed step, as far as is known here."""
@@ -209,7 +211,7 @@ class Checkpointer:
             error = f"step {step} is not saved: {answer[0]}"
             self._outcomes.append(SaveOutcome(step, None, error))
             return False
-        self._running = step, memory_only
+        self._running, self._told = (step, memory_only), None
         tensors = by_section(model, optimizer)
         staging.copy(answer[0], tensors, lambda progress: self._copied(key, progress))
         return True
@@ -230,18 +232,19 @@ class Checkpointer:
         except WriterGoneError:
             self._lost_writer()
         ended, self._outcomes = self._outcomes, []
+        self._told = ended[-1] if ended else self._told
         return ended
 
     def wait(self) -> None:
         """Until nothing is being saved. On each rank.
 
         Raises:
-            SaveFailed: the last save failed, on all ranks alike; the checkpoints before it are
-                untouched.
+            SaveFailed: the last save failed, on all ranks alike, whether or not `outcomes` has said
+                so; the checkpoints before it are untouched.
         """
         self._ended()
-        if self._outcomes and self._outcomes[-1].error:
-            last = self._outcomes[-1]
+        last = self._outcomes[-1] if self._outcomes else self._told
+        if last and last.error:
             raise SaveFailed(str(last.error), last.node or 0, last.file, last.errno)
 
     def _ended(self) -> None:

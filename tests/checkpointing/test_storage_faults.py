@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing import Checkpointer, CheckpointOptions, SaveOutcome
+from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, SaveOutcome
 from tests.checkpointing.worlds import same_bits
 
 SIZE = 1 << 20
@@ -101,9 +101,12 @@ def test_a_full_disk(small_disk):
         assert outcome.errno == errno.ENOSPC
         assert outcome.error.startswith("saving step 2 failed: ")
         assert "model-00001-of-00001.safetensors: No space left on device (ENOSPC)" in outcome.error
+        with pytest.raises(SaveFailed, match="saving step 2 failed"):  # told already or not
+            checkpointer.wait()
         assert newest(checkpointer) == 1
         (small_disk / "filler").unlink()
         assert save(checkpointer, 3).path
+        checkpointer.wait()
         assert newest(checkpointer) == 3
 
 
