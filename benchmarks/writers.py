@@ -25,6 +25,7 @@ from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.trace import Span, at_once, picture, read_trace, writes
 from checkpointing import Checkpointer, CheckpointOptions
 from checkpointing.target import filesystem
+from elastic import leave_world
 
 RANKS, PER_NODE, TENSORS, STEPS = 8, 2, 24, (1, 2)
 
@@ -76,7 +77,7 @@ def _rank(rank: int, folder: str, size: int, writers: int) -> None:
             checkpointer.wait()
         if _collectives() != before:
             sys.exit("there was a collective on a process group during a save")
-    dist.destroy_process_group()
+    leave_world(0)
 
 
 def _collectives() -> int:
