@@ -32,7 +32,8 @@ RANKS, PER_NODE, TENSORS, STEPS = 8, 2, 24, (1, 2)
 
 def main() -> None:
     options = arguments((__doc__ or "").partition("\n\n")[0], size=480, writers=2, dir=".", svg="")
-    with TemporaryDirectory(prefix="perdure-bench-", dir=options.dir) as folder:
+    where = Path(options.dir).resolve()
+    with TemporaryDirectory(prefix="perdure-bench-", dir=where) as folder:
         run, kind = Path(folder) / "run", filesystem(Path(folder))
         multiprocessing.start_processes(
             _rank, (folder, options.size, options.writers), RANKS, start_method="fork"
