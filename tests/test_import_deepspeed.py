@@ -50,7 +50,7 @@ PUBLISHED = {
             "strategy.name": "fsdp", "strategy.sharding": "FULL_SHARD",
             "strategy.offload": "cpu", "precision.dtype": "fp16", "precision.loss_scale": 2**16,
             "optimizer.lr": 3e-5, "optimizer.betas": (0.8, 0.999), "optimizer.eps": 1e-8,
-            "optimizer.weight_decay": 3e-7, "optimizer.clip_norm": 0, "schedule.name": "constant",
+            "optimizer.weight_decay": 3e-7, "optimizer.clip_norm": 1, "schedule.name": "constant",
             "schedule.warmup_steps": 500,
         },
     ),
@@ -234,6 +234,7 @@ def test_cosine_schedule_batch_and_groups(config, tmp_path):
         "gradient_accumulation_steps": 16,
         "zero_optimization": {"stage": 3, "mics_shard_size": 8},
         "bf16": {"enabled": True},
+        "gradient_clipping": 0,
         "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "adam_w_mode": True}},
         "scheduler": {
             "type": "WarmupCosineLR",
@@ -249,7 +250,7 @@ def test_cosine_schedule_batch_and_groups(config, tmp_path):
     assert (recipe.run.steps, recipe.schedule.name, recipe.schedule.warmup_steps) == (
         10000, "cosine", 100,
     )  # fmt: skip
-    assert recipe.schedule.min_lr_ratio == 0.1
+    assert (recipe.schedule.min_lr_ratio, recipe.optimizer.clip_norm) == (0.1, 0)
     assert (recipe.strategy.sharding, recipe.strategy.shard_size) == ("HYBRID_SHARD", 8)
     assert recipe.strategy.activation_checkpointing == "full"
     assert (recipe.tracking.wandb, recipe.tracking.project) == ("online", "cat")

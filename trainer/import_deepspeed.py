@@ -194,7 +194,9 @@ def _optimizer(source: Source) -> float | None:
         both = f"is {legacy}, but gradient_clipping is {clip}; keep one"
         raise source.error("optimizer.params.max_grad_norm", both)
     key = "gradient_clipping" if legacy is None else "optimizer.params.max_grad_norm"
-    source.put(key, "optimizer.clip_norm", _auto(legacy if clip is None else clip, 1.0, 0.0))
+    said = legacy if clip is None else clip
+    note = "0 before DeepSpeed 0.19.3" if said is None else ""
+    source.put(key, "optimizer.clip_norm", _auto(said, 1.0, 1.0), note)
     source.became("gradient_clipping", "optimizer.clip_norm")
     kind = source.take("optimizer.type", str, None)
     if kind is None:
