@@ -11,6 +11,7 @@ from trainer import cli
 from trainer.deepspeed_config import read_config
 from trainer.import_deepspeed import import_deepspeed
 from trainer.imported import NEEDED, inline
+from trainer.optimizer import learning_rate
 from trainer.recipe import RecipeError, load_recipe
 
 SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
@@ -256,6 +257,28 @@ def test_cosine_schedule_batch_and_groups(config, tmp_path):
     assert (recipe.tracking.wandb, recipe.tracking.project) == ("online", "cat")
     assert not recipe.tracking.tensorboard
     assert "logarithmic" in made.recipe()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "last"),
+    [
+        ("WarmupDecayLR", {"warmup_max_lr": 2e-3, "warmup_min_lr": 5e-4}, 5e-4),
+        ("WarmupDecayLR", {"warmup_max_lr": "auto", "warmup_min_lr": 1e-4}, 1e-4),
+        ("WarmupDecayLR", {"warmup_min_lr": 1e-4}, 1e-4),  # from 1e-3, whatever the optimizer's is
+        ("WarmupDecayLR", {"warmup_max_lr": 2e-3}, 0),
+        ("WarmupCosineLR", {"cos_min_ratio": 0.25}, 1e-4),
+        ("WarmupLR", {"warmup_max_lr": 2e-3, "warmup_min_lr": 5e-4}, 2e-3),
+    ],
+)
+def test_schedules_end_where_deepspeed_s_do(config, tmp_path, kind, params, last):
+    tree = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 4e-4}},
+        "scheduler": {"type": kind, "params": {"warmup_num_steps": 10, **params}},
+    }
+    made = import_deepspeed(config(tree))
+    recipe = filled(made.recipe(), tmp_path, made.open)
+    steps, lr = recipe.run.steps, recipe.optimizer.lr
+    assert learning_rate(steps, steps, lr, recipe.schedule) == pytest.approx(last)
 
 
 @settings(max_examples=10, deadline=None)

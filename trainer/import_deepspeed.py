@@ -262,8 +262,6 @@ def _schedule(source: Source, peak: float | None) -> None:
     if isinstance(steps, int):
         source.put(params + "total_num_steps", "run.steps", steps)
     source.became(params + "total_num_steps", "run.steps", "auto: the length of your run")
-    if shape == "linear":
-        source.made.set("schedule.min_lr_ratio", 0.0, "scheduler.type", "WarmupDecayLR ends at 0")
     if shape == "cosine":
         floor = _auto(source.take(params + "cos_min_ratio", a_number, 1e-4), 0.0)
         source.put(params + "cos_min_ratio", "schedule.min_lr_ratio", floor)
@@ -272,11 +270,17 @@ def _schedule(source: Source, peak: float | None) -> None:
         top, differs = _auto(top, 5e-5), peak is not None and top != peak
         note = f"the scheduler's peak; optimizer.params.lr is {peak:g}" if differs else ""
         source.put(params + "warmup_max_lr", "optimizer.lr", top, note)
+    if shape == "linear":
+        top = peak if top == "auto" else top
+        end = _auto(source.take(params + "warmup_min_lr", a_number, 0.0), 0.0)
+        ratio = end / top if top else 0.0
+        note = "WarmupDecayLR ends at warmup_min_lr" + ("; warm-up starts from 0" if end else "")
+        source.put(params + "warmup_min_lr", "schedule.min_lr_ratio", ratio, note)
     source.became(params + "warmup_max_lr", "" if shape == "cosine" else "optimizer.lr")
-    for name, zero in (("warmup_min_lr", 0.0), ("warmup_min_ratio", 0.0)):
-        start = source.take(params + name, a_number, zero)
-        why = "warm-up starts from 0" if start in (zero, "auto") else "but warm-up starts from 0"
-        source.became(params + name, "schedule" if start in (zero, "auto") else "", why)
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        start = source.take(params + name, a_number, 0.0)
+        why = "warm-up starts from 0" if start in (0, "auto") else "but warm-up starts from 0"
+        source.became(params + name, "schedule" if start in (0, "auto") else "", why)
 
 
 def _batch(source: Source, ranks: int | None) -> None:
