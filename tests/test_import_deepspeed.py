@@ -285,15 +285,24 @@ def test_schedules_end_where_deepspeed_s_do(config, tmp_path, kind, params, last
 @given(micro=st.integers(1, 64), passes=st.integers(1, 64), ranks=st.integers(1, 512))
 def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks):
     path = tmp_path_factory.getbasetemp() / "ds_config.json"
-    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": passes}
-    path.write_text(json.dumps(sizes))
-    assert import_deepspeed(path, ranks=ranks).tree["batch"]["global_batch"] == (
-        micro * passes * ranks
-    )
-    path.write_text(json.dumps({**sizes, "train_batch_size": micro * passes * ranks + 1}))
-    if micro * passes > 1:
-        with pytest.raises(RecipeError, match="is not a multiple of"):
-            import_deepspeed(path)
+    whole = micro * passes * ranks
+    sizes = dict(zip(BATCH, (whole, micro, passes), strict=True))
+    for left_out, expected in (
+        ((), (whole, micro)),
+        (BATCH[:1], (whole, micro)),
+        (BATCH[1:2], (whole, micro)),
+        (BATCH[2:], (whole, micro)),
+        (BATCH[1:], (whole, micro * passes)),  # DeepSpeed does not accumulate unless it is told
+        ((BATCH[0], BATCH[2]), (micro * ranks, micro)),
+    ):
+        told = {name: size for name, size in sizes.items() if name not in left_out}
+        path.write_text(json.dumps(told))
+        batch = import_deepspeed(path, ranks=ranks).tree["batch"]
+        assert (batch["global_batch"], batch["micro_batch"]) == expected
+        path.write_text(json.dumps({**told, BATCH[0]: whole + 1}))
+        if ranks > 1:
+            with pytest.raises(RecipeError, match=rf"{whole + 1} is not .*\b{ranks} ranks"):
+                import_deepspeed(path, ranks=ranks)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ does not say (model, data, length of the run) stays open, as a line to fill in. 
 Hugging Face's Trainer puts there: the value of its TrainingArguments, whose default is taken here.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -286,22 +287,20 @@ def _schedule(source: Source, peak: float | None) -> None:
 def _batch(source: Source, ranks: int | None) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number, None) for name in names)
-    size = micro * passes if isinstance(micro, int) and isinstance(passes, int) else None
-    if isinstance(whole, int) and size and whole % size:
-        raise source.error(
-            names[0], f"{whole} is not a multiple of {micro} x {passes} = {size} sequences per rank"
-        )
-    if isinstance(whole, int) and size and ranks and whole != size * ranks:
-        raise source.error(
-            names[0],
-            f"{whole} = {micro} x {passes} x {whole // size} ranks, but --ranks is {ranks}",
-        )
-    if micro is None and isinstance(whole, int) and isinstance(passes, int) and ranks:
-        micro = max(1, whole // (passes * ranks))
+    factors = [size for size in (micro, passes, ranks) if isinstance(size, int)]
+    product, all_known = math.prod(factors), len(factors) == 3
+    if isinstance(whole, int) and (whole % product or (all_known and whole != product)):
+        wanted = ("" if all_known else "a multiple of ") + " x ".join(map(str, factors))
+        raise source.error(names[0], f"{whole} is not {wanted}" + (" ranks" if ranks else ""))
     if micro is not None:
         source.put(names[1], "batch.micro_batch", _auto(micro, 8), "the most one rank holds")
+    elif isinstance(whole, int) and ranks:
+        each = whole // (_auto(passes, 1, 1) * ranks)
+        note = f"{whole} / ({_auto(passes, 1, 1)} x {ranks} ranks)"
+        source.made.set("batch.micro_batch", each, names[1], note)
     if isinstance(whole, int):
-        source.put(names[0], "batch.global_batch", whole)
+        note = "" if micro or ranks else "--ranks would tell batch.micro_batch, too"
+        source.put(names[0], "batch.global_batch", whole, note)
     elif ranks and micro is not None:
         total = _auto(micro, 8) * _auto(passes, 1, 1) * ranks
         note = f"{_auto(micro, 8)} x {_auto(passes, 1, 1)} x {ranks} ranks"
