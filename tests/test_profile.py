@@ -77,6 +77,7 @@ def test_on_a_gpu_the_device_comes_first(tmp_path):
         event("kernel", "ncclDevKernel_AllGather", 40, 60),
         event("gpu_user_annotation", "Optimizer.step#AdamW.step", 60, 80),
         event("kernel", "adamw", 60, 75),
+        event("user_annotation", "Optimizer.step#AdamW.step", 58, 98),  # ends on the host
         event("user_annotation", "save checkpoint", 70, 95),
     ]
     path = tmp_path / "rank-0.json.gz"
@@ -85,7 +86,7 @@ def test_on_a_gpu_the_device_comes_first(tmp_path):
     profile = read_trace(path)
     microseconds = {phase: round(value * 1e6) for phase, value in profile.phases.items()}
     assert microseconds == {
-        "compute": 40, "communication": 10, "optimizer": 15, "data": 10, "idle": 5,
+        "compute": 40, "communication": 10, "optimizer": 18, "data": 10, "idle": 2,
     }  # fmt: skip
     assert round(profile.communication * 1e6) == 20
     assert round(profile.checkpoint * 1e6) == 20

@@ -3,9 +3,9 @@
 Every moment of a step is counted once. On the CPU it belongs to the first of these that is going
 on: waiting for data, the optimizer, an operator (compute), a collective (communication that nothing
 hides); the rest is idle: Python, and waiting for what is not traced. On a GPU the device comes
-first: a kernel of the optimizer, another kernel, a collective; what the host does counts only while
-the device has nothing to do. What a checkpoint holds up is counted apart, as its share depends on
-how often there is one.
+first: a kernel of the optimizer, another kernel or a copy, a collective; what the host does counts
+only while the device has nothing to do. What a checkpoint holds up is counted apart, as its share
+depends on how often there is one.
 """
 
 import gzip
@@ -102,7 +102,11 @@ def read_trace(path: Path) -> RankProfile:
     held = subtract(spans.get("checkpoint", []), busy)
     if on_gpu:
         order = {
-            "optimizer": intersect(spans.get("gpu optimizer", []), busy),
+            # With offload the update runs on the host, while the device has nothing to do.
+            "optimizer": merge(
+                intersect(spans.get("gpu optimizer", []), busy)
+                + subtract(spans.get("optimizer", []), busy)
+            ),
             "compute": spans["kernel"],
             "communication": spans.get("gpu communication", []),
             "data": spans.get("data", []),
