@@ -22,9 +22,8 @@ AUTO_ADAMW = {
     "type": "AdamW",
     "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
 }
-BUCKETS = {"allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8, "reduce_scatter": True}
 
-# Name → (values as published, what the recipe says).
+# Project and file → (values as published, some left out; what the recipe says).
 PUBLISHED = {
     "transformers, tests/deepspeed/ds_config_zero3.json": (
         {
@@ -67,7 +66,8 @@ PUBLISHED = {
                 },
             },
             "zero_optimization": {
-                "stage": 2, "offload_optimizer": CPU, "allgather_partitions": True, **BUCKETS,
+                "stage": 2, "offload_optimizer": CPU, "allgather_partitions": True,
+                "allgather_bucket_size": 2e8, "reduce_bucket_size": 2e8, "reduce_scatter": True,
                 "overlap_comm": True, "contiguous_gradients": True,
             },
             "steps_per_print": 2000,
@@ -79,7 +79,7 @@ PUBLISHED = {
             "optimizer.clip_norm": 1.0, "batch.micro_batch": 8, "schedule.warmup_steps": 0,
         },
     ),
-    "DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, ZeRO-Infinity": (
+    "DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3/examples/ds_zero_stage_infinity_config.json": (
         {
             "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
             "steps_per_print": 1,
@@ -104,7 +104,7 @@ PUBLISHED = {
             "precision.loss_scale": 1024, "optimizer.clip_norm": 1.0,
         },
     ),
-    "DeepSpeedExamples, bing_bert, Lamb at 64k": (
+    "DeepSpeedExamples, bing_bert/deepspeed_bsz64k_lamb_config_seq128.json": (
         {
             "train_batch_size": 65536, "train_micro_batch_size_per_gpu": 64,
             "prescale_gradients": False,
@@ -124,7 +124,7 @@ PUBLISHED = {
             "optimizer.lr": NEEDED["optimizer.lr"][0],  # Lamb's would be wrong: open
         },
     ),
-    "DeepSpeedExamples, bing_bert, Adam at 4096": (
+    "DeepSpeedExamples, bing_bert/deepspeed_bsz4096_adam_config.json": (
         {
             "train_batch_size": 4096, "train_micro_batch_size_per_gpu": 64,
             "optimizer": {
@@ -147,7 +147,7 @@ PUBLISHED = {
             "bf16": {"enabled": "auto"},
             "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALER},
             "optimizer": AUTO_ADAMW,
-            **AUTO_BATCH,
+            **dict.fromkeys(BATCH, "auto"),
         },
         {"strategy.sharding": "OPTIMIZER_STATE", "strategy.offload": "none"},
     ),
@@ -158,7 +158,8 @@ PUBLISHED = {
             "fp16": {"enabled": "auto", "initial_scale_power": 16, **SCALER},
             "bf16": {"enabled": "auto"},
             "zero_optimization": {
-                "stage": 2, "offload_optimizer": CPU, **BUCKETS, "overlap_comm": False,
+                "stage": 2, "offload_optimizer": CPU, "allgather_bucket_size": 5e8,
+                "reduce_bucket_size": 5e8, "reduce_scatter": True, "overlap_comm": False,
                 "contiguous_gradients": True, "round_robin_gradients": True,
             },
             "comms_config": {"verbose": False},

@@ -97,7 +97,9 @@ DROPPED = {
     "zero_optimization.stage3_partition_stream_chunk_size": "each rank builds its own shards only",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold float32 weights only",
     "zero_optimization.elastic_checkpoint": _SAVES,
-    "zero_optimization.ignore_unused_parameters": "every parameter must take part in the loss",
+    "zero_optimization.ignore_unused_parameters": (
+        "under DDP every parameter must take part in the loss, unless the model sets some_unused"
+    ),
     "zero_optimization.legacy_stage1": "there is one ZeRO-1",
     "zero_optimization.zero_hpz_partition_size": (
         "there is no second copy of parameters; HYBRID_SHARD with strategy.shard_size is the "
