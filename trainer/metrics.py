@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 import time
@@ -26,8 +27,11 @@ from trainer.recipe import Recipe, resolved
 logger = logging.getLogger(__name__)
 
 # Dense tensor-core TFLOP/s from NVIDIA's data sheets, without sparsity: bf16/fp16 and tf32-less
-# fp32. A name that is not here leaves MFU out: a wrong peak would be worse than none.
+# fp32. A name that is not here leaves MFU out: a wrong peak would be worse than none. Of the names
+# that are words of a device's name, the first counts.
 PEAK_TFLOPS = {
+    "GH200": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -79,7 +83,7 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     for part, peak in PEAK_TFLOPS.items():
-        if part in name:
+        if re.search(rf"\b{part}\b", name):
             return peak * 1e12
     return None
 

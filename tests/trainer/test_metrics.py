@@ -1,0 +1,36 @@
+"""What metrics know of a device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.metrics import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA B200", None),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_a_peak_is_that_of_this_very_gpu(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    recipe = SimpleNamespace(
+        tracking=SimpleNamespace(peak_tflops=None), precision=SimpleNamespace(dtype="fp16")
+    )
+    peak = peak_flops(recipe, torch.device("cuda", 0))
+    assert peak == (tflops and tflops * 1e12)
