@@ -181,12 +181,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     # On CUDA only flash attention takes fewer key heads than query heads, and it takes neither
     # masks nor float32; without repeated heads SDPA would fall back to the whole (T, T) matrix.
-    in_kernel = q.device.type == "cpu" or (mask is None and q.dtype != torch.float32)
+    in_kernel = q.device.type == "cpu" or (
+        mask is None and q.dtype != torch.float32 and _has_flash_attention(q.device)
+    )
     if grouped and not in_kernel:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped and in_kernel
     )
+
+
+@torch.compiler.assume_constant_result
+def _has_flash_attention(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention where it can, else the memory-efficient kernel, as SDPA chooses on CUDA."""
+    """Flash attention where it can, else the memory-efficient kernel, as SDPA chooses on CUDA from
+    compute capability 8.0 on."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

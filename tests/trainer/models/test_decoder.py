@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from trainer.architecture import Architecture
 from trainer.models import Decoder, init_parameter
-from trainer.models.decoder import RMSNorm
+from trainer.models.decoder import RMSNorm, attend
 from trainer.models.loss import mean_cross_entropy
 
 # float32 rounding: a document's angles are taken at other positions, its sums in other blocks.
@@ -30,6 +31,25 @@ def test_packed_documents_do_not_see_each_other(decoder: Decoder) -> None:
         torch.testing.assert_close(packed[row], alone, atol=TOLERANCE, rtol=0)
     one_document = decoder(tokens, document_ids=torch.full((2, 60), 9))
     torch.testing.assert_close(one_document, decoder(tokens), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("capability", "key_heads"), [((7, 5), 4), ((8, 0), 2)])
+def test_heads_are_repeated_where_no_kernel_groups_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], key_heads: int, compiled: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    seen = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: bool) -> torch.Tensor:
+        seen.append((k.shape[1], v.shape[1], how["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    q, k = (torch.empty(1, heads, 8, 16, dtype=torch.half, device="meta") for heads in (4, 2))
+    torch.compiler.reset()  # what was compiled for another capability
+    torch.compile(attend, fullgraph=True, backend="eager", disable=not compiled)(q, k, k, None)
+    assert seen == [(key_heads, key_heads, key_heads == 2)]
 
 
 @torch.no_grad()
