@@ -1,9 +1,12 @@
 """State on a disk: the same bits as in memory, under a memory limit that the state exceeds."""
 
+import ctypes
+import mmap
 import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -72,6 +75,57 @@ def test_an_update_in_portions_has_the_bits_of_a_whole_one(tmp_path, monkeypatch
     in_memory = trained(None)
     assert on_disk.keys() == in_memory.keys()
     assert [name for name in on_disk if not on_disk[name].equal(in_memory[name])] == []
+
+
+def test_weights_come_into_memory_ahead_of_use(tmp_path):
+    """In forward those of the next block; in backward of the last but one, as FSDP asks for the
+    last itself."""
+    ahead = []
+
+    class Block(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number, self.first, self.second = number, nn.Linear(512, 512), nn.Linear(512, 512)
+
+        def forward(self, inputs):
+            expect(self.number + 1)
+            middle = self.first(inputs)
+            middle.register_hook(lambda _: expect(self.number - 2))
+            return self.second(middle)
+
+    def expect(number):
+        if 0 <= number < len(model):
+            deadline = time.monotonic() + 5
+            while not in_memory(model[number]) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            ahead.append((number, in_memory(model[number])))
+
+    def forget():
+        file._map.flush()
+        file._map.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(file._direct, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not any(map(in_memory, model))
+
+    model = nn.Sequential(*map(Block, range(4)))
+    file = OffloadFile(str(tmp_path), bytes_needed(model.parameters()))
+    file.take_weights(model, torch.device("cpu"))
+    file.read_ahead(model, list(model))
+    forget()
+    outputs = model(torch.randn(8, 512))
+    forget()
+    outputs.sum().backward()
+    assert ahead == [(1, True), (2, True), (3, True), (1, True), (0, True)]
+
+
+def in_memory(module):
+    """Whether the kernel holds all pages of all weights."""
+    for weight in module.parameters():
+        pages = (ctypes.c_ubyte * (-(-weight.nbytes // mmap.PAGESIZE)))()
+        place, length = ctypes.c_void_p(weight.data_ptr()), ctypes.c_size_t(weight.nbytes)
+        assert ctypes.CDLL(None).mincore(place, length, pages) == 0
+        if not all(page & 1 for page in pages):
+            return False
+    return True
 
 
 LARGE = (

@@ -138,6 +138,29 @@ class OffloadFile:
         for parameter in gradients:
             parameter.register_post_accumulate_grad_hook(move)
 
+    def read_ahead(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """From now on, while a block computes, bring the weights that are gathered next into
+        memory. `blocks` are FSDP's units in the order of forward; `model` is the unit of the rest.
+        """
+
+        def read(number: int) -> None:
+            if 0 <= number < len(blocks):
+                for parameter in blocks[number].parameters():  # not in the file while gathered
+                    self._reader.submit(self._fetch, _bytes(parameter))
+
+        def hook(module: nn.Module, in_forward: int, in_backward: int) -> None:
+            def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(lambda _: read(in_backward))
+
+            module.register_forward_pre_hook(lambda *_: read(in_forward))
+            module.register_forward_hook(after)
+
+        # In backward FSDP gathers the block before the one that computes, so the next is another.
+        hook(model, 0, len(blocks) - 2)
+        for number, block in enumerate(blocks):
+            hook(block, number + 1, number - 2)
+
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
         """The parameter groups of an optimizer of type AdamW in portions, each to be stepped before
         the next is asked for. After the last one all parameters are updated.
@@ -218,15 +241,22 @@ class OffloadFile:
         while len(self._writes) > WRITES_AHEAD:
             self._writes.popleft().result()
 
+    def _fetch(self, place: torch.Tensor) -> None:
+        """Have the kernel read what of this is not in memory."""
+        if self._holds(place):
+            _libc.madvise(*_extent(place), mmap.MADV_WILLNEED)
+
     def _flush(self, place: torch.Tensor) -> None:
         """Write what was put into mapped memory to the disk; a later use brings it back."""
-        if not 0 <= place.data_ptr() - self._bytes.data_ptr() < len(self._map):
+        if not self._holds(place):
             return
-        start, length = ctypes.c_void_p(place.data_ptr()), ctypes.c_size_t(_pages(len(place)))
-        if _libc.msync(start, length, _WRITE_AND_WAIT):
+        if _libc.msync(*_extent(place), _WRITE_AND_WAIT):
             number = ctypes.get_errno()
             raise OSError(number, f"strategy.offload_directory: {os.strerror(number)}")
-        _libc.madvise(start, length, mmap.MADV_DONTNEED)
+        _libc.madvise(*_extent(place), mmap.MADV_DONTNEED)
+
+    def _holds(self, place: torch.Tensor) -> bool:
+        return 0 <= place.data_ptr() - self._bytes.data_ptr() < len(self._map)
 
 
 @dataclass(frozen=True)
@@ -308,6 +338,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of this rank's part of a tensor, flat."""
     return _local(tensor).reshape(-1).view(torch.uint8)
+
+
+def _extent(place: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    """The pages of bytes in the file, for calls of libc."""
+    return ctypes.c_void_p(place.data_ptr()), ctypes.c_size_t(_pages(len(place)))
 
 
 def _pages(nbytes: int) -> int:

@@ -138,6 +138,7 @@ def parallelize(
         file = OffloadFile(strategy.offload_directory, bytes_needed(trained))
         file.take_weights(model, device)
         file.take_gradients(model.parameters())
+        file.read_ahead(model, blocks)
     elif fill:
         model.to_empty(device=torch.device("cpu") if strategy.offload == "cpu" else device)
     elif not sharded_by_fsdp:
