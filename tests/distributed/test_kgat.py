@@ -33,7 +33,7 @@ def folder(workspace):
 
 
 def test_one_result(folder, start):
-    """An epoch is 16 steps, 8 of each phase, so step 13 is in the first KG phase and step 26 in the
+    """An epoch is 8 CF and 10 KG steps, so step 13 is in the first KG phase and step 26 in the
     second epoch, whose attention is of the end of the first."""
 
     def run(name, ranks, *overrides):

@@ -1,9 +1,9 @@
 """Samples of a collaborative knowledge graph, by position: for training, and for evaluation.
 
 [Note: phases] KGAT alternates two kinds of steps. An epoch is a CF phase, in which every sample is
-an interaction with an item that the user did not choose beside it, and a KG phase of as many steps,
-in which every sample is a handful of edges with a wrong tail beside each (the authors choose the
-size of the KG batch so that there are as many). Both phases are whole global batches, so every step
+an interaction with an item that the user did not choose beside it, and a KG phase, in which every
+sample is a handful of edges with a wrong tail beside each. Each is as long as it takes to see all
+interactions, and all edges, as with the authors. Both are whole global batches, so every step
 belongs to one of them. Positions within the CF phases of all epochs, put one after another, run
 through the interactions again and again, each time in another order, and leave none out; likewise
 those of the KG phases through the edges. What stands at a position depends on the data, the seed
@@ -48,10 +48,13 @@ class GraphStream(Dataset):
     ) -> None:
         self._data, self._edges, self._seed = data, edges, seed
         self._global_batch, self._triples = global_batch, triples_per_sample
-        self._phase_steps = -(-len(data.train) // global_batch)
-        self._phase = self._phase_steps * global_batch
-        self.sequences = self._phase * (2 if triples_per_sample else 1)
-        parts = (ORDER_VERSION, global_batch, triples_per_sample, fingerprint(data))
+        self._cf_steps, self._kg_steps = -(-len(data.train) // global_batch), 0
+        if triples_per_sample:
+            self._kg_steps = -(-len(edges.heads) // (global_batch * triples_per_sample))
+        self._cf, self._kg = self._cf_steps * global_batch, self._kg_steps * global_batch
+        self.sequences = self._cf + self._kg
+        order = (ORDER_VERSION, global_batch, triples_per_sample, self.sequences)
+        parts = (*order, fingerprint(data))
         self.fingerprint = "graph:" + "/".join(map(str, parts))
         self._interactions = Order([len(data.train)], [1.0], stable_seed(seed, "interactions"))
         self._edge_order = Order([len(edges.heads)], [1.0], stable_seed(seed, "edges"))
@@ -59,9 +62,9 @@ class GraphStream(Dataset):
         self._facts = np.sort(self._edge_key(edges.heads, edges.kinds, edges.tails))
 
     def describe(self, global_batch: int) -> str:
-        text = f"(one interaction each); an epoch is {self._phase_steps} CF steps"
+        text = f"(one interaction each); an epoch is {self._cf_steps} CF steps"
         if self._triples:
-            text += f" and as many KG steps of {global_batch * self._triples:,} edges"
+            text += f" and {self._kg_steps} KG steps of {global_batch * self._triples:,} edges"
         return text
 
     def __getitems__(self, positions: Sequence[int]) -> Batch | DataError:
@@ -81,12 +84,12 @@ class GraphStream(Dataset):
         """
         numbers = np.asarray(positions, dtype=np.int64)
         epochs, places = np.divmod(numbers, self.sequences)
-        if places[0] < self._phase:
-            batch = self._interaction_batch(epochs * self._phase + places)
+        if places[0] < self._cf:
+            batch = self._interaction_batch(epochs * self._cf + places)
             step = int(numbers[0]) // self._global_batch
             batch["dropout_seed"] = torch.tensor(stable_seed(self._seed, "graph dropout", step))
             return batch
-        before = epochs * self._phase + places - self._phase
+        before = epochs * self._kg + places - self._cf
         return self._edge_batch(
             (before[:, None] * self._triples + np.arange(self._triples)).reshape(-1)
         )

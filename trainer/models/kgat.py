@@ -28,6 +28,8 @@ TOP = 20
 """Recommendations that recall and ndcg look at."""
 DEPTH = 100
 """Longest list that the authors' evaluator makes; see `ranking_metrics`."""
+SLOPE = 0.2
+"""Of LeakyReLU below 0: TensorFlow's, and so the authors'."""
 CHUNK = 1 << 18
 """Edges whose attention is computed at a time."""
 
@@ -118,10 +120,10 @@ class Aggregator(nn.Module):
     def forward(self, nodes: Tensor, neighbours: Tensor) -> Tensor:
         """nodes and neighbours (N, inputs) → (N, width)."""
         if self.kind == "graphsage":
-            return F.leaky_relu(self.sum(torch.cat([nodes, neighbours], dim=1)))
-        result = F.leaky_relu(self.sum(nodes + neighbours))
+            return F.leaky_relu(self.sum(torch.cat([nodes, neighbours], dim=1)), SLOPE)
+        result = F.leaky_relu(self.sum(nodes + neighbours), SLOPE)
         if self.product is not None:
-            result = result + F.leaky_relu(self.product(nodes * neighbours))
+            result = result + F.leaky_relu(self.product(nodes * neighbours), SLOPE)
         return result
 
 

@@ -124,12 +124,13 @@ def test_every_sample_comes_once_and_negatives_are_wrong(
 ):
     stream = GraphStream(data, edges, seed, global_batch, triples)
     known, facts = rows(*data.train.T), rows(edges.heads, edges.kinds, edges.tails)
-    steps = stream.sequences // global_batch // 2
+    steps, cf_steps = stream.sequences // global_batch, -(-len(data.train) // global_batch)
+    assert steps - cf_steps == -(-len(edges.heads) // (global_batch * triples))
     interactions, drawn = [], []
-    for step in range(5 * steps):  # two epochs and a half: in the last, a CF phase
+    for step in range(2 * steps + cf_steps):  # two epochs, and a CF phase
         first = step * global_batch
         batch = stream.fetch(range(first, first + global_batch))
-        assert ("positives" in batch) == (step // steps % 2 == 0)
+        assert ("positives" in batch) == (step % steps < cf_steps)
         part = stream.fetch(range(first, first + min(cut, global_batch)))
         for name in set(batch) - {"dropout_seed"}:  # whatever the micro-batch
             assert part[name].equal(batch[name][: len(part[name])])

@@ -107,11 +107,11 @@ def test_interaction_loss(build, aggregator):
         for number, (head, _, tail) in enumerate(graph_of(model)):
             sent[head] += model.attention[number] * nodes[tail]
         if aggregator == "graphsage":
-            new = F.leaky_relu(layer.sum(torch.cat([nodes, sent], 1)))
+            new = F.leaky_relu(layer.sum(torch.cat([nodes, sent], 1)), 0.2)
         else:
-            new = F.leaky_relu(layer.sum(nodes + sent))
+            new = F.leaky_relu(layer.sum(nodes + sent), 0.2)
         if aggregator == "bi-interaction":
-            new = new + F.leaky_relu(layer.product(nodes * sent))
+            new = new + F.leaky_relu(layer.product(nodes * sent), 0.2)
         nodes = new
         parts.append(nodes / nodes.norm(dim=1, keepdim=True))
     all_parts = torch.cat(parts, dim=1)
@@ -126,7 +126,7 @@ def test_interaction_loss(build, aggregator):
 
 def test_edge_loss(build):
     task, model = build()
-    batch = task.stream.fetch(range(task.stream.sequences // 2, task.stream.sequences // 2 + 16))
+    batch = task.stream.fetch(range(task.stream.sequences - 16, task.stream.sequences))
     nodes, projections, translations = parts_of(model)
     total = 0.0
     names = ("heads", "relations", "tails", "negative_tails")
