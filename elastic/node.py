@@ -399,7 +399,10 @@ class Node:
 
     def _ended(self, rank: Rank, code: int) -> None:
         rank.key, rank.code = None, code
-        state = self.group.state
+        state, progress = self.group.state, self.page.read(rank.local_rank)
+        why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if progress.error:
+            why += f" ({progress.error})"
         if code == EXIT_DONE or (state.closed and state.closed.code == EXIT_DONE):
             if code != EXIT_DONE:
                 logger.warning("rank %d ended with code %d after the last step", rank.rank, code)
@@ -407,16 +410,12 @@ class Node:
             self._dismiss(rank, EXIT_DONE)
         elif code == EXIT_DO_NOT_REQUEUE or (
             # What was good input once is so again: storage may be away for a moment.
-            code == EXIT_WRONG_INPUT
-            and self._generation == (state.first, 0)
-            and not self.page.read(rank.local_rank).step
+            code == EXIT_WRONG_INPUT and self._generation == (state.first, 0) and not progress.step
         ):
-            reason = f"rank {rank.rank} ended with exit code {code}"
+            reason = f"rank {rank.rank} ended with {why}"
             self.group.change(lambda state: _close(state, code, reason))
         elif code != EXIT_PAUSED:
-            progress = self.page.read(rank.local_rank)
             blamed: int | None = rank.rank
-            why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             if code == EXIT_PEER_GONE:  # whoever failed is on a node that cannot say so any more
                 rank.code, blamed = EXIT_FAILED, None
                 why = f"rank {rank.rank} lost its connection to another"

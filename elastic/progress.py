@@ -10,12 +10,13 @@ from typing import Self
 
 RANKS = 64
 """Most ranks of one node."""
-_ENTRY = 64
-_ASKED, _NOTICED, _STEP, _PHASE, _AT = 0, 4, 8, 16, 24
+_ENTRY = 256
+_ASKED, _NOTICED, _STEP, _PHASE, _AT, _ERROR = 0, 4, 8, 16, 24, 32
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
-PHASES = ("start", "init", "load", "step", "reduce", "save", "evaluate", "end")
-"""What a rank does; "reduce" is from the step's all-reduce on, where it waits for the others."""
+PHASES = ("start", "init", "load", "step", "reduce", "save", "evaluate", "end", "failed")
+"""What a rank does; "reduce" is from the step's all-reduce on, where it waits for the others, and
+"failed" from an error on, until its process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20
@@ -32,6 +33,8 @@ class Progress:
     """By time.monotonic(), which all processes of a machine share."""
     noticed: bool
     """It was told by a signal that its time is over."""
+    error: str = ""
+    """Why it failed, in a line."""
 
 
 class ProgressPage:
@@ -75,7 +78,8 @@ class ProgressPage:
         (step,) = struct.unpack_from("Q", self._map, start + _STEP)
         (phase,) = struct.unpack_from("I", self._map, start + _PHASE)
         (at,) = struct.unpack_from("d", self._map, start + _AT)
-        return Progress(step, PHASES[phase], at, bool(noticed))
+        error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
+        return Progress(step, PHASES[phase], at, bool(noticed), error)
 
 
 class Pulse:
@@ -104,6 +108,14 @@ class Pulse:
         struct.pack_into("Q", self._map, self._start + _STEP, step)
         struct.pack_into("I", self._map, self._start + _PHASE, PHASES.index(phase))
         struct.pack_into("d", self._map, self._start + _AT, time.monotonic())
+
+    def fail(self, error: str) -> None:
+        """Say, in a line, why this rank is about to end."""
+        size = _ENTRY - _ERROR
+        start = self._start + _ERROR
+        self._map[start : start + size] = error.encode()[:size].ljust(size, b"\0")
+        (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
+        self.report(step, "failed")
 
     def notice(self) -> None:
         """Say that this rank was told to go."""

@@ -25,8 +25,9 @@ from typing import Literal
 
 from elastic.progress import Progress
 
-ORDER = ("start", "init", "load", "step", "reduce", "evaluate", "save", "end")
-"""The phases as a rank goes through them; within a step, "step" to "save"."""
+ORDER = ("failed", "start", "init", "load", "step", "reduce", "evaluate", "save", "end")
+"""The phases as a rank goes through them; within a step, "step" to "save". A rank that failed is
+behind all others, which wait for it until its process has ended."""
 WITHIN_STEP = ("step", "reduce")
 
 FLOOR = 3.5

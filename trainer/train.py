@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 
 import torch
@@ -49,10 +49,18 @@ from trainer.step import Progress, StepResult, TrainState, train_step
 from trainer.tasks import Task
 
 
-def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Startup) -> int:
+def train(
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    pulse: Pulse,
+    startup: Startup,
+    telling: AbstractContextManager[object],
+) -> int:
     """Train to `run.steps`, from the newest checkpoint if there is one; returns the exit code.
 
-    Called on all ranks. A restart takes the same path as a start: it only finds state to load.
+    Called on all ranks. A restart takes the same path as a start: it only finds state to load. An
+    error leaves through `telling` first: the contexts around it wait for saves and other ranks.
     """
     batch = recipe.batch
     plan = plan_batch(batch.global_batch, world.world_size, batch.micro_batch, fixed=recipe.exact)
@@ -76,7 +84,7 @@ def train(recipe: Recipe, task: Task, world: World, pulse: Pulse, startup: Start
         sinks = Metrics(recipe, start) if world.is_main else nullcontext()
         profiling = recipe.tracking.profile_steps > 0
         profile = StepProfiler(recipe, model, optimizer, world) if profiling else nullcontext()
-        with sinks as metrics, profile as profiler:
+        with sinks as metrics, profile as profiler, telling:
             startup.mark("trackers")
             if metrics:
                 about = describe(recipe, task, world, plan, start, metrics.ledger.reached)

@@ -8,7 +8,6 @@ import ctypes
 import logging
 import os
 import sys
-import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,12 +15,9 @@ from typing import NoReturn
 
 import torch
 
-from checkpointing import SaveFailed
 from elastic import (
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
-    EXIT_PEER_GONE,
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
     Pulse,
@@ -30,7 +26,6 @@ from elastic import (
     watch_signals,
 )
 from elastic.world import (
-    is_lost_peer,
     join_world,
     leave_world,
     read_environment,
@@ -38,7 +33,7 @@ from elastic.world import (
     supervised,
 )
 from elastic.zygote import DUMPS
-from trainer.errors import known_errors
+from trainer.failures import Telling
 from trainer.metrics import Startup
 from trainer.preflight import check_inputs
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
@@ -57,6 +52,7 @@ def main(arguments: list[str]) -> NoReturn:
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     pulse = Pulse.from_environment()
+    telling = Telling(pulse, rank)
     watch_signals(pulse)
     if DUMPS in os.environ:
         register_dumps(Path(os.environ[DUMPS]))
@@ -79,25 +75,13 @@ def main(arguments: list[str]) -> NoReturn:
         startup.mark("rendezvous")
         if world.device.type == "cpu" and recipe.strategy.offload == "none":
             keep_freed_memory()
-        code = train(recipe, task, world, pulse, startup)
+        code = train(recipe, task, world, pulse, startup, telling)
     except KeyboardInterrupt:
         leave_world(EXIT_INTERRUPTED)  # the launcher says so, once
-    except SaveFailed as error:  # the last one: nothing is wrong with the input
-        if rank == 0:
-            print(f"error: {error}; the same command resumes", file=sys.stderr, flush=True)
-        leave_world(EXIT_FAILED)
-    except known_errors() as error:
-        if local_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            # The first rank that leaves ends all; let that be the one that speaks.
-            time.sleep(10)
-        leave_world(EXIT_WRONG_INPUT)
-    except RuntimeError as error:
-        if not (supervised() and is_lost_peer(error)):
-            raise
-        print(f"rank {rank}: a peer is gone", file=sys.stderr, flush=True)
-        os._exit(EXIT_PEER_GONE)  # at once: others wait for this rank's connections to close
+    except Exception as error:
+        # The first rank that leaves ends all. What is wrong for all is told by local rank 0, before
+        # the others have waited; what is wrong for one of them alone, by that one afterwards.
+        leave_world(telling.tell(error, wait=10 if local_rank else 0))
     leave_world(EXIT_REQUEUE if code == EXIT_PAUSED and not supervised() else code)
 
 

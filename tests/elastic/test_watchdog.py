@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.progress import PHASES, Progress
+from elastic.progress import PHASES, Progress, ProgressPage, Pulse
 from elastic.watchdog import (
     FLOOR,
     ORDER,
@@ -109,6 +110,22 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count():
 
 
 # --- blame -----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_says_it_failed_is_waited_for_and_nobody_blamed():
+    page = ProgressPage.make()
+    pulse = Pulse(page, 1)
+    pulse.report(21, "step")
+    pulse.fail("OutOfMemoryError: " + "é" * 200)
+    failed = page.read(1)
+    assert (failed.step, failed.phase) == (21, "failed")
+    assert failed.error.startswith("OutOfMemoryError: éé")
+    times, now = taught(0.2)
+    progress = {0: at(21, when=now), 1: replace(failed, at=now)}
+    assert blame(standings(progress, now + 30, times)) is None
+    assert blame(standings(progress, now + 301, times)).ranks == (1,)
+    page.clear(1)
+    assert page.read(1).error == ""
 
 
 def test_who_did_not_enter_the_collective_is_to_blame():
