@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from elastic.exits import EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE
+
 ROUND = "PERDURE_ROUND"
 """Environment variable: the round of the membership that this rank belongs to."""
 GENERATION = "PERDURE_GENERATION"
@@ -112,8 +114,15 @@ def _store() -> dist.Store | None:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether an error only says that another rank, or the store's host, is gone."""
-    gone = "Connection reset by peer", "Connection closed by peer", "Broken pipe"
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in gone)
+    gone = ["Connection reset by peer", "Connection closed by peer", "Broken pipe"]
+    if isinstance(error, dist.DistBackendError):
+        # Any failure of NCCL, such as two ranks on a GPU or too small a /dev/shm; its explanations
+        # speak of sockets and of remote peers there as well.
+        gone += ["ncclRemoteError", "Connection closed by remote peer", "Connection refused"]
+        gone += ["Connection timed out", "failed to recv", "communicator was aborted", "timeout"]
+    elif isinstance(error, dist.DistError):  # of the store, or on the way to it
+        return True
+    return any(sign in str(error) for sign in gone)
 
 
 def supervised() -> bool:
@@ -139,13 +148,14 @@ def refuse_stale_store() -> str | None:
 
 
 def leave_world(code: int) -> NoReturn:
-    """End this rank after all ranks are done. Called on all ranks.
+    """End this rank: with all others after the last step or when they pause, else alone.
 
     gloo's threads sometimes abort a process while the interpreter shuts down, after all work is
-    done, and torchrun then calls the job failed. So: meet, flush, and leave without a shutdown.
+    done, and torchrun then calls the job failed. So: meet, flush, and leave without a shutdown. A
+    rank that leaves alone does not destroy the group, for which NCCL waits for the others.
     """
-    if dist.is_initialized():
-        if code == 0:
+    if dist.is_initialized() and code in (EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE):
+        if code == EXIT_DONE:
             dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
