@@ -25,7 +25,9 @@ from typing import Literal
 
 from elastic.progress import Progress
 
-ORDER = ("failed", "start", "init", "load", "step", "reduce", "evaluate", "save", "end")
+ORDER = (
+    "failed", "start", "init", "load", "step", "reduce", "after", "evaluate", "save", "end",
+)  # fmt: skip
 """The phases as a rank goes through them; within a step, "step" to "save". A rank that failed is
 behind all others, which wait for it until its process has ended."""
 WITHIN_STEP = ("step", "reduce")
@@ -35,11 +37,12 @@ FLOOR = 3.5
 PATIENCE = 300.0
 """For what was not done often enough to know: importing, meeting, a first step that compiles, all
 from cold caches."""
-UNHURRIED = {"load": 2, "evaluate": 2, "save": 2, "end": 2}
+UNHURRIED = {"load": 2, "after": 2, "evaluate": 2, "save": 2, "end": 2}
 """Times PATIENCE: as long as the state takes to cross a slow filesystem."""
-ONCE = ("start", "init", "load", "first step", "save", "end")
-"""Done once in a process, or with storage, which stalls when one of its servers is replaced: that
-it was quick before, perhaps in a smaller world or from memory, is no reason to hurry now."""
+ONCE = ("start", "init", "load", "first step", "after", "save", "end")
+"""Done once in a process, or seldom, or with storage, which stalls when one of its servers is
+replaced: that it was quick before, perhaps in a smaller world or from memory, is no reason to hurry
+now."""
 FACTOR = 5
 """A time-out is so many times what 99 of 100 took, as in NVIDIA's resiliency extension."""
 ENOUGH = 5

@@ -109,12 +109,15 @@ def train(
                     state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
                 )
                 warn(metrics, progress.step, result.verdict.reason)
+                if result.verdict.action == "stop":
+                    pulse.report(progress.step, "after")
                 if result.verdict.action == "stop" and not roll_back(
                     checkpointer, state, recipe, metrics
                 ):
                     say(metrics, f"stopped: {result.verdict.reason}")
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
                 if task.after_step:
+                    pulse.report(progress.step, "after")
                     task.after_step(model, progress.sequences)
                 if progress.step == first_step or (profiler and profiler.active):
                     # The first step also warms up, and the profiler slows its own: they would
@@ -144,6 +147,7 @@ def train(
                     window = Window()
                 check_every = recipe.elastic.check_replicas_every
                 if check_every and due(progress.step, check_every, last_step):
+                    pulse.report(progress.step, "after")
                     check_replicas(model, mesh, progress, metrics)
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     pulse.report(progress.step, "evaluate")
@@ -164,6 +168,7 @@ def train(
                     save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics, clock)
                 if profiler:
+                    pulse.report(progress.step, "after")
                     began = time.perf_counter()
                     profiler.step_done()
                     window.leave_out(time.perf_counter() - began)

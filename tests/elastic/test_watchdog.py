@@ -70,10 +70,11 @@ def test_time_outs_are_learned_from_what_is_usual():
 def test_what_happens_once_has_more_time_however_quick_it_was_before():
     times, _ = taught(0.2)
     for _ in range(9):
-        for kind in ("start", "init", "load", "first step", "save", "end", "evaluate"):
+        for kind in ("start", "init", "load", "first step", "after", "save", "end", "evaluate"):
             times.add(kind, 0.1)
     assert times.limit(0, at(0, "start")) == times.limit(0, at(0, "init")) == 300
     assert times.limit(0, at(0, "load")) == times.limit(0, at(9, "save")) == 600
+    assert times.limit(0, at(9, "after")) == 600
     assert times.limit(0, at(9, "evaluate")) == FLOOR
     times.begin(0)
     times.follow({0: at(20)}, 100)
