@@ -96,8 +96,8 @@ class PhaseTimes:
             self._last[rank] = progress
 
     def forget_steps(self) -> None:
-        """Steps are going to take longer from now on."""
-        for kind in WITHIN_STEP:
+        """Steps, and all else that ranks share, are going to take longer from now on."""
+        for kind in (*WITHIN_STEP, "evaluate"):
             self._durations.pop(kind, None)
 
     def add(self, kind: str, seconds: float) -> None:

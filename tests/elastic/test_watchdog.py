@@ -82,6 +82,7 @@ def test_what_happens_once_has_more_time_however_quick_it_was_before():
     assert times.limit(0, at(21)) == FLOOR
     times.forget_steps()
     assert times.limit(0, at(21)) == 300
+    assert times.limit(0, at(9, "evaluate")) == 600
 
 
 def test_waiting_for_a_peer_may_take_as_long_as_its_step():
