@@ -49,6 +49,7 @@ def perdure(monkeypatch, capsys, *arguments):
         (["batch.global_batch=1"], "batch.global_batch: a global batch of 1 sequences leaves 1"),
         (["batch.global_batch=5000"], "fewer than one global batch of 5000"),
         (["run.dir=recipe.yaml/x"], "recipe.yaml is not a directory"),
+        (["tracking.tensorboard=true"], "tracking.tensorboard: tensorboard is not installed; pip"),
         (["run.device=cuda"], "run.device: cuda is asked for, but torch finds no GPU"),
         (["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=3"], "groups of 3"),
         (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
@@ -62,6 +63,7 @@ def perdure(monkeypatch, capsys, *arguments):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides, message):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     before = sorted(folder.rglob("*"))
     code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", *overrides)
     assert message in error

@@ -1,6 +1,7 @@
 """Every check of a recipe's input that can be made before a process group or a GPU is claimed."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from checkpointing import newest_checkpoint, read_state
@@ -40,6 +41,11 @@ def check_inputs(
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
     _check_writable(Path(recipe.run.dir))
+    if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
+        raise RecipeError(
+            "tracking.tensorboard: tensorboard is not installed; pip install tensorboard, or set "
+            "tracking.tensorboard=false"
+        )
     newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
     if newest:
         check_resume(read_state(newest), recipe, task, newest)
