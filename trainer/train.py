@@ -132,7 +132,7 @@ def train(
                     if metrics:
                         metrics.ledger.phases(startup.parts)
                 if metrics:
-                    skipped = result.verdict.action == "skip"
+                    skipped = result.verdict.action != "keep"
                     first = progress.sequences - plan.global_batch
                     metrics.done(progress.step, first, progress.sequences, result.seconds, skipped)
                 if due(progress.step, recipe.run.log_every, last_step):
@@ -157,14 +157,16 @@ def train(
                     progress.validation_loss = values.get("validation_loss")
                     if metrics:
                         metrics.record(progress.step, values, validation_line(values))
-                if result.save or due(progress.step, save_every, last_step):
+                # While steps are being skipped, what came before them must stay to roll back to.
+                worth_saving = not progress.skipped_in_row or progress.step == last_step
+                if worth_saving and (result.save or due(progress.step, save_every, last_step)):
                     # The last one waits for all that is still being written.
                     pulse.report(progress.step, "save" if progress.step < last_step else "end")
                     began = time.monotonic()
                     save(checkpointer, state, recipe, task, world)
                     if clock:
                         clock.begun(began, time.monotonic() - began)
-                elif due(progress.step, recipe.elastic.snapshot_every, last_step):
+                elif worth_saving and due(progress.step, recipe.elastic.snapshot_every, last_step):
                     save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics, clock)
                 if profiler:

@@ -1,6 +1,8 @@
 """Non-finite losses: computed again, skipped and counted, rolled back, and in the end a reason to
 stop."""
 
+import json
+
 import pytest
 
 from tests.distributed.jobs import losses, records, soak, wait_for_step
@@ -87,7 +89,11 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
 
     code, output = run("back", range(9, 15), "checkpoint.every=2", "checkpoint.when_busy=wait")
     assert code == 0, output
-    assert "rolled back to the weights of step 6; the data from there to step 7 is not" in output
+    # Not to those of step 6, which was skipped.
+    assert "rolled back to the weights of step 4; the data from there to step 7 is not" in output
+    ledger = [json.loads(line) for line in (workspace / "back" / "ledger.jsonl").open()]
+    assert [line["step"] for line in ledger if line.get("skipped")] == [5, 6, 7]
+    assert [line["step"] for line in ledger if "ok" in line] == [2, 4, 8, 10, 12]
 
     code, output = run("stops", range(5, 99))
     assert code != 0
