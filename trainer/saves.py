@@ -15,7 +15,7 @@ from trainer.metrics import Metrics, save_record, say, warn
 from trainer.models import TIED_COPIES
 from trainer.optimizer import LossScale, parameter_groups
 from trainer.parallel import ParallelModel
-from trainer.provenance import run_state
+from trainer.provenance import check_resume, run_state
 from trainer.recipe import Recipe
 from trainer.step import Progress, TrainState
 from trainer.tasks import Task
@@ -28,10 +28,16 @@ def restore(
     recipe: Recipe,
     task: Task,
 ) -> Progress:
-    """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks."""
+    """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
+
+    Raises:
+        RecipeError: the checkpoint is not one that this recipe can go on from.
+    """
     state = checkpointer.load(
         model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
     )
+    if state is not None:  # what is in memory has not been looked at before
+        check_resume(state, recipe, task, f"the state in {checkpointer.loaded_from}")
     given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
     if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
         model.draw_weights()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.slots import living_folders, read_manifest
+
 ROOT = Path(__file__).parents[2]
 soak = pytest.mark.skipif(
     not os.environ.get("SOAK"), reason="in `make soak`, to keep `make test` short"
@@ -104,3 +106,19 @@ def wait_for_step(folder: Path, run: str, step: int, job: Job) -> None:
         assert job.process.poll() is None, job.process.communicate()[0]
         assert time.monotonic() < deadline, f"step {step} did not come"
         time.sleep(0.01)
+
+
+def wait_for_memory(run: Path, step: int, seconds: float = 60) -> None:
+    """Until `step` or a later one is in shared memory: on a busy machine that takes a while."""
+    directory = str((run / "checkpoints").absolute())
+    deadline = time.monotonic() + seconds
+    while True:
+        manifests = [
+            read_manifest(path)
+            for folder in living_folders(directory)
+            for path in folder.glob("slot-*.json")
+        ]
+        if any(found and found.step >= step for found in manifests):
+            return
+        assert time.monotonic() < deadline, f"step {step} did not get into memory"
+        time.sleep(0.02)

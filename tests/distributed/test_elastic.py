@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from checkpointing.slots import living_folders, read_manifest
 from elastic.local_nodes import LocalNodes
-from tests.distributed.jobs import ROOT, losses, records, soak
+from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory
 
 STEPS = 100
 RECIPE = [f"run.steps={STEPS}", "optimizer.lr=3e-4"]
@@ -60,22 +59,6 @@ def wait_for_step(workspace, run, step, nodes, seconds=180):
         texts = "\n".join(node.text()[-2000:] for node in nodes.nodes)
         assert any(node.process.poll() is None for node in nodes.nodes), texts
         assert time.monotonic() < deadline, f"step {step} did not come\n{texts}"
-        time.sleep(0.02)
-
-
-def wait_for_memory(run, step, seconds=60):
-    """Until `step` or a later one is in shared memory: on a busy machine that takes a while."""
-    directory = str((run / "checkpoints").absolute())
-    deadline = time.monotonic() + seconds
-    while True:
-        manifests = [
-            read_manifest(path)
-            for folder in living_folders(directory)
-            for path in folder.glob("slot-*.json")
-        ]
-        if any(found and found.step >= step for found in manifests):
-            return
-        assert time.monotonic() < deadline, f"step {step} did not get into memory"
         time.sleep(0.02)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.jobs import losses, soak, wait_for_step
+from tests.distributed.jobs import losses, soak, wait_for_memory, wait_for_step
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
@@ -67,6 +67,20 @@ def test_another_world_and_strategy_go_on_from_the_same_checkpoint(workspace, st
     whole, pieces = losses(workspace, "elastic-whole"), losses(workspace, "elastic")
     assert whole.keys() == pieces.keys()
     assert max(abs(whole[s] - pieces[s]) / whole[s] for s in whole) <= 1e-4
+
+
+def test_what_is_in_memory_is_checked_too(workspace, start):
+    command = ("run.dir=remembered", *SHORT, "checkpoint.every=0", "elastic.snapshot_every=1")
+    job = start(1, *command, "run.steps=1000")
+    wait_for_step(workspace, "remembered", 3, job)
+    wait_for_memory(workspace / "remembered", 3)
+    job.kill()
+    code, output = start(1, *command, "run.seed=99").wait()
+    assert code == 2, output
+    assert "run.seed: the checkpoint was trained with 7, the recipe says 99" in output
+    code, output = start(1, *command).wait()
+    assert code == 0, output
+    assert "from memory" in output
 
 
 @soak
