@@ -171,7 +171,7 @@ def update(
 @dataclass(frozen=True)
 class LossScale:
     """Dynamic loss scale for fp16 (Micikevicius et al. 2018): powers of two, so that scaling is
-    exact. Always 1 for other formats."""
+    exact. For other formats 1, and never moved."""
 
     value: float
     good_steps: int = 0
@@ -180,8 +180,6 @@ class LossScale:
 
     def after_good_step(self) -> "LossScale":
         """Double the scale once in GROWTH_INTERVAL good steps."""
-        if self.value == 1.0:
-            return self
         if self.good_steps + 1 == self.GROWTH_INTERVAL:
             return LossScale(self.value * 2)
         return LossScale(self.value, self.good_steps + 1)

@@ -49,12 +49,14 @@ def restore(
             optional={*TIED_COPIES, *model.tensors},
             group=dist.group.WORLD,
         )
+    scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
     if state is None:
-        scale = recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0
-        return Progress(loss_scale=LossScale(scale))
+        return Progress(loss_scale=scale)
+    if state["recipe"]["precision"]["dtype"] == recipe.precision.dtype:  # else it means nothing
+        scale = LossScale(**state["loss_scale"])
     return Progress(
         **{key: state[key] for key in Progress.__dataclass_fields__ if key != "loss_scale"},
-        loss_scale=LossScale(**state["loss_scale"]),
+        loss_scale=scale,
     )
 
 

@@ -239,7 +239,8 @@ def judge(progress: Progress, recipe: Recipe, found: Gradients, note: str) -> Ve
     verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)
     if verdict.action == "keep":
         progress.skipped_in_row = 0
-        progress.loss_scale = progress.loss_scale.after_good_step()
+        if recipe.precision.dtype == "fp16":
+            progress.loss_scale = progress.loss_scale.after_good_step()
         return replace(verdict, reason=f"step {step}: {note}" if note else "")
     progress.skipped += 1
     progress.skipped_in_row += 1

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.distributed.jobs import losses, records, soak, wait_for_step
+from trainer.optimizer import LossScale
 
 FACTORY = '''
 import torch
@@ -100,6 +101,14 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
     assert "stopped: step 5: loss is nan, first seen on rank 0" in output
     assert "exitcode  : 93" in output
     assert not list((workspace / "stops" / "checkpoints").glob("step-*"))
+
+
+def test_a_loss_scale_that_fell_to_one_grows_again():
+    scale = LossScale(2.0).after_overflow().after_overflow()
+    assert scale == LossScale(1.0)
+    for _ in range(LossScale.GROWTH_INTERVAL):
+        scale = scale.after_good_step()
+    assert scale == LossScale(2.0)
 
 
 @soak

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.jobs import losses, soak, wait_for_memory, wait_for_step
+from tests.distributed.jobs import losses, records, soak, wait_for_memory, wait_for_step
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
@@ -81,6 +81,13 @@ def test_what_is_in_memory_is_checked_too(workspace, start):
     code, output = start(1, *command).wait()
     assert code == 0, output
     assert "from memory" in output
+
+
+def test_a_loss_scale_is_that_of_the_number_format(workspace, train):
+    for dtype, steps in (("fp32", 2), ("fp16", 4)):
+        train(1, "run.dir=formats", "schedule={}", f"run.steps={steps}", f"precision.dtype={dtype}")
+    scales = {r["step"]: r.get("loss_scale") for r in records(workspace, "formats") if "loss" in r}
+    assert scales == {1: None, 2: None, 3: 65536.0, 4: 65536.0}
 
 
 @soak
