@@ -286,6 +286,8 @@ class Checkpointer:
             self._link.end(END_SECONDS if closed else 0)
         elif self._process:
             end(self._process, END_SECONDS)
+        if self._staging:
+            self._staging.release()
         self._link = self._staging = self._plan = None
 
     def load(

@@ -6,6 +6,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ class Staging:
         self._copied.set()
         self._files: list[SlotFiles] = []
         self._views: list[list[Tensor]] = []
+        self._touching: threading.Thread | None = None
+        self._pinned: list[int] = []
+        """Addresses that the GPU knows."""
         self.move(slots)
 
     @property
@@ -63,11 +67,12 @@ class Staging:
         """Let go of the slots until `move`: while they are mapped their memory is taken, which the
         new ones may need."""
         self.wait()
+        self._unpin()
         self._files, self._views = [], []
 
     def move(self, slots: Slots) -> None:
         """Copy into these slots from now on."""
-        self.wait()
+        self.release()
         wanted = {piece.stored.file for piece in self._pieces}
         self._files = [
             SlotFiles({file: path for file, path in paths.items() if file in wanted})
@@ -75,14 +80,28 @@ class Staging:
         ]
         self._views = [[_view(files, piece) for piece in self._pieces] for files in self._files]
         if slots.in_memory:
-            threading.Thread(target=self._touch, args=(self._files,), daemon=True).start()
+            self._touching = threading.Thread(target=self._touch, args=(self._files,), daemon=True)
+            self._touching.start()
 
     def _touch(self, slots: Sequence[SlotFiles]) -> None:
         ranges = ranges_of(self._pieces, mmap.PAGESIZE)
         for files in slots:
             files.touch(ranges)
             if self._stream is not None:
-                _pin(files, ranges)
+                with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
+                    self._pinned += _pin(files, ranges)
+
+    def _unpin(self) -> None:
+        """Have the GPU forget pages that are about to be unmapped: where others come to lie at
+        their addresses, it would still copy to the old ones."""
+        if self._stream is None or self._touching is None:
+            return
+        self._touching.join()
+        # A GPU that has failed copies nothing more.
+        with suppress(RuntimeError), torch.cuda.device(self._stream.device):
+            for address in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
 
     def copy(
         self,
@@ -154,8 +173,10 @@ def _view(files: SlotFiles, piece: Piece) -> Tensor:
     return box_view(region.view(meta.shape), Box(box.offset, box.shape, box.offset))
 
 
-def _pin(files: SlotFiles, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Make the pages known to the GPU, so that it copies to them by itself."""
+def _pin(files: SlotFiles, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
+    """Make the pages known to the GPU, so that it copies to them by itself; returns where those
+    begin that it knows now."""
+    pinned: list[int] = []
     for name, spans in ranges.items():
         begin = ctypes.addressof(ctypes.c_char.from_buffer(files.maps[name]))
         for start, stop in spans:
@@ -163,4 +184,6 @@ def _pin(files: SlotFiles, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> N
             result = torch.cuda.cudart().cudaHostRegister(begin + start, length, 0)
             if int(result) != 0:
                 logger.warning("could not pin memory for checkpoints: CUDA error %s", result)
-                return
+                return pinned
+            pinned.append(begin + start)
+    return pinned
