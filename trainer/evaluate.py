@@ -27,12 +27,14 @@ def evaluate(
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     total: torch.Tensor = torch.zeros((), dtype=torch.float64, device=world.device)
+    modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=world.device.type == "cuda")
     for cut, inputs in zip(cuts, batches, strict=True):
         means = model({key: tensor.to(world.device) for key, tensor in inputs.items()})
         total = total + means.double() * len(cut)
-    model.module.train()
+    for module, training in modes.items():  # the user may keep parts in eval mode
+        module.training = training
     dist.all_reduce(total)
     return evaluation.values([value / count for value in total.reshape(-1).tolist()])
 

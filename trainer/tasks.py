@@ -306,6 +306,8 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
         raise RecipeError(f"model.factory_options: {name} was called with them: {error}") from error
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
+    if not model.training:  # as from_pretrained returns it; parts alone are meant to be so
+        model.train()
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     lists.sort(key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
     return model, list(lists[-1]) if lists else []
