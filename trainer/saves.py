@@ -73,10 +73,12 @@ def save(
 ) -> None:
     """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
     all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
-    optimized = state.model.optimized
+    model, optimized = state.model, state.model.optimized
+    # Parameters wait for the copy before the update; buffers may change in the next forward pass.
+    buffers = {name: buffer.clone() for name, buffer in model.buffers.items()}
     checkpointer.save(
         state.progress.step,
-        model=state.model.tensors,
+        model={**model.parameters, **buffers},
         optimizer=optimizer_tensors(state.optimizer, optimized),
         state={
             **asdict(state.progress),
