@@ -1,9 +1,9 @@
 """Which rank is slow: the compute times of all ranks, window by window → sentences. Pure.
 
 A slow rank does not fail, it makes all others wait. Only time that a rank spends for itself shows
-it: up to the step's all-reduce, which all ranks leave together. FSDP waits for peers inside the
-forward and backward pass as well, so where parameters are sharded over all ranks the times are
-alike, and a straggler shows only in what it does outside of these waits.
+it: the forward pass, for a backward pass ends when the gradients of all ranks are summed. FSDP
+waits for peers inside the forward pass as well, so where parameters are sharded over all ranks the
+times are alike, and a straggler shows only in what it does outside of these waits.
 """
 
 from collections.abc import Sequence

@@ -109,8 +109,8 @@ class Window:
         self.tokens = 0
 
     def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
-        """One step: its duration, the part of it spent waiting for data, one forward and
-        backward pass of this rank, its target tokens."""
+        """One step: its duration, the part of it spent waiting for data, one forward pass of this
+        rank, its target tokens."""
         self.seconds.append(seconds)
         self.waits.append(data_wait)
         self.computes.append(compute)

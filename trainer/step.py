@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class StepResult:
     seconds: float
     data_wait: float
     compute: float
-    """One forward and backward pass of this rank, on average."""
+    """One forward pass of this rank, on average."""
     save: bool
     """Rank 0 would save now."""
     pause: float
@@ -138,7 +139,7 @@ class Gradients:
     local_loss: torch.Tensor
     """This rank's part of the loss."""
     compute: float
-    """Seconds of one pass of this rank, on average."""
+    """Seconds of one forward pass of this rank, on average: backward waits for other ranks."""
 
     @property
     def good(self) -> bool:
@@ -165,7 +166,7 @@ def gradients(
         pulse: tells how far this rank is, and what its agent asks for.
     """
     model, progress = state.model, state.progress
-    started, step = time.perf_counter(), progress.step + 1
+    step, marks = progress.step + 1, []
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     micro_batches = plan.micro_batches(world.rank, progress.sequences)
     for number, (batch, micro_batch) in enumerate(zip(inputs, micro_batches, strict=True)):
@@ -179,10 +180,11 @@ def gradients(
         # sum of each micro-batch's mean times its share of the sequences.
         share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
         with model.accumulate(last=number == plan.passes - 1):
+            began = _mark(world.device)
             loss = model(on_device) * share
+            marks.append((began, _mark(world.device)))
             (loss * progress.loss_scale.value).backward()
         loss_sum += snap_loss(loss.detach())
-    compute = (time.perf_counter() - started) / plan.passes
 
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good, and
     # whether any rank is asked to pause.
@@ -199,7 +201,24 @@ def gradients(
     dist.all_reduce(word)
     mean_loss, *square_parts, saving, pausing = word.tolist()
     norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
+    compute = sum(_seconds(*pair) for pair in marks) / plan.passes
     return Gradients(mean_loss, norm, saving > 0, pausing, loss_sum, compute)
+
+
+def _mark(device: torch.device) -> Any:
+    """This moment of what `device` computes."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    """Between two marks, once the device has been waited for."""
+    if isinstance(began, float):
+        return float(ended - began)
+    return float(began.elapsed_time(ended)) / 1000
 
 
 def rerun(first: Gradients, second: Gradients) -> tuple[Gradients, str]:

@@ -188,7 +188,7 @@ def train(
 def name_stragglers(
     pace: Pace, window: Window, world: World, progress: Progress, metrics: Metrics | None
 ) -> Pace:
-    """Compare the ranks' compute times of a log interval, and tell of one that is slow. On all
+    """Compare the ranks' forward times of a log interval, and tell of one that is slow. On all
     ranks."""
     mine = sum(window.computes) / max(1, len(window.computes))
     times = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
