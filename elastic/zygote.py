@@ -62,6 +62,9 @@ def main(descriptor: int, parent: int) -> NoReturn:
     """Serve the agent, process `parent`, at the other end of the socket `descriptor` until it
     goes."""
     die_with_parent(parent)
+    # Libraries ask for GPUs when they are imported. torch is to answer without starting CUDA, which
+    # the forks could not use then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Ctrl-C reaches every process of the terminal, Slurm's signals every one of the job step; here
     # the agent decides.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> NoReturn:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
         leave_world(EXIT_WRONG_INPUT)
     try:
-        recipe, task = prepare(tuple(arguments))
+        recipe, ready = prepare(tuple(arguments))
+        task = ready or build_task(recipe)
         startup.mark("inputs")
         stale = refuse_stale_store()
         if stale:
@@ -97,14 +98,16 @@ def keep_freed_memory() -> None:
 
 
 @cache
-def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task]:
+def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None]:
     """Read a recipe and open what it names. The warm process does it once for all its forks.
+
+    A user's own model is left to them: its code may start threads or CUDA, which no fork survives.
 
     Raises:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
     """
     recipe = load_recipe(arguments[0], arguments[1:])
-    return recipe, build_task(recipe)
+    return recipe, None if recipe.model.factory else build_task(recipe)
 
 
 def prepare_run_directory(recipe: Recipe) -> None:

@@ -70,7 +70,7 @@ class Adjacency:
         self.heads, self.tails = torch.from_numpy(heads), torch.from_numpy(tails)
         self.reverse = torch.from_numpy(reverse)
         self.by_relation = torch.from_numpy(np.argsort(kinds, kind="stable"))
-        self.popularity = torch.from_numpy(popularity).float()
+        self.popularity = torch.from_numpy(popularity.astype(np.float32))
 
     def to(self, device: torch.device) -> "Adjacency":
         """Itself, moved."""

@@ -1,0 +1,94 @@
+"""A user's own model: what its code may do, and what becomes of its modes and buffers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.distributed.jobs import ROOT
+from trainer.recipe import load_recipe
+from trainer.tasks import bare_model
+
+FACTORY = '''
+import time
+
+import torch
+from torch import nn
+
+from checkpointing.staging import Staging
+
+copy = Staging._copy
+
+def copy_late(self, *arguments):
+    """After the next forward pass."""
+    time.sleep(0.3)
+    copy(self, *arguments)
+
+
+class Model(nn.Module):
+    """A bigram table that counts its passes, and is slow on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(257, 257)])
+        self.frozen = nn.Dropout().eval()
+        self.register_buffer("trained", torch.zeros(()))
+        self.register_buffer("evaluated", torch.zeros(()))
+        self.register_buffer("thawed", torch.zeros(()))
+
+    def forward(self, input_ids, labels, document_ids=None):
+        self.trained += self.training
+        self.evaluated += not self.training
+        self.thawed += self.frozen.training
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.05)
+        logits = self.layers[0](input_ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def build():
+    Staging._copy = copy_late
+    torch.tril(torch.ones(2048, 2048))  # a process that has run threads cannot be forked
+    return Model()
+
+def published():
+    return Model().eval()
+'''
+MODEL = ["model.architecture=null", "model.factory=own_model:build"]
+STEPS = 8
+
+
+def test_an_own_model_trains(workspace):
+    (workspace / "own_model.py").write_text(FACTORY)
+    perdure = Path(sys.executable).parent / "perdure"
+    run = ["run.dir=own", f"run.steps={STEPS}", "strategy.name=ddp", "run.evaluate_every=2"]
+    run += ["checkpoint.every=1", "checkpoint.keep=3", "checkpoint.when_busy=wait"]
+    done = subprocess.run(
+        [perdure, "train", "recipe.yaml", "--nproc-per-node", "2", *MODEL, *run],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{workspace}", "OMP_NUM_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "rank 1 is slow, and all others wait for it" in done.stdout
+    for step in range(STEPS - 2, STEPS + 1):
+        (file,) = (workspace / "own" / "checkpoints" / f"step-{step:08}").glob("model*.safetensors")
+        tensors = load_file(file)
+        assert tensors["trained"] == 2 * step, "a buffer is of a later pass"
+        assert tensors["evaluated"] == 3 * (step // 2)  # 10 sequences on two ranks
+        assert tensors["thawed"] == 0
+
+
+def test_a_model_that_comes_in_eval_mode_is_trained(workspace, monkeypatch):
+    (workspace / "own_model.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(workspace)
+    recipe = load_recipe(
+        str(workspace / "recipe.yaml"), [*MODEL, "model.factory=own_model:published"]
+    )
+    model, *_ = bare_model(recipe)
+    assert all(module.training for module in model.modules())
