@@ -213,6 +213,18 @@ def test_nothing_fits(recipe_file):
     assert "Take larger GPUs" in plan_text(plan, "")
 
 
+def test_one_pass_may_fit_where_several_do_not(recipe_file, monkeypatch):
+    """It keeps no gradients for a next one."""
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
+    full = ["strategy.activation_checkpointing=full", "batch.micro_batch=4"]
+    one = load_recipe(recipe_file, [*BLOCKS.split(" "), "data.seq_len=16", *full])
+    plan = make_plan(one, machine_with(predict(one, 2, 2, device="cpu").peak), "cpu")
+    tried = [c.prediction.passes for c in plan.tried if c.label == "ZeRO-3"]
+    assert tried == [4, 4, 1]
+    assert plan.best.prediction.passes == 1
+    assert plan.best.recipe.strategy.offload == "none"
+
+
 def test_offload_takes_what_the_host_has(recipe_file):
     """A GPU that no strategy fits without offload, and hosts that hold a checkpoint's slot only."""
     large = "model.architecture.hidden_size=960 model.architecture.intermediate_size=2240 "

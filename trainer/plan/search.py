@@ -64,7 +64,8 @@ class Plan:
     """One per strategy and kind of recomputation, each with its best micro-batch and way to
     reduce."""
     tried: tuple[Candidate, ...]
-    """All of them, with every micro-batch up to the first that does not fit."""
+    """All of them, with every micro-batch up to the first that does not fit, and with a single
+    pass."""
     best: Candidate | None
     """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None when none does."""
     enough_nodes: int | None
@@ -93,14 +94,18 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
             tried: list[Candidate] = []
-            for micro_batch in _micro_batches(recipe, world_size):
+            micro_batches = _micro_batches(recipe, world_size)
+            while micro_batches:
+                micro_batch = micro_batches.pop(0)
                 ways = [
                     candidate(label, _changed(recipe, way, micro_batch))
                     for way in _reductions(recipe, changed, micro_batch, world_size)
                 ]
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
-                    break  # larger ones need more
+                    # Larger ones need more, but for the last one: a single pass leaves no gradients
+                    # to the next.
+                    del micro_batches[:-1]
             found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
             everything += tried
     on_gpus = [c for c in (own, *found) if c.recipe.strategy.offload == "none"]
