@@ -19,6 +19,9 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   next is gathered ahead. The root unit (embedding, head) stays gathered meanwhile.
 - Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
   unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
+- With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
+  or backward of the last pass ends. It is the gradient itself, unless that was there before, has
+  another format or lies elsewhere.
 - DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
   into them in the last pass.
 """
@@ -108,10 +111,13 @@ def memory_of(
     shapes = [shape for unit in blueprint.units for shape in unit]
     whole = _bytes(shapes)
     slices = _bytes(shapes, layout.shards)
+    to_disk = recipe.strategy.offload == "nvme"
+    to_host = recipe.strategy.offload == "cpu" and device != "cpu"
+    offloaded = to_disk or to_host
     state = 2 * slices + 4 * len(shapes)  # two moments of the gradient, and the step
     if is_sharded_by_fsdp(recipe):
         parameters, gradients = slices, slices
-        moments = _fsdp_moments(blueprint, recipe, layout, trace)
+        moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded)
     else:
         parameters, gradients = whole, whole
         largest = 0
@@ -120,9 +126,6 @@ def memory_of(
             state = 2 * mine + 4 * len(shapes)
             largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
         moments = _ddp_moments(blueprint, layout, trace, largest)
-    to_disk = recipe.strategy.offload == "nvme"
-    to_host = recipe.strategy.offload == "cpu" and device != "cpu"
-    offloaded = to_disk or to_host
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
     held = parameters + gradients + state
 
@@ -194,7 +197,7 @@ def _inner_blocks(blueprint: Blueprint) -> list[tuple[int, int]]:
 
 
 def _fsdp_moments(
-    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace
+    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, offloaded: bool
 ) -> list[Moment]:
     shards, units = layout.shards, blueprint.units
     compute = DTYPES[recipe.precision.dtype].itemsize
@@ -223,27 +226,41 @@ def _fsdp_moments(
         aside = sum(_bytes(unit, 1, reduced) for unit in units)
         root_aside, block_aside = (_bytes(units[i], 1, reduced) for i in (0, -1))
 
+    # Reductions of a step whose all-reduced shards are not the gradients themselves.
+    apart = 0
+    if layout.replicas > 1:
+        reductions = layout.passes if recipe.strategy.reduce_every_pass else 1
+        apart = reductions if offloaded or recipe.exact else reductions - 1
+    if apart > 1:
+        added = 0  # it takes the place of the one before
+
+    def all_reduced(done: int) -> int:
+        """Of such shards, when so many blocks are through with their last backward pass."""
+        found = units if apart > 1 else blocks[:done] if apart else ()
+        return sum(_bytes(unit, shards, reduced) for unit in found)
+
     gathered = everything if keeps_whole else root
     ahead = 0 if keeps_whole else flat
+    before, after = all_reduced(0), all_reduced(len(blocks))
     moments = [
-        Moment("forward", early, trace.head_forward, gathered + flat + aside + kept),
-        Moment("head", early, trace.head_backward, gathered + ahead + aside + kept),
+        Moment("forward", early, trace.head_forward, gathered + flat + aside + kept + before),
+        Moment("head", early, trace.head_backward, gathered + ahead + aside + kept + before),
     ]
     if blocks:
         own = 0 if keeps_whole else block
-        other = gathered + own + ahead + aside + kept + added
+        other = gathered + own + ahead + aside + kept + added + before
         moments.append(Moment("blocks", early, trace.last_backward, other))
     for back, below in _inner_blocks(blueprint):
         other = gathered - back * block if keeps_whole else root + block + (flat if below else 0)
-        other += aside - back * block_aside + buffer + added
+        other += aside - back * block_aside + buffer + added + all_reduced(back)
         held = trace.first_backward + below * trace.block_saved
         moments.append(Moment("blocks", max(early, back * block_slices), held, other))
     done = max(early, slices - root_slices)
     root_gradients = max(root, root_aside)
     return [
         *moments,
-        Moment("end", done, trace.tail_backward, root + buffer + root_aside),
-        Moment("reduce", done, 0, root_gradients + root_buffer + root_buffer // shards),
+        Moment("end", done, trace.tail_backward, root + buffer + root_aside + after),
+        Moment("reduce", done, 0, root_gradients + root_buffer + root_buffer // shards + after),
         Moment("update", slices),
     ]
 
