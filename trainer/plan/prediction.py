@@ -20,7 +20,8 @@ HOW = {
     ),
     "trace": "activations",
     "both": "transient peak",
-    "roofline": "seconds_per_step communication_seconds exposed_seconds mfu checkpoint_seconds",
+    "roofline": "seconds_per_step communication_seconds transfer_seconds exposed_seconds mfu "
+    "checkpoint_seconds",
 }
 """Where figures come from. shapes: sums over those of the parameters. trace: one pass of the model
 on fake tensors. both: what a pass works with is traced, the rest computed. roofline: work that was
@@ -54,8 +55,10 @@ class Prediction(Memory):
     seconds_per_step: float | None
     communication_seconds: float | None
     """Per step, as if nothing overlapped."""
+    transfer_seconds: float | None
+    """Per step, between host and device and on the host, likewise."""
     exposed_seconds: float | None
-    """Of these and of transfers to the host, what no computation hides."""
+    """Of both, what no computation hides."""
     mfu: float | None
     """Share of the peak FLOP/s, as `perdure train` reports it."""
 
@@ -106,10 +109,11 @@ def predict(
     else:
         peer = recipe.checkpoint.peer_copy and world_size > local_world_size
         node_memory += 2 * slot if peer else slot
-    seconds = communication = exposed = mfu = writing = None
+    seconds = communication = transfer = exposed = mfu = writing = None
     if machine:
         times = times_of(blueprint, recipe, layout, traced, machine)
-        seconds, communication, exposed = times.step, times.communication, times.exposed
+        seconds, exposed = times.step, times.exposed
+        communication, transfer = times.communication, times.transfers
         tokens = batch.global_batch * recipe.data.seq_len
         arithmetic = blueprint.flops_per_token * tokens
         mfu = arithmetic / (seconds * machine.peak_flops * world_size)
@@ -127,6 +131,7 @@ def predict(
         checkpoint_seconds=writing,
         seconds_per_step=seconds,
         communication_seconds=communication,
+        transfer_seconds=transfer,
         exposed_seconds=exposed,
         mfu=mfu,
     )

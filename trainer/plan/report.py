@@ -76,8 +76,8 @@ def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
     if fits in ("", "over"):
         fits = f"{_gb(abs(free))} {fits or 'free'}"
     hidden = "-"
-    if p.communication_seconds and p.exposed_seconds is not None:
-        hidden = f"{max(0.0, 1 - p.exposed_seconds / p.communication_seconds):.0%}"
+    if moving := (p.communication_seconds or 0.0) + (p.transfer_seconds or 0.0):
+        hidden = f"{max(0.0, 1 - (p.exposed_seconds or 0.0) / moving):.0%}"
     label = candidate.label
     if strategy.reduce_every_pass:
         label += " (r)"
@@ -211,7 +211,8 @@ def _notes(plan: Plan) -> str:
         "(r): with strategy.reduce_every_pass. host: memory of a node, for what is offloaded and "
         f"a copy of a checkpoint ({_gb(p.slot_bytes)} GB; checkpoint.slots: up to "
         f"{recipe.checkpoint.slots}, as memory allows). comm: sent by each rank per step. hidden: "
-        "share of its time that lies beside computation."
+        "share of the time of that, and of transfers to and on the host, that lies beside "
+        "computation."
     )
     return "\n".join(fill(line, 120) for line in lines)
 
