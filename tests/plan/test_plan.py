@@ -14,7 +14,7 @@ from tests.checkpointing.worlds import run_ranks
 from tests.plan.rank import measure
 from trainer.plan import predict
 from trainer.plan import trace as tracing
-from trainer.plan.costs import Collective, describe_machine
+from trainer.plan.costs import HOST_BANDWIDTH, Collective, describe_machine
 from trainer.plan.report import plan_json, plan_text
 from trainer.plan.search import RECOMPUTES, ROOM, make_plan
 from trainer.recipe import RecipeError, load_recipe
@@ -271,6 +271,23 @@ def test_files_hold_what_a_gpu_then_does_not(recipe_file):
     assert offloaded.node_disk == 2 * offloaded.disk + offloaded.slot_bytes
     # Buffers that the update works in, and no slot of a checkpoint.
     assert offloaded.node_memory == 2 * offloaded.host < 0.3e9
+
+
+def test_nothing_hides_a_gradient_that_the_host_adds(recipe_file):
+    """Four passes on GPUs so slow that all the rest lies beside computation."""
+    machine = describe_machine("2xH100", 1, "bf16", tflops=1e-4)
+    exposed = {}
+    for case in ("offload=none", "offload=cpu", "offload=cpu reduce_every_pass=true"):
+        overrides = [f"strategy.{setting}" for setting in case.split(" ")]
+        recipe = load_recipe(recipe_file, ["batch.micro_batch=1", *overrides])
+        prediction = predict(recipe, 2, 2, machine=machine, device="cuda")
+        exposed[case] = prediction.exposed_seconds
+        assert exposed[case] < prediction.communication_seconds + prediction.transfer_seconds
+    plain, once, every_pass = exposed.values()
+    assert once == plain
+    to_host = prediction.gradients / machine.gpu.pcie
+    added = 3 * 2 * prediction.gradients / HOST_BANDWIDTH
+    assert every_pass > plain + 3 * (to_host + added)
 
 
 def test_a_gpu_takes_the_loss_of_all_rows_at_once(recipe_file):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from trainer.metrics import PEAK_TFLOPS
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.memory import Layout, is_sharded_by_fsdp
+from trainer.plan.memory import Layout, is_sharded_by_fsdp, reductions_of
 from trainer.plan.trace import Blueprint, Shape, Trace, Work
 from trainer.recipe import Recipe, RecipeError
 
@@ -34,6 +34,10 @@ DEFAULT_NET = 50e9
 UPDATE_TRAFFIC = 40
 """Bytes per parameter: AdamW reads weight, gradient and two moments and writes three of them; the
 norm reads the gradient, clipping reads and writes it. All float32."""
+
+ADDITION_TRAFFIC = 12
+"""Bytes per parameter in host memory, where an offloaded gradient is added to that of the passes
+before: two are read, one is written."""
 
 
 @dataclass(frozen=True)
@@ -225,14 +229,15 @@ def collectives_of(blueprint: Blueprint, recipe: Recipe, layout: Layout) -> list
     compute = DTYPES[recipe.precision.dtype].itemsize
     reduced = 8 if recipe.exact else 4
     passes = layout.passes
-    every_pass = recipe.strategy.reduce_every_pass
-    reductions, when = (passes, "backward") if every_pass else (1, "last backward")
+    reductions, waiting = reductions_of(recipe, layout), _waiting_reductions(recipe, layout)
+    when = "backward" if recipe.strategy.reduce_every_pass else "last backward"
     padded, padded_root = shards * _elements(shapes, shards), shards * _elements(root, shards)
     gather, reduction = passes * compute * padded, reductions * reduced * padded
     first = passes * compute * padded_root
+    exposed = reduced * (waiting * padded + (reductions - waiting) * padded_root)
     found = [
         Collective("forward", gather, 1, shards, 1, exposed=first),
-        Collective(when, reduction, 1, shards, 1, exposed=reductions * reduced * padded_root),
+        Collective(when, reduction, 1, shards, 1, exposed=exposed),
     ]
     if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
         # What is in no block stays gathered; beside its backward pass the last block comes again.
@@ -241,10 +246,18 @@ def collectives_of(blueprint: Blueprint, recipe: Recipe, layout: Layout) -> list
         found.append(
             Collective(
                 when, reduction // shards, 2, replicas, shards,
-                exposed=reductions * reduced * padded_root // shards,
+                exposed=exposed // shards,
             )
         )  # fmt: skip
     return found
+
+
+def _waiting_reductions(recipe: Recipe, layout: Layout) -> int:
+    """In how many reductions of a step the host waits for the gradients of every unit, so that
+    nothing is computed beside them: it adds them to those of the passes before, or puts them into a
+    file (torch's `foreach_reduce`)."""
+    reductions = reductions_of(recipe, layout)
+    return {"none": 0, "cpu": reductions - 1, "nvme": reductions}[recipe.strategy.offload]
 
 
 def _elements(shapes: Sequence[Shape], ranks: int) -> int:
@@ -261,7 +274,8 @@ class Times:
     update: float
     """Norm, clipping and optimizer."""
     transfers: float
-    """Between host and device, with strategy.offload; overlaps with computation."""
+    """Between host and device, with strategy.offload, and sums of gradients on the host, as if
+    nothing overlapped."""
     communication: float
     """As if nothing overlapped."""
     exposed: float
@@ -297,15 +311,18 @@ def times_of(
         gathers, again = layout.passes, 0.0
         if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
             again = 1 - _elements(blueprint.units[0], layout.shards) / owned
-        reductions = layout.passes if recipe.strategy.reduce_every_pass else 1
-        once = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
+        reductions = reductions_of(recipe, layout)
+        once = down = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
         if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
             once = max(once, 4 * of_node / DISK_BANDWIDTH)
             update = max(update, UPDATE_ON_DISK * of_node / DISK_BANDWIDTH)
         beside["forward"] += gathers * once
-        beside["backward"] += (gathers * again + reductions) * once
-        transfers = (gathers * (1 + again) + reductions) * once
-    left = max(0.0, backward - beside["backward"]) / layout.passes
+        sums = (reductions - 1) * ADDITION_TRAFFIC * of_node / HOST_BANDWIDTH
+        beside["backward"] += (gathers * again + reductions) * once + sums
+        at_least["backward"] += _waiting_reductions(recipe, layout) * down + sums
+        transfers = (gathers * (1 + again) + reductions) * once + sums
+    hidden = beside["backward"] - at_least["backward"]
+    left = max(0.0, backward - hidden) / layout.passes
     hidden_by = {"forward": forward, "backward": backward, "last backward": left, "update": 0.0}
     exposed = sum(max(at_least[phase], beside[phase] - hidden_by[phase]) for phase in beside)
     return Times(forward, backward, update, transfers, communication, exposed)

@@ -96,6 +96,11 @@ def is_sharded_by_fsdp(recipe: Recipe) -> bool:
     return recipe.exact or (recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE")
 
 
+def reductions_of(recipe: Recipe, layout: Layout) -> int:
+    """How often a step reduces each gradient."""
+    return layout.passes if recipe.strategy.reduce_every_pass else 1
+
+
 def memory_of(
     blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, device: str
 ) -> Memory:
@@ -229,8 +234,7 @@ def _fsdp_moments(
     # Reductions of a step whose all-reduced shards are not the gradients themselves.
     apart = 0
     if layout.replicas > 1:
-        reductions = layout.passes if recipe.strategy.reduce_every_pass else 1
-        apart = reductions if offloaded or recipe.exact else reductions - 1
+        apart = reductions_of(recipe, layout) - (not offloaded and not recipe.exact)
     if apart > 1:
         added = 0  # it takes the place of the one before
 
