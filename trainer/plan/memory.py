@@ -22,6 +22,8 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 - With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
   or backward of the last pass ends. It is the gradient itself, unless that was there before, has
   another format or lies elsewhere.
+- What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
+  allocator gives out in powers of two.
 - DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
   into them in the last pass.
 """
@@ -73,7 +75,7 @@ class Memory:
     """Which one that is: forward, head, blocks, end, reduce or update; see [Note: moments]."""
     host: int
     """In host memory instead of on the device: with `strategy.offload: cpu` parameters, gradients
-    and optimizer state, with `nvme` what the update works in."""
+    and optimizer state, with what pinned memory loses; with `nvme` what the update works in."""
     disk: int
     """In files instead: the same with `strategy.offload: nvme`. Pages of them that the kernel keeps
     in memory are counted nowhere; it gives them up when memory is needed."""
@@ -133,6 +135,7 @@ def memory_of(
         moments = _ddp_moments(blueprint, layout, trace, largest)
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
     held = parameters + gradients + state
+    in_memory = 2 * _pinned_bytes(shapes, layout.shards) + state if to_host else 0
 
     def device_bytes(moment: Moment) -> int:
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
@@ -147,13 +150,17 @@ def memory_of(
         transient=moment.other + max(0, moment.pass_ - trace.saved),
         peak=device_bytes(moment),
         moment=moment.name,
-        host=COPIES * PORTION_BYTES * BUFFERS if to_disk else held if to_host else 0,
+        host=COPIES * PORTION_BYTES * BUFFERS if to_disk else in_memory,
         disk=held if to_disk else 0,
     )
 
 
 def _bytes(shapes: Sequence[Shape], ranks: int = 1, itemsize: int | None = None) -> int:
     return sum(shape.sharded(ranks) * (itemsize or shape.itemsize) for shape in shapes)
+
+
+def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    return sum(1 << (_bytes([shape], ranks) - 1).bit_length() for shape in shapes)
 
 
 def _full_tensor_bytes(shape: Shape, ranks: int) -> int:
