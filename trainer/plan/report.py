@@ -9,7 +9,6 @@ from textwrap import fill
 from typing import Any
 
 from trainer.plan import costs
-from trainer.plan.costs import Machine
 from trainer.plan.prediction import HOW
 from trainer.plan.search import ROOM, Candidate, Plan
 from trainer.recipe import Strategy
@@ -57,17 +56,19 @@ def plan_text(plan: Plan, command: str, *, everything: bool = False) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    recipe, machine = plan.recipe, plan.machine
+    recipe = plan.recipe
     return (
         f"{plan.blueprint.parameter_count / 1e9:.2f} B parameters in {recipe.precision.dtype}, "
         f"{recipe.batch.global_batch} sequences of {recipe.data.seq_len:,} tokens per step, "
-        f"on {_machine(machine)}; per rank, 1 GB = 10^9 bytes:"
+        f"on {_machine(plan)}; per rank, 1 GB = 10^9 bytes:"
     )
 
 
-def _machine(machine: Machine) -> str:
-    gpus = f"{machine.gpus_per_node} GPU(s) with {machine.gpu.memory / 1e9:g} GB"
-    return gpus if machine.nodes == 1 else f"{machine.nodes} nodes of {gpus}"
+def _machine(plan: Plan) -> str:
+    machine = plan.machine
+    kind = "CPU rank(s)" if plan.recipe.run.device == "cpu" else "GPU(s)"
+    ranks = f"{machine.gpus_per_node} {kind} with {machine.gpu.memory / 1e9:g} GB"
+    return ranks if machine.nodes == 1 else f"{machine.nodes} nodes of {ranks}"
 
 
 def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
