@@ -48,7 +48,6 @@ CASES = {
     ],
     3: ["strategy.zero=3"],
     4: [
-        f"{HYBRID} batch.micro_batch=1",
         f"{HYBRID} batch.micro_batch=1 batch.global_batch=12 strategy.reduce_every_pass=true",
         "strategy.zero=2",
         f"{BLOCKS} strategy.zero=1 strategy.activation_checkpointing=full",
