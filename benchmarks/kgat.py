@@ -15,7 +15,7 @@ from benchmarks.support import ROOT, arguments, report, run
 
 TITLE = "KGAT and its baselines on MovieLens 100k, test part; mean (standard deviation) over seeds"
 BPR_MF = ["model.kgat.layers=[]", "data.graph.triples_per_sample=0"]
-STEPS, MORE, KGAT_STEPS = 2000, 480, 960
+STEPS, MORE, KGAT_STEPS = 1000, 50, 105
 METRICS = ("recall@20", "ndcg@20")
 
 
@@ -45,7 +45,7 @@ def main() -> None:
 
         for seed in range(options.first, options.first + options.seeds):
             start = train(
-                "BPR-MF", seed, STEPS, *BPR_MF, "model.init_from=null", "optimizer.lr=5e-3"
+                "BPR-MF", seed, STEPS, *BPR_MF, "model.init_from=null", "optimizer.lr=1e-2"
             )
             begin = f"model.init_from={start}"
             train("BPR-MF longer", seed, MORE, *BPR_MF, begin)
