@@ -286,9 +286,10 @@ class Checkpointer:
             self._link.end(END_SECONDS if closed else 0)
         elif self._process:
             end(self._process, END_SECONDS)
-        if self._staging:
+        self._link = self._plan = None
+        if self._staging and seconds is None:  # else the process ends, which takes less time
             self._staging.release()
-        self._link = self._staging = self._plan = None
+            self._staging = None
 
     def load(
         self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]

@@ -116,7 +116,7 @@ class Pulse:
         """Say, in a line, why this rank is about to end."""
         size = _ENTRY - _ERROR
         start = self._start + _ERROR
-        self._map[start : start + size] = error.encode()[:size].ljust(size, b"\0")
+        self._map[start : start + size] = error.encode(errors="replace")[:size].ljust(size, b"\0")
         (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
         self.report(step, "failed")
 

@@ -100,7 +100,7 @@ def train(
                 save(checkpointer, state, recipe, task, world)
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
-            window, pace, clock = Window(), Pace(), save_clock(recipe, world)
+            window, pace, clock, owed = Window(), Pace(), save_clock(recipe, world), False
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.report(progress.step + 1, "step")
@@ -159,7 +159,9 @@ def train(
                         metrics.record(progress.step, values, validation_line(values))
                 # While steps are being skipped, what came before them must stay to roll back to.
                 worth_saving = not progress.skipped_in_row or progress.step == last_step
-                if worth_saving and (result.save or due(progress.step, save_every, last_step)):
+                owed = owed or result.save or due(progress.step, save_every, last_step)
+                if owed and worth_saving:
+                    owed = False
                     # The last one waits for all that is still being written.
                     pulse.report(progress.step, "save" if progress.step < last_step else "end")
                     began = time.monotonic()

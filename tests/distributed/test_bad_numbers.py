@@ -94,7 +94,8 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
     assert "rolled back to the weights of step 4; the data from there to step 7 is not" in output
     ledger = [json.loads(line) for line in (workspace / "back" / "ledger.jsonl").open()]
     assert [line["step"] for line in ledger if line.get("skipped")] == [5, 6, 7]
-    assert [line["step"] for line in ledger if "ok" in line] == [2, 4, 8, 10, 12]
+    # That of step 6 is made up for as soon as the weights are good again.
+    assert [line["step"] for line in ledger if "ok" in line] == [2, 4, 7, 8, 10, 12]
 
     code, output = run("stops", range(5, 99))
     assert code != 0

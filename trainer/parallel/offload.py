@@ -143,6 +143,7 @@ class OffloadFile:
         memory. `blocks` are FSDP's units in the order of forward; `model` is the unit of the rest.
         """
 
+        @torch.compiler.disable  # as FSDP's own hooks are: compiled blocks would trace it
         def read(number: int) -> None:
             if 0 <= number < len(blocks):
                 for parameter in blocks[number].parameters():  # not in the file while gathered
