@@ -23,7 +23,7 @@ from elastic import BatchPlan, World, die_with_parent, plan_batch
 from elastic.world import join_world, leave_world
 from trainer.compare_strategies import AFTER_SAVE, MEASURED, WARM_UP
 from trainer.data.loader import load
-from trainer.optimizer import build_optimizer, learning_rate
+from trainer.optimizer import decay_groups, learning_rate
 from trainer.profile import peak_bytes, torch_profiler
 from trainer.recipe import Recipe, load_recipe
 from trainer.step import Batches
@@ -49,8 +49,12 @@ def main(arguments: list[str]) -> None:
 
     task = build_task(recipe)
     module = _with_weights(task, world.device)
-    optimizer = build_optimizer(dict(module.named_parameters()), recipe.optimizer)
-    optimizer.state.clear()  # it is to hold the state of DeepSpeed's own flat parameters
+    options = recipe.optimizer
+    # torch's own, which makes the state of DeepSpeed's flat parameters when it meets them.
+    optimizer = torch.optim.AdamW(
+        decay_groups(dict(module.named_parameters()), options),
+        lr=options.lr, betas=options.betas, eps=options.eps, fused=True,
+    )  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,

@@ -23,32 +23,32 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) whose state exists from the start: fused, or exact.
 
-    Matrices and embeddings decay, vectors (norms, biases) do not. State tensors are made here
-    rather than at the first step, so that they can be loaded into and their memory is known;
-    `zeros_like` says where.
+    State tensors are made here rather than at the first step, so that they can be loaded into and
+    their memory is known; `zeros_like` says where.
     """
-    trainable = [p for p in parameters.values() if p.requires_grad]
-    matrices = [p for p in trainable if p.dim() >= 2]
-    vectors = [p for p in trainable if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": options.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
     kind = ExactAdamW if exact else FusedAdamW
-    optimizer = kind(
-        [group for group in groups if group["params"]],
-        lr=options.lr,
-        betas=options.betas,
-        eps=options.eps,
-        fused=not exact,
-    )
-    for parameter in trainable:
+    groups = decay_groups(parameters, options)
+    optimizer = kind(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=not exact)
+    for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": zeros_like(parameter),
             "exp_avg_sq": zeros_like(parameter),
         }
     return optimizer
+
+
+def decay_groups(
+    parameters: Mapping[str, nn.Parameter], options: Optimizer
+) -> list[dict[str, Any]]:
+    """The trained parameters as AdamW's groups: matrices and embeddings decay, vectors (norms,
+    biases) do not."""
+    trainable = [p for p in parameters.values() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class FusedAdamW(torch.optim.AdamW):
