@@ -69,6 +69,7 @@ def test_another_world_and_strategy_go_on_from_the_same_checkpoint(workspace, st
     assert max(abs(whole[s] - pieces[s]) / whole[s] for s in whole) <= 1e-4
 
 
+@soak
 def test_what_is_in_memory_is_checked_too(workspace, start):
     command = ("run.dir=remembered", *SHORT, "checkpoint.every=0", "elastic.snapshot_every=1")
     job = start(1, *command, "run.steps=1000")
