@@ -4,12 +4,19 @@ Both sum gradients over the ranks instead of averaging them: the loss is already
 global number of target tokens.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+
+from trainer.exact import local_slice
+
+BUCKET_BYTES = 25 * 2**20
+"""Of parameters that are gathered at a time, as many as DDP reduces gradients of."""
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -40,7 +47,8 @@ class ShardedView:
     optimizer sees `parameters`: DTensors, sharded on dim 0, whose local part is a view of this
     rank's slice of each, so that slices take no memory of their own. `scatter_gradients` points
     their gradients at this rank's slice of the reduced gradient (a view too); after the optimizer
-    step `gather` brings the slices of the other ranks into the whole parameters.
+    step `gather` brings the slices of the other ranks into the whole parameters, many at a time: a
+    collective for each took longer to begin than to do.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
@@ -51,6 +59,15 @@ class ShardedView:
             name: nn.Parameter(self._shard(whole.detach()), requires_grad=whole.requires_grad)
             for name, whole in parameters.items()
         }
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, whole in parameters.items():
+            if whole.dim():
+                by_dtype.setdefault(whole.dtype, []).append(name)
+        self._buckets = [
+            [names[place] for place in bucket]
+            for names in by_dtype.values()
+            for bucket in buckets([parameters[name].nbytes for name in names])
+        ]
 
     def scatter_gradients(self) -> None:
         """Give each sharded parameter its slice of the whole gradient."""
@@ -76,7 +93,39 @@ class ShardedView:
     @torch.no_grad()
     def gather(self) -> None:
         """Bring the updated slices of all ranks into the whole parameters. On all ranks."""
-        for name, shard in self.parameters.items():
-            if isinstance(shard, DTensor):
-                self._whole[name].copy_(shard.full_tensor())
+        for names in self._buckets:
+            whole = [self._whole[name] for name in names]
+            mine = [local_slice(self.parameters[name]) for name in names]
+            _gather(whole, mine, self._mesh)
+        for shard in self.parameters.values():
             shard.grad = None
+
+
+def buckets(sizes: Sequence[int]) -> list[list[int]]:
+    """Places of successive `sizes` (bytes) whose sum is at most BUCKET_BYTES; larger ones alone."""
+    result: list[list[int]] = []
+    room = 0
+    for place, size in enumerate(sizes):
+        if size > room:
+            result.append([])
+            room = BUCKET_BYTES
+        result[-1].append(place)
+        room -= size
+    return result
+
+
+def _gather(whole: list[nn.Parameter], mine: list[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Fill whole tensors, all of one dtype, with the slices of all ranks, in one collective."""
+    ranks = mesh.size()
+    # What fewer rows on the last ranks leave over is sent, too, and not read.
+    sizes = [-(-len(tensor) // ranks) * tensor[:1].numel() for tensor in whole]
+    sent = mine[0].new_empty(sum(sizes))
+    for room, part in zip(sent.split(sizes), mine, strict=True):
+        room[: part.numel()] = part.flatten()
+    received = sent.new_empty(ranks * len(sent))
+    dist.all_gather_into_tensor(received, sent, group=mesh.get_group())
+    for slices, tensor in zip(received.view(ranks, -1).split(sizes, dim=1), whole, strict=True):
+        if len(tensor) % ranks == 0 and tensor.is_contiguous():
+            tensor.view(ranks, -1).copy_(slices)
+        else:
+            tensor.copy_(slices.reshape(-1)[: tensor.numel()].view(tensor.shape))

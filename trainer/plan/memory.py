@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.parallel.ddp import buckets
 from trainer.parallel.offload import BUFFERS, COPIES, PORTION_BYTES
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.trace import Blueprint, Shape, Trace
@@ -127,12 +128,12 @@ def memory_of(
         moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded)
     else:
         parameters, gradients = whole, whole
-        largest = 0
+        gathered = 0
         if recipe.sharding == "OPTIMIZER_STATE":
             mine = _bytes(shapes, layout.replicas)
             state = 2 * mine + 4 * len(shapes)
-            largest = max(_full_tensor_bytes(shape, layout.replicas) for shape in shapes)
-        moments = _ddp_moments(blueprint, layout, trace, largest)
+            gathered = _gather_bytes(shapes, layout.replicas)
+        moments = _ddp_moments(blueprint, layout, trace, gathered)
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
     held = parameters + gradients + state
     in_memory = 2 * _pinned_bytes(shapes, layout.shards) + state if to_host else 0
@@ -163,18 +164,22 @@ def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:
     return sum(1 << (_bytes([shape], ranks) - 1).bit_length() for shape in shapes)
 
 
-def _full_tensor_bytes(shape: Shape, ranks: int) -> int:
-    """At the peak of `DTensor.full_tensor`: three copies, and where ranks have different numbers of
-    rows one more, and a padded slice. Measured with gloo; NCCL may need less."""
-    uneven = shape.rows % ranks > 0
-    return (3 + uneven) * _bytes([shape]) + uneven * _bytes([shape], ranks)
+def _gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    """At the peak of ZeRO-1's gather after the update: a bucket whole and this rank's part of it,
+    and where ranks have different numbers of rows, a tensor once more while it is copied out."""
+    largest = 0
+    for bucket in buckets([_bytes([shape]) for shape in shapes]):
+        members = [shapes[place] for place in bucket]
+        uneven = [ranks * _bytes([shape], ranks) for shape in members if shape.rows % ranks]
+        largest = max(largest, (ranks + 1) * _bytes(members, ranks) + max(uneven, default=0))
+    return largest
 
 
-def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, largest: int) -> list[Moment]:
+def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
     shapes = [shape for unit in blueprint.units for shape in unit]
     whole, root = _bytes(shapes), _bytes(blueprint.units[0])
     several = layout.passes > 1
-    moments = [Moment("update", whole, 0, largest)]
+    moments = [Moment("update", whole, 0, gathered)]
     if layout.replicas > 1:
         aside = whole if several else 0
         moments += [
