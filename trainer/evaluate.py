@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from elastic.world import World
 from trainer.data.loader import load
-from trainer.parallel import ParallelModel
+from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
 from trainer.tasks import Evaluation
 

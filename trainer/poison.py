@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from elastic.chaos import POISON
-from trainer.parallel import ParallelModel
+from trainer.parallel.parallelize import ParallelModel
 
 _collect_gradients = ParallelModel.collect_gradients
 

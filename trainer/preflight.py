@@ -8,7 +8,6 @@ from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage import location
 from elastic import plan_batch
 from trainer.parallel.mesh import mesh_shape
-from trainer.parallel.offload import BYTES_PER_PARAMETER
 from trainer.provenance import check_resume
 from trainer.recipe import Recipe, RecipeError
 from trainer.tasks import Task
@@ -33,6 +32,8 @@ def check_inputs(
     _check_device(recipe, local_world_size)
     *_, shards, _, _ = mesh_shape(recipe, world_size, local_world_size)
     if recipe.strategy.offload_directory:
+        from trainer.parallel.offload import BYTES_PER_PARAMETER
+
         nbytes = BYTES_PER_PARAMETER * task.parameter_count * local_world_size // shards
         _check_room(Path(recipe.strategy.offload_directory), nbytes)
     try:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from elastic import World
-from trainer.parallel import ParallelModel
 from trainer.parallel.mesh import mesh_shape
+from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
 from trainer.storages import Storages, nbytes, storages
 from trainer.trace_summary import RankProfile, read_trace

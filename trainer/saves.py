@@ -14,7 +14,7 @@ from elastic import SaveClock, World, expected_mtbf, read_history, reliability
 from trainer.metrics import Metrics, save_record, say, warn
 from trainer.models import TIED_COPIES
 from trainer.optimizer import LossScale, parameter_groups
-from trainer.parallel import ParallelModel
+from trainer.parallel.parallelize import ParallelModel
 from trainer.provenance import check_resume, run_state
 from trainer.recipe import Recipe
 from trainer.step import Progress, TrainState

@@ -25,7 +25,7 @@ from trainer.optimizer import (
     square_sum,
     update,
 )
-from trainer.parallel import ParallelModel
+from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
 from trainer.seeds import stable_seed
 

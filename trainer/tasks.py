@@ -27,8 +27,10 @@ from trainer.models import (
     tokenizer_files,
 )
 from trainer.models.kgat import KGAT, Adjacency, initial_tensor
-from trainer.parallel.parallelize import Fill, ParallelModel
 from trainer.recipe import Recipe, RecipeError
+
+Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+"""Inputs of one micro-batch → its mean loss."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Task:
     model: nn.Module
     blocks: Sequence[nn.Module]
     """Repeated parts of the model: units of sharding, recomputation and compilation."""
-    fill: Fill | None
-    """Initial weights and persistent buffers by FQN; None when the model came with its own."""
+    fill: Callable[[str, tuple[int, ...]], torch.Tensor] | None
+    """Initial weights and persistent buffers by FQN and shape, see parallelize.Fill; None when the
+    model came with its own."""
     stream: Stream
     validation: Evaluation | None
     files: dict[str, bytes]
@@ -65,9 +68,9 @@ class Task:
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
     unit: str = "tokens"
     """What is counted in speeds."""
-    after_step: Callable[[ParallelModel, int], None] | None = None
-    """Called on all ranks after each step, with the samples consumed so far: for what changes in
-    the model besides by the optimizer."""
+    after_step: Callable[[Forward, int], None] | None = None
+    """Called on all ranks after each step, with the parallel model and the samples consumed so far:
+    for what changes in the model besides by the optimizer."""
 
 
 def build_task(recipe: Recipe) -> Task:
@@ -174,7 +177,7 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return initial_tensor(name, shape, adjacency, options, seed)
 
-    def update_attention(model: ParallelModel, consumed: int) -> None:
+    def update_attention(model: Forward, consumed: int) -> None:
         """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the
         authors' code); nothing to do where there is none."""
         if graph.triples_per_sample and consumed % stream.sequences == 0:

@@ -41,7 +41,8 @@ from trainer.metrics import (
     warn,
 )
 from trainer.optimizer import build_optimizer
-from trainer.parallel import ParallelModel, build_mesh, parallelize
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import ParallelModel, parallelize
 from trainer.profile import StepProfiler
 from trainer.recipe import Recipe
 from trainer.saves import finish_saves, pause, report_saves, restore, roll_back, save, save_clock

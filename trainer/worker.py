@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch._dynamo  # DTensor imports it on first use: once here rather than in each fork
 
 from elastic import (
     EXIT_INTERRUPTED,

@@ -34,7 +34,8 @@ from trainer.compare_report import plan_table, table
 from trainer.compare_strategies import AFTER_SAVE, candidate
 from trainer.data.loader import load
 from trainer.optimizer import build_optimizer
-from trainer.parallel import build_mesh, parallelize
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
 from trainer.profile import StepProfiler, peak_bytes, read_records, torch_profiler
 from trainer.recipe import RecipeError, load_recipe

@@ -15,7 +15,8 @@ from elastic import plan_batch
 from elastic.world import join_world, leave_world, read_environment
 from trainer.models import init_parameter
 from trainer.optimizer import build_optimizer, update
-from trainer.parallel import build_mesh, parallelize
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
 from trainer.plan.live import LiveTensors
 from trainer.recipe import load_recipe

@@ -1,6 +1,2 @@
-"""How a model that knows no ranks is spread over them. `parallelize` is the only door."""
-
-from trainer.parallel.mesh import DATA_PARALLEL, build_mesh, mesh_shape
-from trainer.parallel.parallelize import ParallelModel, parallelize
-
-__all__ = ["DATA_PARALLEL", "ParallelModel", "build_mesh", "mesh_shape", "parallelize"]
+"""How a model that knows no ranks is spread over them. The only door is `parallelize`, in the
+module of that name. Nothing is imported here: inputs are checked without DTensor and FSDP."""
