@@ -34,6 +34,8 @@ def folder(tmp_path, prepared, monkeypatch):
 
 def perdure(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["perdure", *arguments])
+    # It would end with the command's process, which is this one.
+    monkeypatch.setattr(cli, "start_early", lambda: None)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     return stop.value.code, capsys.readouterr().err
