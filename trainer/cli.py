@@ -308,14 +308,15 @@ def _report_problems(problems: Sequence[str], path: Path) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    import torch
-
     from checkpointing.inspect import find_checkpoint
-    from trainer.generate import generate
 
     directory = arguments.checkpoint
     if not (directory / "config.json").exists():
         directory = find_checkpoint(directory)
+    import torch  # not before there is something to load
+
+    from trainer.generate import generate
+
     pieces = generate(
         directory,
         arguments.prompt,

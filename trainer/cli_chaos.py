@@ -57,7 +57,6 @@ def add_chaos_command(commands: Any, new: Callable[..., argparse.ArgumentParser]
 def _chaos(arguments: argparse.Namespace) -> int:
     from elastic.chaos_plan import PlanError, read_plan
     from elastic.machine import network_possible
-    from trainer.chaos import run_chaos
 
     path, partitions = arguments.plan, network_possible()
     if (path is None) == (arguments.faults is None):
@@ -78,6 +77,8 @@ def _chaos(arguments: argparse.Namespace) -> int:
             )
         except PlanError as error:
             raise RecipeError(str(error)) from None
+    from trainer.chaos import run_chaos  # not before the plan is known to be good
+
     verdict = run_chaos(
         arguments.recipe,
         arguments.overrides,

@@ -64,8 +64,7 @@ def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    from trainer.profile import DIRECTORY
-    from trainer.trace_summary import read_trace, summary
+    from trainer.trace_summary import DIRECTORY, read_trace, summary
 
     if arguments.steps < 2:
         raise RecipeError(f"--steps: must be at least 2, but it is {arguments.steps}")

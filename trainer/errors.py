@@ -1,16 +1,24 @@
 """Which errors are the user's to mend."""
 
+import sys
+from typing import Any
 
-def known_errors() -> tuple[type[Exception], ...]:
+_HOMES = {
+    "RecipeError": "trainer.yaml_tree",
+    "ConfigError": "trainer.models.hf",
+    "DataError": "trainer.data.shards",
+    "CheckpointError": "checkpointing.errors",
+    "LedgerError": "elastic.history",
+    "GenerateError": "trainer.generate",
+}
+
+
+def known_errors() -> tuple[Any, ...]:
     """Errors of the user's input; anything else is a fault of ours and keeps its traceback.
 
-    A function, so that a command that meets none does not import what they belong to.
+    Only of modules that are loaded, as no others can have raised one: whoever has mistyped a key is
+    told so without waiting for torch.
     """
-    from checkpointing import CheckpointError
-    from elastic import LedgerError
-    from trainer.data.shards import DataError
-    from trainer.generate import GenerateError
-    from trainer.models.hf import ConfigError
-    from trainer.recipe import RecipeError
-
-    return RecipeError, ConfigError, DataError, CheckpointError, LedgerError, GenerateError
+    return tuple(
+        getattr(sys.modules[home], name) for name, home in _HOMES.items() if home in sys.modules
+    )

@@ -18,10 +18,7 @@ from trainer.parallel.mesh import mesh_shape
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
 from trainer.storages import Storages, nbytes, storages
-from trainer.trace_summary import RankProfile, read_trace
-
-DIRECTORY = "profile"
-"""In the run directory: rank-00003.trace.json.gz and rank-00003.json are those of rank 3."""
+from trainer.trace_summary import DIRECTORY, RankProfile, read_trace
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+DIRECTORY = "profile"
+"""In the run directory: rank-00003.trace.json.gz and rank-00003.json are those of rank 3."""
+
 Spans = list[tuple[float, float]]
 """Disjoint intervals of microseconds, in order."""
 
