@@ -23,6 +23,11 @@ def pytest_sessionstart() -> None:
     _before.update(SHARED_MEMORY.glob("perdure-*"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that may take longer than the others come first: nobody waits for them in the end."""
+    items.sort(key=lambda item: not item.get_closest_marker("timeout"))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Runs that tests kill leave their slots in memory, for a restart: not after the last test."""
     if hasattr(session.config, "workerinput"):  # other workers may still have tests to run
