@@ -32,7 +32,7 @@ FAULTS = (
 )
 """Of every kind, on three nodes of which one is left."""
 STEADY = [
-    *("optimizer.lr=3e-4", "checkpoint.every=20"),
+    *("optimizer.lr=3e-4", "batch.micro_batch=8", "checkpoint.every=20"),
     *("elastic.snapshot_every=1", "checkpoint.slots=2"),
 ]
 
@@ -64,7 +64,7 @@ def steps_for(plan, for_a_join):
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
     plan = Plan(nodes=3, faults=FAULTS)
-    steps = steps_for(plan, 500)
+    steps = steps_for(plan, 450)
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
     assert [outcome.fault for outcome in verdict.outcomes] == list(plan.faults)
