@@ -64,7 +64,7 @@ def steps_for(plan, for_a_join):
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
     plan = Plan(nodes=3, faults=FAULTS)
-    steps = steps_for(plan, 450)
+    steps = steps_for(plan, 500)
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
     assert [outcome.fault for outcome in verdict.outcomes] == list(plan.faults)
