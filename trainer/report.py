@@ -6,6 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from elastic.goodput import Goodput, Reliability, goodput, reliability
 from elastic.history import Attempt, History, read_history
 
@@ -36,7 +38,7 @@ def report(run: Path) -> str:
         "\n".join(
             [
                 _failures_line(trust),
-                _throughput_line(history, read_metrics(run)),
+                _throughput_line(history, read_metrics(run), unit_of(run)),
                 _saves_line(history),
             ]
         ),
@@ -71,6 +73,13 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict) and "step" in record and "time" in record:
                 records.append(record)
     return records
+
+
+def unit_of(run: Path) -> str:
+    """What `tokens` in the records of a run count: of a graph, samples (as `Task.unit` says)."""
+    path = run / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return "samples" if recipe.get("data", {}).get("graph") else "tokens"
 
 
 # --- parts -----------------------------------------------------------------------------------
@@ -108,7 +117,7 @@ def _failures_line(trust: Reliability) -> str:
     return line
 
 
-def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]]) -> str:
+def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], unit: str) -> str:
     sequences = seconds = 0.0
     for attempt in history.attempts:
         for step in attempt.steps[1:]:  # the first one also warms up
@@ -116,7 +125,7 @@ def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]]) -> 
             seconds += step.seconds
     line = f"throughput: {sequences / seconds:,.1f} sequences/s" if seconds else "throughput: -"
     rates = sorted(r["tokens_per_second"] for r in metrics if r.get("tokens_per_second"))
-    return line + (f", {rates[len(rates) // 2]:,.0f} tokens/s (median)" if rates else "")
+    return line + (f", {rates[len(rates) // 2]:,.0f} {unit}/s (median)" if rates else "")
 
 
 def _saves_line(history: History) -> str:

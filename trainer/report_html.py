@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.goodput import goodput, goodput_curve, idle_spans, reliability
 from elastic.history import History, read_history
-from trainer.report import check, clock, read_metrics, report
+from trainer.report import check, clock, read_metrics, report, unit_of
 
 Point = tuple[float, float]
 
@@ -81,7 +81,7 @@ def report_html(run: Path) -> str:
         _figures(history),
         f'<p class="{"proof" if fine else "wrong"}">{escape(proof).replace(chr(10), "<br>")}</p>',
         '<div class="charts">',
-        *_charts(history, metrics),
+        *_charts(history, metrics, unit_of(run)),
         "</div>",
         '<p class="key">Dashed: starts; red where a failure led to one. Times count while the run '
         "was up.</p>",
@@ -110,7 +110,7 @@ def _figures(history: History) -> str:
     return f'<div class="figures">{cells}</div>'
 
 
-def _charts(history: History, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+def _charts(history: History, metrics: Sequence[Mapping[str, Any]], counted: str) -> list[str]:
     uptime = _uptime(history)
     last = uptime(history.attempts[-1].finished)
     unit, name = next(
@@ -159,7 +159,7 @@ def _charts(history: History, metrics: Sequence[Mapping[str, Any]]) -> list[str]
             Series("training", by_step("loss")),
             Series("validation", by_step("validation_loss"), "b"),
         ),
-        chart("Throughput (tokens/s)", time, Series("", records("tokens_per_second")), floor=0),
+        chart(f"Throughput ({counted}/s)", time, Series("", records("tokens_per_second")), floor=0),
         chart(
             "Peak memory of rank 0 (GB)", time, Series("", records("peak_memory", 1e-9)), floor=0
         ),

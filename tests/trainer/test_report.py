@@ -100,6 +100,12 @@ def test_as_text(run):
     assert re.search(r"\n +1 .* 1 +2 +1 to 12 +fresh weights +rank 1: SIGKILL\n", text)
 
 
+def test_a_run_on_a_graph_counts_samples(run):
+    (run / "recipe.yaml").write_text("data: {graph: data/ml100k, sources: []}\n")
+    assert "5,011 samples/s (median)" in report(run)
+    assert "Throughput (samples/s)" in report_html(run)
+
+
 def test_on_the_console(run, tmp_path):
     code, text, _ = perdure(run, "--check")
     assert (code, text) == (
