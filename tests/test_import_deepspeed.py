@@ -282,6 +282,28 @@ def test_schedules_end_where_deepspeed_s_do(config, tmp_path, kind, params, last
     assert learning_rate(steps, steps, lr, recipe.schedule) == pytest.approx(last)
 
 
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_another_optimizer_s_peak_is_not_adamw_s(config, kind):
+    tree = {
+        "optimizer": {"type": "Lamb", "params": {"lr": 11e-3}},
+        "scheduler": {"type": kind, "params": {"warmup_max_lr": 11e-3, "warmup_min_lr": 11e-4}},
+    }
+    made = import_deepspeed(config(tree))
+    assert "optimizer.lr" in made.open
+    dropped = {line.key: line.why for line in made.lines if not line.became}
+    assert "Lamb" in dropped["scheduler.params.warmup_max_lr"]
+    if kind == "WarmupDecayLR":
+        assert made.tree["schedule"]["min_lr_ratio"] == pytest.approx(0.1)
+
+
+def test_an_automatic_batch_is_trainer_s(config):
+    tree = {"train_batch_size": "auto", "gradient_accumulation_steps": 2}
+    assert import_deepspeed(config(tree)).tree["batch"] == {"micro_batch": 8}
+    made = import_deepspeed(config(tree), ranks=4)
+    assert made.tree["batch"] == {"micro_batch": 8, "global_batch": 64}
+    assert "batch.global_batch" not in made.open
+
+
 @settings(max_examples=10, deadline=None)
 @given(micro=st.integers(1, 64), passes=st.integers(1, 64), ranks=st.integers(1, 512))
 def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.deepspeed_config import (
+    AUTO,
     Source,
     a_boolean,
     a_device,
@@ -52,8 +53,8 @@ def import_deepspeed(
     source.drop_switched_off()
     _strategy(source)
     _precision(source)
-    peak = _optimizer(source)
-    _schedule(source, peak)
+    peak, foreign = _optimizer(source)
+    _schedule(source, peak, foreign)
     _batch(source, ranks)
     _tracking(source)
     source.drop_rest(allow_unknown)
@@ -187,8 +188,9 @@ def _precision(source: Source) -> None:
     source.became("fp16.initial_scale_power", "", f"precision.dtype is {dtype}")
 
 
-def _optimizer(source: Source) -> float | None:
-    """AdamW's parameters; returns the learning rate, if there is one."""
+def _optimizer(source: Source) -> tuple[float | None, str]:
+    """AdamW's parameters; returns the learning rate, if there is one, and for another optimizer why
+    its learning rates mean nothing here."""
     clip = source.take("gradient_clipping", a_number, None)
     legacy = source.take("optimizer.params.max_grad_norm", a_number, None)
     if None not in (clip, legacy) and clip != legacy:
@@ -202,11 +204,12 @@ def _optimizer(source: Source) -> float | None:
     kind = source.take("optimizer.type", str, None)
     if kind is None:
         source.became("optimizer.type", "", "null")
-        return None
+        return None, ""
     if kind.lower() not in ADAM:
+        foreign = f"Perdure trains with AdamW; {kind} wants other values"
         for below in [key for key in source.left if key.startswith("optimizer.")]:
-            source.became(below, "", f"Perdure trains with AdamW; {kind} wants other values")
-        return None
+            source.became(below, "", foreign)
+        return None, foreign
     compressed = "; gradients are sent whole" if kind.lower() in ADAM[2:] else ""
     source.became("optimizer.type", "optimizer", f"AdamW{compressed}")
     params = "optimizer.params."
@@ -238,10 +241,11 @@ def _optimizer(source: Source) -> float | None:
     if source.take(params + "amsgrad", a_boolean, False) is True:
         source.became(params + "amsgrad", "", "AdamW without the running maximum (AMSGrad)")
     source.became(params + "amsgrad", "optimizer", "AdamW without the running maximum")
-    return _auto(lr, 5e-5)
+    return _auto(lr, 5e-5), ""
 
 
-def _schedule(source: Source, peak: float | None) -> None:
+def _schedule(source: Source, peak: float | None, foreign: str) -> None:
+    """Its shape, and its peak over that of AdamW; not over that of another optimizer."""
     kind = source.take("scheduler.type", str, None)
     shapes = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
     shape = shapes.get((kind or "").lower())
@@ -267,7 +271,8 @@ def _schedule(source: Source, peak: float | None) -> None:
         floor = _auto(source.take(params + "cos_min_ratio", a_number, 1e-4), 0.0)
         source.put(params + "cos_min_ratio", "schedule.min_lr_ratio", floor)
     top = source.take(params + "warmup_max_lr", a_number, None if shape != "linear" else 1e-3)
-    if top is not None and shape != "cosine" and not (top == "auto" and peak is not None):
+    has_peak = top is not None and shape != "cosine" and not foreign
+    if has_peak and not (top == "auto" and peak is not None):
         top, differs = _auto(top, 5e-5), peak is not None and top != peak
         note = f"the scheduler's peak; optimizer.params.lr is {peak:g}" if differs else ""
         source.put(params + "warmup_max_lr", "optimizer.lr", top, note)
@@ -277,7 +282,7 @@ def _schedule(source: Source, peak: float | None) -> None:
         ratio = end / top if top else 0.0
         note = "WarmupDecayLR ends at warmup_min_lr" + ("; warm-up starts from 0" if end else "")
         source.put(params + "warmup_min_lr", "schedule.min_lr_ratio", ratio, note)
-    source.became(params + "warmup_max_lr", "" if shape == "cosine" else "optimizer.lr")
+    source.became(params + "warmup_max_lr", "optimizer.lr" if has_peak else "", foreign)
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         start = source.take(params + name, a_number, 0.0)
         why = "warm-up starts from 0" if start in (0, "auto") else "but warm-up starts from 0"
@@ -294,6 +299,9 @@ def _batch(source: Source, ranks: int | None) -> None:
         raise source.error(names[0], f"{whole} is not {wanted}" + (" ranks" if ranks else ""))
     if micro is not None:
         source.put(names[1], "batch.micro_batch", _auto(micro, 8), "the most one rank holds")
+    elif whole == "auto":
+        micro = "auto"
+        source.made.set("batch.micro_batch", 8, names[0], AUTO)
     elif isinstance(whole, int) and ranks:
         each = whole // (_auto(passes, 1, 1) * ranks)
         note = f"{whole} / ({_auto(passes, 1, 1)} x {ranks} ranks)"
