@@ -235,10 +235,9 @@ def _fsdp_moments(
     root_slices, block_slices = (_bytes(units[i], shards) for i in (0, -1))
     several = layout.passes > 1
     # Whole gradients of the passes before, or their reduced ones and the last buffer of that.
-    aside = root_aside = block_aside = early = kept = added = 0
+    aside = root_aside = block_aside = early = kept = 0
     if several and recipe.strategy.reduce_every_pass:
-        early = slices
-        kept, added = root_buffer, block_slices
+        early, kept = slices, root_buffer
     elif several:
         aside = sum(_bytes(unit, 1, reduced) for unit in units)
         root_aside, block_aside = (_bytes(units[i], 1, reduced) for i in (0, -1))
@@ -247,8 +246,6 @@ def _fsdp_moments(
     apart = 0
     if layout.replicas > 1:
         apart = reductions_of(recipe, layout) - (not offloaded and not recipe.exact)
-    if apart > 1:
-        added = 0  # it takes the place of the one before
 
     def all_reduced(done: int) -> int:
         """Of such shards, when so many blocks are through with their last backward pass."""
@@ -264,19 +261,33 @@ def _fsdp_moments(
     ]
     if blocks:
         own = 0 if keeps_whole else block
-        other = gathered + own + ahead + aside + kept + added + before
+        other = gathered + own + ahead + aside + kept + before
         moments.append(Moment("blocks", early, trace.last_backward, other))
     for back, below in _inner_blocks(blueprint):
         other = gathered - back * block if keeps_whole else root + block + (flat if below else 0)
-        other += aside - back * block_aside + buffer + added + all_reduced(back)
+        other += aside - back * block_aside + buffer + all_reduced(back)
         held = trace.first_backward + below * trace.block_saved
         moments.append(Moment("blocks", max(early, back * block_slices), held, other))
+
+    def reducing(gradients: int, buffer: int) -> int:
+        """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
+        into another; a group of one rank divides it by 1 in between, which makes a third."""
+        reduced_to = buffer // shards
+        most = max(gradients + buffer, (2 if shards == 1 else 1) * buffer + reduced_to)
+        return most - reduced_to if apart > 1 else most  # it takes the place of the one before
+
+    for below in {len(blocks) - 1, 0} if blocks else ():
+        back = len(blocks) - below
+        other = gathered - back * block if keeps_whole else root + (flat if below else 0)
+        other += aside - back * block_aside + reducing(max(block, block_aside), buffer)
+        held = trace.after_block + below * trace.block_saved
+        reduced_before = max(early, (back - 1) * block_slices)
+        moments.append(Moment("blocks", reduced_before, held, other + all_reduced(back - 1)))
     done = max(early, slices - root_slices)
-    root_gradients = max(root, root_aside)
     return [
         *moments,
         Moment("end", done, trace.tail_backward, root + buffer + root_aside + after),
-        Moment("reduce", done, 0, root_gradients + root_buffer + root_buffer // shards + after),
+        Moment("reduce", done, 0, reducing(max(root, root_aside), root_buffer) + after),
         Moment("update", slices),
     ]
 

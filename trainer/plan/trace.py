@@ -124,6 +124,9 @@ class Trace:
     first_backward: int
     """Peak in the backward pass of any other block, when the blocks above it are through and those
     below it are none; each of them holds `block_saved` more."""
+    after_block: int
+    """When the backward pass of a block is over, its gradients not counted; each block below it
+    holds `block_saved` more."""
     block_saved: int
     """Part of `saved` that is one block's."""
     tail_backward: int
@@ -220,7 +223,7 @@ class _Tape(LiveTensors):
                  "first back", "tail")  # fmt: skip
         self._phases = {name: _Phase() for name in names}
         self._in_backward = False
-        self._first_alive = self._first_saved = 0
+        self._first_alive = self._first_saved = self._after_block = 0
         self._parameters = list(model.parameters())
         self._watch(list(blocks))
         # Within autocast, whose casts of weights live until its end.
@@ -259,6 +262,8 @@ class _Tape(LiveTensors):
         """The backward pass of a block is over: FSDP would reduce its gradients now."""
         for parameter in block.parameters():
             parameter.grad = None
+        if following == "tail":
+            self._after_block = self.total()
         self._enter(following)
 
     def forward_ends(self) -> None:
@@ -293,6 +298,7 @@ class _Tape(LiveTensors):
             head_backward=peaks["head back"] + saved,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]),
             first_backward=peaks["first back"],
+            after_block=self._after_block,
             block_saved=self._first_saved,
             tail_backward=peaks["tail"],
             forward=(
