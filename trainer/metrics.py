@@ -39,8 +39,12 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "L40S": 362.0,
     "L4": 121.0,
+    "V100-PCIE": 112.0,
+    "V100": 125.0,
     "T4": 65.0,
 }
+# Before compute capability 8.0 tensor cores know no bf16: as fast as fp32 without them.
+BF16_TFLOPS = {"V100-PCIE": 14.0, "V100": 15.7, "T4": 8.1}
 
 
 class Startup:
@@ -81,11 +85,16 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
         return recipe.tracking.peak_tflops * 1e12
     if device.type != "cuda" or recipe.precision.dtype == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    for part, peak in PEAK_TFLOPS.items():
-        if re.search(rf"\b{part}\b", name):
-            return peak * 1e12
-    return None
+    tflops = named_tflops(torch.cuda.get_device_name(device), recipe.precision.dtype)
+    return tflops and tflops * 1e12
+
+
+def named_tflops(name: str, dtype: str) -> float | None:
+    """Peak of a GPU by its name, at bf16 or fp16; None where it is not known, or is a slice of a
+    GPU (MIG), whose share of it the name does not tell."""
+    known = PEAK_TFLOPS | BF16_TFLOPS if dtype == "bf16" else PEAK_TFLOPS
+    whole = not re.search(r"\bMIG\b", name)
+    return next((known[n] for n in known if whole and re.search(rf"\b{n}\b", name)), None)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.metrics import peak_flops
+from trainer.metrics import named_tflops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,11 @@ from trainer.metrics import peak_flops
         ("NVIDIA L40", None),
         ("NVIDIA L4", 121),
         ("Tesla T4", 65),
-        ("Tesla V100-SXM2-16GB", None),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-16GB", 112),
+        ("Tesla V100S-PCIE-32GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
     ],
 )
 def test_a_peak_is_that_of_this_very_gpu(monkeypatch, name, tflops):
@@ -34,3 +38,8 @@ def test_a_peak_is_that_of_this_very_gpu(monkeypatch, name, tflops):
     )
     peak = peak_flops(recipe, torch.device("cuda", 0))
     assert peak == (tflops and tflops * 1e12)
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("NVIDIA L4", 121), ("Tesla T4", 8.1)])
+def test_tensor_cores_before_ampere_know_no_bf16(name, tflops):
+    assert named_tflops(name, "bf16") == tflops
