@@ -4,10 +4,11 @@ Every assumption is a constant of this file, and printed with the figures.
 """
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer.metrics import PEAK_TFLOPS
+from trainer.metrics import named_tflops
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.memory import Layout, is_sharded_by_fsdp, reductions_of
 from trainer.plan.trace import Blueprint, Shape, Trace, Work
@@ -26,9 +27,13 @@ HOST_BANDWIDTH = 200e9
 of DDR5-4800 give 307 GB/s."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
-UPDATE_ON_DISK = 28
+UPDATE_ON_DISK = 32
 """Bytes per parameter between memory and disk in an update: weight and two moments are read and
-written, the gradient is read."""
+written, the gradient is read for the norm and once more."""
+PAGEABLE_SHARE = 0.5
+"""Of PCIe's bandwidth that copies to and from memory that is not pinned reach: files', and what
+receives a gradient that is added to those of passes before. Assumed: the driver copies everything
+once more, in NVIDIA's examples at half the speed."""
 DEFAULT_NET = 50e9
 """Bytes/s between a node and the others where nothing is said: 400 Gb/s."""
 UPDATE_TRAFFIC = 40
@@ -42,7 +47,7 @@ before: two are read, one is written."""
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a data sheet. Dense bf16 TFLOP/s are in `metrics.PEAK_TFLOPS`."""
+    """Figures of a data sheet. Dense TFLOP/s are in `metrics.PEAK_TFLOPS`."""
 
     memory: float
     """Bytes, decimal."""
@@ -52,6 +57,8 @@ class Gpu:
     """Bytes/s to the other GPUs of a node, one way: NVLink, else PCIe."""
     pcie: float
     """Bytes/s to the host, one way."""
+    flash_attention: bool = True
+    """As from compute capability 8.0 on."""
 
 
 GPUS = {
@@ -62,7 +69,9 @@ GPUS = {
     "A100": Gpu(80e9, 2.04e12, 300e9, 32e9),
     "L40S": Gpu(48e9, 0.864e12, 32e9, 32e9),
     "L4": Gpu(24e9, 0.3e12, 32e9, 32e9),
-    "T4": Gpu(16e9, 0.32e12, 16e9, 16e9),
+    "V100": Gpu(16e9, 0.9e12, 150e9, 16e9, flash_attention=False),
+    "V100 32GB": Gpu(32e9, 0.9e12, 150e9, 16e9, flash_attention=False),
+    "T4": Gpu(16e9, 0.32e12, 16e9, 16e9, flash_attention=False),
 }
 
 
@@ -131,10 +140,14 @@ def describe_machine(
     notes = []
     if size:
         wanted = float(size[1]) * 1e9
-        # Of the GPUs that have so much, the slowest: better surprised than disappointed.
-        name = min(GPUS, key=lambda n: (abs(GPUS[n].memory - wanted), PEAK_TFLOPS[n]))
+        # Of those that have so much, the slowest: better surprised than disappointed.
+        able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
+        name = min(
+            able, key=lambda n: (abs(GPUS[n].memory - wanted), named_tflops(n, dtype) or 0.0)
+        )
         gpu = replace(GPUS[name], memory=wanted)
-        notes.append(f"No GPU is named: seconds are those of {name} (--gpus {count}x{name}).")
+        named = shlex.quote(f"{count}x{name}")
+        notes.append(f"No GPU is named: seconds are those of {name} (--gpus {named}).")
     else:
         gpu = GPUS[name]
     if tflops is not None and not tflops > 0:
@@ -143,15 +156,18 @@ def describe_machine(
         raise RecipeError(
             "--tflops: precision.dtype is fp32, of which no peak is known; give that of one GPU"
         )
-    if name == "T4" and dtype == "bf16":
-        notes.append("T4 has tensor cores for fp16, not for bf16: set precision.dtype=fp16.")
+    if not gpu.flash_attention and dtype == "bf16":
+        notes.append(
+            f"{name} has tensor cores and an attention kernel for fp16, not for bf16: set "
+            "precision.dtype=fp16."
+        )
     if nodes > 1 and net is None:
         notes.append(f"--net is not given: {DEFAULT_NET * 8 / 1e9:g} Gb/s per node.")
     return Machine(
         nodes=nodes,
         gpus_per_node=count,
         gpu=gpu,
-        peak_flops=(tflops or PEAK_TFLOPS[name]) * 1e12,
+        peak_flops=(tflops or named_tflops(name, dtype) or 0.0) * 1e12,
         net=_rate("--net", net) if net else DEFAULT_NET,
         storage=_rate("--storage", storage) if storage else None,
         node_memory=_size("--host-memory", memory) if memory else None,
@@ -311,16 +327,21 @@ def times_of(
         gathers, again = layout.passes, 0.0
         if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
             again = 1 - _elements(blueprint.units[0], layout.shards) / owned
-        reductions = reductions_of(recipe, layout)
-        once = down = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
+        additions = reductions_of(recipe, layout) - 1
+        up = down = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
+        pageable = down_again = up / PAGEABLE_SHARE
+        addition = ADDITION_TRAFFIC * of_node / HOST_BANDWIDTH
         if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
-            once = max(once, 4 * of_node / DISK_BANDWIDTH)
+            on_disk = 4 * of_node / DISK_BANDWIDTH
+            up = down = down_again = max(pageable, on_disk)
+            addition += on_disk  # what is added to is read again
             update = max(update, UPDATE_ON_DISK * of_node / DISK_BANDWIDTH)
-        beside["forward"] += gathers * once
-        sums = (reductions - 1) * ADDITION_TRAFFIC * of_node / HOST_BANDWIDTH
-        beside["backward"] += (gathers * again + reductions) * once + sums
-        at_least["backward"] += _waiting_reductions(recipe, layout) * down + sums
-        transfers = (gathers * (1 + again) + reductions) * once + sums
+        gradients = down + additions * (down_again + addition)
+        beside["forward"] += gathers * up
+        beside["backward"] += gathers * again * up + gradients
+        waiting = _waiting_reductions(recipe, layout)
+        at_least["backward"] += waiting * pageable + additions * addition
+        transfers = gathers * (1 + again) * up + gradients
     hidden = beside["backward"] - at_least["backward"]
     left = max(0.0, backward - hidden) / layout.passes
     hidden_by = {"forward": forward, "backward": backward, "last backward": left, "update": 0.0}

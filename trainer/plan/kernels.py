@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,17 +14,19 @@ from trainer.models import loss
 
 
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
+def cuda_kernels(flash: bool) -> Iterator[None]:
     """While entered, attention and RMSNorm are what CUDA would call, and the loss takes all rows at
     once. Fake tensors of a GPU need a build of torch for it; these stand on the CPU, whose kernels
     keep other tensors for the backward pass. (A TorchFunctionMode would be off in the backward
-    pass, where blocks are recomputed.)"""
-    kernels = patch.multiple(F, scaled_dot_product_attention=_attend, rms_norm=_normalise)
+    pass, where blocks are recomputed.) `flash`: as from compute capability 8.0 on."""
+    attend = partial(_attend, flash)
+    kernels = patch.multiple(F, scaled_dot_product_attention=attend, rms_norm=_normalise)
     with kernels, patch.object(loss, "ROWS_ON_CPU", sys.maxsize):
         yield
 
 
 def _attend(
+    flash: bool,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -33,17 +36,20 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention where it can, else the memory-efficient kernel, as SDPA chooses on CUDA from
-    compute capability 8.0 on."""
+    """Flash attention where it can, else the memory-efficient kernel, else matrix products, as SDPA
+    chooses on CUDA. The first, and bf16 in the second, take compute capability 8.0."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if attn_mask is None and q.dtype != torch.float32:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if flash and attn_mask is None and q.dtype != torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(q, k, v, dropout_p, is_causal, scale=scale)[0]
     groups = q.shape[1] // k.shape[1]
     if groups > 1:  # `models.decoder.attend` repeats them on CUDA, and SDPA would
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    if not flash and q.dtype == torch.bfloat16:
+        products = torch.ops.aten._scaled_dot_product_attention_math
+        return products(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)[0]
     bias = None
     if attn_mask is not None:
         bias = attn_mask

@@ -98,7 +98,8 @@ def predict(
     layout = Layout(replicas, shards, plan.passes, plan.micro_batch)
     dtype, autocast = traced_dtype(recipe)
     recompute = recipe.strategy.activation_checkpointing
-    traced = trace(blueprint, plan.micro_batch, recompute, dtype, autocast, device)
+    flash = machine is None or machine.gpu.flash_attention
+    traced = trace(blueprint, plan.micro_batch, recompute, dtype, autocast, device, flash)
     memory = memory_of(blueprint, recipe, layout, traced, device)
     checkpoint = 12 * blueprint.parameter_count + blueprint.buffers
     slot = checkpoint * local_world_size // world_size

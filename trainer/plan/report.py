@@ -229,9 +229,10 @@ def assumptions(plan: Plan) -> list[str]:
         f"{costs.PEAK_SHARE:.0%}, other kernels {costs.BANDWIDTH_SHARE:.0%}), "
         f"{machine.gpu.link / 1e9:g} GB/s to a GPU of the same node"
         + (f", {machine.net / 1e9:g} GB/s between nodes" if machine.nodes > 1 else "")
-        + f" (rings reach {costs.NETWORK_SHARE:.0%}), {machine.gpu.pcie / 1e9:g} GB/s to the host; "
-        f"a node updates offloaded state at {costs.HOST_BANDWIDTH / 1e9:g} GB/s; its disk reads "
-        f"and writes {costs.DISK_BANDWIDTH / 1e9:g} GB/s, none of it cached in memory; nothing "
+        + f" (rings reach {costs.NETWORK_SHARE:.0%}), {machine.gpu.pcie / 1e9:g} GB/s to the host "
+        f"({costs.PAGEABLE_SHARE:.0%} of it where memory is not pinned); a node updates offloaded "
+        f"state at {costs.HOST_BANDWIDTH / 1e9:g} GB/s; its disk reads and writes "
+        f"{costs.DISK_BANDWIDTH / 1e9:g} GB/s, none of it cached in memory; nothing "
         "waits for data or launches.",
         "Peaks leave out what torch, CUDA and NCCL take for themselves, and fragmentation.",
     ]

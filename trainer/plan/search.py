@@ -70,7 +70,7 @@ class Plan:
     """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None when none does."""
     enough_nodes: int | None
     """If none does, or only with offload: nodes of this kind on which ZeRO-3 with full
-    recomputation would without, if any number does."""
+    recomputation would without, with some micro-batch, if any number does."""
 
 
 def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
@@ -182,24 +182,24 @@ def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:
 def _enough_nodes(
     recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"], blueprint: Blueprint
 ) -> int | None:
-    """The smallest doubling of the nodes on which the thriftiest strategy without offload fits."""
-    strategy = Strategy(
-        sharding="FULL_SHARD",
-        activation_checkpointing="full",
-        reduce_every_pass=not recipe.exact,
-    )
-    thrifty = _changed(recipe, strategy, recipe.batch.micro_batch if recipe.exact else 1)
+    """The smallest doubling of the nodes on which the thriftiest strategy without offload fits:
+    with the smallest micro-batch, or with a single pass, which keeps no gradients for another."""
+    strategy = Strategy(sharding="FULL_SHARD", activation_checkpointing="full")
     nodes = 2 * machine.nodes
     while nodes <= 1 << 16:
         larger = dataclasses.replace(machine, nodes=nodes)
-        try:
-            prediction = predict(
-                thrifty, larger.world_size, larger.gpus_per_node, device=device,
-                blueprint=blueprint,
-            )  # fmt: skip
-        except RecipeError:  # more ranks than sequences
-            return None
-        if Candidate("", thrifty, prediction).fits(larger):
-            return nodes
+        micro_batches = _micro_batches(recipe, larger.world_size)
+        for micro_batch in {micro_batches[0], micro_batches[-1]}:
+            for way in _reductions(recipe, strategy, micro_batch, larger.world_size):
+                thrifty = _changed(recipe, way, micro_batch)
+                try:
+                    prediction = predict(
+                        thrifty, larger.world_size, larger.gpus_per_node, machine=larger,
+                        device=device, blueprint=blueprint,
+                    )  # fmt: skip
+                except RecipeError:  # more ranks than sequences
+                    return None
+                if Candidate("", thrifty, prediction).fits(larger):
+                    return nodes
         nodes *= 2
     return None

@@ -144,6 +144,7 @@ def trace(
     dtype: torch.dtype,
     autocast: bool,
     device: Literal["cpu", "cuda"],
+    flash: bool = True,
 ) -> Trace:
     """Trace a pass.
 
@@ -156,6 +157,7 @@ def trace(
             their gradients go into buckets; else the parameters have `dtype`, as those that FSDP
             gathers, and the gradients of a unit stay until all of them are there.
         device: whose kernels for attention and norms are assumed.
+        flash: whether a GPU has flash attention, as from compute capability 8.0 on.
 
     Raises:
         RecipeError: the model does not run on fake tensors.
@@ -180,7 +182,7 @@ def trace(
                 inputs["document_ids"] = torch.zeros(shape, dtype=torch.int32)
             tape = _Tape(model, blocks, keep_gradients=not autocast)
             if device == "cuda":
-                stack.enter_context(cuda_kernels())
+                stack.enter_context(cuda_kernels(flash))
             stack.enter_context(tape)
             casts = autocast and dtype != torch.float32
             with torch.autocast("cpu", dtype=dtype) if casts else nullcontext():
