@@ -195,6 +195,7 @@ def test_the_recommended_lines_can_be_pasted(recipe_file):
     written = RECIPE.replace("global_batch: 8", "global_batch: 4")
     for best in (plan.best, plan.candidates[-1]):
         text = plan_text(dataclasses.replace(plan, best=best), "perdure train recipe.yaml")
+        assert text.startswith("0.6 M parameters in bf16")
         assert "on 2 nodes of 2 CPU rank(s) with 1 GB" in text
         pasted, rest = text.split("In the recipe:\n\n")[1].split("\n\nor: ")
         sections = yaml.safe_load(written)

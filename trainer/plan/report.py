@@ -56,9 +56,10 @@ def plan_text(plan: Plan, command: str, *, everything: bool = False) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    recipe = plan.recipe
+    recipe, millions = plan.recipe, plan.blueprint.parameter_count / 1e6
+    count = f"{millions:,.1f} M" if millions < 100 else f"{millions / 1e3:.2f} B"
     return (
-        f"{plan.blueprint.parameter_count / 1e9:.2f} B parameters in {recipe.precision.dtype}, "
+        f"{count} parameters in {recipe.precision.dtype}, "
         f"{recipe.batch.global_batch} sequences of {recipe.data.seq_len:,} tokens per step, "
         f"on {_machine(plan)}; per rank, 1 GB = 10^9 bytes:"
     )
