@@ -44,25 +44,26 @@ BLOCKS = (
     "model.architecture.num_hidden_layers=3 data.seq_len=64 data.document_mask=false"
 )
 # Hardly a token: the peak is where a block's gradients are reduced.
-FEW_TOKENS = f"{BLOCKS} data.seq_len=8 strategy.activation_checkpointing=full"
+FULL = f"{BLOCKS} strategy.activation_checkpointing=full"
+FEW_TOKENS = f"{FULL} data.seq_len=8"
 HYBRID = "strategy.sharding=HYBRID_SHARD strategy.shard_size=2"
 CASES = {
     1: [
         "strategy.zero=2 precision.dtype=fp32 batch.micro_batch=8",
         f"{FEW_TOKENS} strategy.zero=3 batch.micro_batch=8",
+        f"{FULL} strategy.zero=3 strategy.reduce_every_pass=true",
     ],
     2: [
         "strategy.name=ddp",
         "strategy.zero=1 strategy.activation_checkpointing=selective",
         "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
-        f"{BLOCKS} strategy.zero=3 strategy.activation_checkpointing=full",
-        f"{FEW_TOKENS} strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
+        f"{FULL} strategy.zero=3",
     ],
     3: ["strategy.zero=3"],
     4: [
         f"{HYBRID} batch.micro_batch=1 batch.global_batch=12 strategy.reduce_every_pass=true",
         "strategy.zero=2",
-        f"{BLOCKS} strategy.zero=1 strategy.activation_checkpointing=full",
+        f"{FULL} strategy.zero=1",
     ],
 }
 
