@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,7 +56,10 @@ def test_a_slow_store_is_a_problem_and_a_hanging_one_is_not_waited_for():
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="needs /dev/fuse")
+@pytest.mark.skipif(
+    not os.access("/dev/fuse", os.W_OK) or shutil.which("fusermount3") is None,
+    reason="needs /dev/fuse and fuse3",
+)
 def test_a_hung_filesystem_is_found_and_not_waited_for(tmp_path):
     """The server of the filesystem is stopped: whoever touches it waits and cannot be killed."""
     mount, control = tmp_path / "mount", tmp_path / "control"
@@ -80,7 +84,7 @@ def test_a_hung_filesystem_is_found_and_not_waited_for(tmp_path):
         assert time.monotonic() - started < 3
     finally:
         server.send_signal(signal.SIGCONT)
-        subprocess.run(["fusermount", "-uz", str(mount)], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["fusermount3", "-uz", str(mount)], check=False, stderr=subprocess.DEVNULL)
         server.kill()
         server.wait()
 
