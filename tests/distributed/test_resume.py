@@ -12,7 +12,7 @@ from tests.distributed.jobs import losses, records, soak, wait_for_memory, wait_
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
-ROUNDS, KILLS = (20, 2) if os.environ.get("SOAK") else (1, 1)
+ROUNDS, KILLS = 20, 2
 
 
 def weights(folder: Path, run: str):
@@ -33,12 +33,14 @@ def assert_same(folder: Path, one: str, other: str):
     assert not different
 
 
+@pytest.mark.timeout(1200)
+@soak  # without it: test_offload.py kills and goes on bit for bit, test_exact.py in other worlds
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        pytest.param("ddp", ["strategy.name=ddp"], marks=soak),
+        ("ddp", ["strategy.name=ddp"]),
         ("full-shard", []),
-        pytest.param("optimizer-state", ["strategy.zero=1"], marks=soak),
+        ("optimizer-state", ["strategy.zero=1"]),
     ],
 )
 def test_killed_run_resumes_bitwise(workspace, start, train, name, overrides):
@@ -54,12 +56,11 @@ def test_killed_run_resumes_bitwise(workspace, start, train, name, overrides):
         assert_same(workspace, f"whole-{name}", run)
 
 
+@soak
 def test_another_world_and_strategy_go_on_from_the_same_checkpoint(workspace, start, train):
     train(1, "run.dir=elastic-whole", *SHORT, "strategy.name=ddp")
-    legs = [(3, 6, ["strategy.zero=1"])]
-    if os.environ.get("SOAK"):
-        legs += [(4, 11, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"])]
-    for ranks, step, overrides in legs:
+    hybrid = ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]
+    for ranks, step, overrides in (3, 6, ["strategy.zero=1"]), (4, 11, hybrid):
         job = start(ranks, "run.dir=elastic", *SHORT, *overrides)
         wait_for_step(workspace, "elastic", step, job)
         job.kill()
