@@ -78,8 +78,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def unit_of(run: Path) -> str:
     """What `tokens` in the records of a run count: of a graph, samples (as `Task.unit` says)."""
     path = run / "recipe.yaml"
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return "samples" if recipe.get("data", {}).get("graph") else "tokens"
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    return "samples" if ((recipe or {}).get("data") or {}).get("graph") else "tokens"
 
 
 # --- parts -----------------------------------------------------------------------------------
