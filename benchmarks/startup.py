@@ -30,8 +30,8 @@ def main() -> None:
             launched = time.time()
             peer_file = str(ROOT / "benchmarks/peers/minimal_loop.py")
             output = run(torchrun(2, peer_file, *recipe), directory)
-            first = next(line for line in output.splitlines() if "first_step_at" in line)
-            peer.append(json.loads(first)["first_step_at"] - launched)
+            first = next(line for line in output.splitlines() if '"step": 1,' in line)
+            peer.append(json.loads(first)["at"] - launched)
     totals = {way: [parts["total"] for parts in ours[way]] for way in WAYS}
     ratios = {
         way: [total / loop for total, loop in zip(totals[way], peer, strict=True)] for way in WAYS

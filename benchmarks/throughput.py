@@ -1,35 +1,38 @@
 """Tokens per second and peak memory: this trainer against a hand-written loop and other trainers.
 
 All train the quickstart's architecture on the same tokens with the same AdamW and precision. In
-each round they run in turn. Speeds are of ten steps with all that comes between them; the first ten
-of a run warm up. A round's speed is that of its median ten steps, and ratios are taken within a
-round. Where others use the machine too, the ratio of the fastest ten steps of all rounds is the one
-that tells.
+each round all are started, warm up for ten steps, and are stopped; then they take turns of a second
+each, so that a machine whose speed changes is as fast or slow for one as for the other. A round's
+speed is that of all steps from there to the end, with all that comes between steps, by wall-clock
+time without the pauses. On GPUs, where queued work would go on in a pause, each runs to its end
+before the next one starts.
 """
 
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
+
+import torch
 
 from benchmarks.support import (
     QUICKSTART,
     ROOT,
     arguments,
-    attempt,
     heading,
     print_table,
-    run,
     spread,
     torchrun,
     workspace,
     write_json,
 )
+from benchmarks.support.turns import PausableJob, take_turns
 
 DDP = ("strategy.name=ddp", "strategy.sharding=null")
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -49,20 +52,19 @@ PEERS = {
 }
 """By the word for `--peers`, which is also that of benchmarks/peers/WORD_loop.py: name, package."""
 
-Figures = dict[str, Any]
-"""`seconds` per step of every ten, peak_memory, and what else a peer tells."""
+TURN = 1.0
+"""Seconds."""
 
 TOKENS = 8 * 256
 """Of a step."""
 
+PERDURE = "perdure"
 
-@dataclass(frozen=True)
-class Round:
-    """One run of this trainer and of every peer, one after the other."""
+METRICS = "runs/quickstart/metrics.jsonl"
 
-    ours: Figures
-    peers: dict[str, Figures]
-    """By word; those that did not fail."""
+Round = dict[str, dict[str, Any]]
+"""Of this trainer and of every peer that did not fail, by word: `seconds` per step of every ten,
+peak_memory, and what else a peer tells."""
 
 
 def main() -> None:
@@ -91,34 +93,31 @@ def main() -> None:
         "schedule.warmup_steps=5",
     )
     rows: list[dict[str, str]] = []
-    figures: list[Figures] = []
+    summaries: list[dict[str, Any]] = []
     with workspace() as directory:
         for case in cases:
             name, ranks, overrides = CASES[case]
             recipe = [str(QUICKSTART), *settings, *overrides]
-            left, rounds = list(peers), []
+            left, rounds = list(peers), list[Round]()
             for _ in range(options.rounds):
-                ours, theirs = run_perdure(ranks, recipe, directory), {}
-                for peer in list(left):
-                    found = run_peer(peer, ranks, recipe, directory)
-                    if "failed" in found:
-                        left.remove(peer)
-                        notes.append(f"{PEERS[peer][0]}, {name}: {found['failed']}")
-                    else:
-                        theirs[peer] = found
-                rounds.append(Round(ours, theirs))
+                found = one_round([PERDURE, *left], ranks, recipe, directory)
+                for peer in left:
+                    if failed := found[peer].get("failed"):
+                        notes.append(f"{PEERS[peer][0]}, {name}: {failed}")
+                left = [peer for peer in left if "failed" not in found[peer]]
+                rounds.append(found)
             for peer in left:
                 row, summary = compare(name, peer, rounds)
                 rows.append(row)
-                figures.append(summary)
-                if note := rounds[0].peers[peer].get("note"):
+                summaries.append(summary)
+                if note := rounds[0][peer].get("note"):
                     notes.append(f"{PEERS[peer][0]}, {name}: {note}")
     title = "Throughput and peak memory of rank 0; median (min-max) over rounds"
     heading(title)
     if rows:
         print_table(rows)
     print("\n" + "\n".join(notes))
-    write_json(title, {"ratios": figures, "notes": notes}, options.json)
+    write_json(title, {"ratios": summaries, "notes": notes}, options.json)
 
 
 def chosen(option: str, value: str, names: list[str]) -> list[str]:
@@ -129,56 +128,83 @@ def chosen(option: str, value: str, names: list[str]) -> list[str]:
     return words
 
 
-def run_perdure(ranks: int, recipe: list[str], directory: Path) -> Figures:
-    """A fresh run of this trainer."""
+def one_round(words: list[str], ranks: int, recipe: list[str], directory: Path) -> Round:
+    """A fresh run of each, `words` being PERDURE and words of PEERS."""
     shutil.rmtree(directory / "runs", ignore_errors=True)
-    run(torchrun(ranks, "-m", "trainer", *recipe), directory)
-    records = (directory / "runs/quickstart/metrics.jsonl").read_text().splitlines()
-    # Wall-clock time between records, so that logs and all else between steps are in it. The first
-    # interval holds the warm-up.
-    steps = [r for r in map(json.loads, records) if "step_seconds_p50" in r]
+    with ExitStack() as stack:
+        jobs: dict[str, PausableJob] = {}
+        for word in words:
+            worker = [str(ROOT / f"benchmarks/peers/{word}_loop.py")]
+            if word == PERDURE:
+                worker = ["-m", "trainer"]
+            job = PausableJob(torchrun(ranks, *worker, *recipe), directory, directory / word)
+            jobs[word] = stack.enter_context(job)
+            job.run_until(partial(warm, word, directory))
+            job.pause()
+        take_turns(list(jobs.values()), TURN)
+    return {word: figures(word, job, directory) for word, job in jobs.items()}
+
+
+def warm(word: str, directory: Path) -> bool:
+    """Whether a run has reached where it is stopped for the first time."""
+    return not torch.cuda.is_available() and len(marks(word, directory)) > 0
+
+
+def marks(word: str, directory: Path) -> list[tuple[int, float]]:
+    """(step, Unix time) of what a run has told so far, after every ten steps."""
+    if word == PERDURE:
+        told = [r for r in json_lines(directory / METRICS) if "step_seconds_p50" in r]
+        return [(record["step"], record["time"]) for record in told]
+    told = [line for line in json_lines(directory / f"{word}.out") if "at" in line]
+    return [(line["step"], line["at"]) for line in told if line["step"] > 1]
+
+
+def figures(word: str, job: PausableJob, directory: Path) -> dict[str, Any]:
+    """What a run that has ended came to, or why it `failed`. That of this trainer must not."""
+    lines = json_lines(directory / f"{word}.out")
+    if failed := [line for line in lines if "failed" in line]:
+        return failed[0]
+    if job.code:
+        errors = (directory / f"{word}.err").read_text()
+        if word == PERDURE:
+            sys.exit(f"this trainer failed:\n{errors}")
+        error = next((line for line in errors.splitlines() if "Error" in line), "no error shown")
+        return {"failed": f"exit code {job.code}, {error}"}
     seconds = [
-        (after["time"] - before["time"]) / (after["step"] - before["step"])
-        for before, after in pairwise(steps)
+        (job.ran(after_at) - job.ran(before_at)) / (after - before)
+        for (before, before_at), (after, after_at) in pairwise(marks(word, directory))
     ]
     if not seconds:
-        sys.exit("--steps: two intervals of 10 steps are needed, the first of which warms up")
-    return {"seconds": seconds, "peak_memory": steps[-1]["peak_memory"]}
+        sys.exit("--steps: 20 are needed, the first ten of which warm up")
+    told = json_lines(directory / METRICS) if word == PERDURE else lines
+    last = next(line for line in reversed(told) if "peak_memory" in line)
+    return {**last, "seconds": seconds}
 
 
-def run_peer(peer: str, ranks: int, recipe: list[str], directory: Path) -> Figures:
-    """What a peer printed last: its figures, or why it `failed`."""
-    command = torchrun(ranks, str(ROOT / f"benchmarks/peers/{peer}_loop.py"), *recipe)
-    done = attempt(command, directory)
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if failed := [line for line in told if "failed" in line]:
-        return failed[0]
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip(" =-")]
-        last = next(
-            (line for line in lines if "Error" in line), lines[-1] if lines else "no output"
-        )
-        return {"failed": f"exit code {done.returncode}, {last}"}
-    return told[-1]
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects among a file's lines, but for one that is being written."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line[0] == "{" and line[-1] == "\n"]
 
 
-def compare(case: str, peer: str, rounds: list[Round]) -> tuple[dict[str, str], Figures]:
+def compare(case: str, peer: str, rounds: list[Round]) -> tuple[dict[str, str], dict[str, Any]]:
     """A row of the table, and the figures behind it."""
-    pairs = [(r.ours, r.peers[peer]) for r in rounds]
+    pairs = [(found[PERDURE], found[peer]) for found in rounds]
 
-    speed = [median(theirs["seconds"]) / median(ours["seconds"]) for ours, theirs in pairs]
-    memory = [ours["peak_memory"] / theirs["peak_memory"] for ours, theirs in pairs]
-    ours_fastest = min(min(ours["seconds"]) for ours, _ in pairs)
-    fastest = min(min(theirs["seconds"]) for _, theirs in pairs) / ours_fastest
+    ours = [mean(mine["seconds"]) for mine, _ in pairs]
+    theirs = [mean(other["seconds"]) for _, other in pairs]
+    speed = [other / mine for mine, other in zip(ours, theirs, strict=True)]
+    memory = [mine["peak_memory"] / other["peak_memory"] for mine, other in pairs]
     row = {
         "case": case,
         "peer": PEERS[peer][0],
-        "Perdure tok/s": spread([TOKENS / median(ours["seconds"]) for ours, _ in pairs], 0),
-        "peer tok/s": spread([TOKENS / median(theirs["seconds"]) for _, theirs in pairs], 0),
+        "Perdure tok/s": spread([TOKENS / seconds for seconds in ours], 0),
+        "peer tok/s": spread([TOKENS / seconds for seconds in theirs], 0),
         "speed ratio": spread(speed, 3),
-        "of the fastest": f"{fastest:.3f}",
-        "Perdure MB": spread([ours["peak_memory"] / 1e6 for ours, _ in pairs], 0),
-        "peer MB": spread([theirs["peak_memory"] / 1e6 for _, theirs in pairs], 0),
+        "Perdure MB": spread([mine["peak_memory"] / 1e6 for mine, _ in pairs], 0),
+        "peer MB": spread([other["peak_memory"] / 1e6 for _, other in pairs], 0),
         "memory ratio": spread(memory, 3),
     }
     summary = {
@@ -186,7 +212,6 @@ def compare(case: str, peer: str, rounds: list[Round]) -> tuple[dict[str, str], 
         "peer": PEERS[peer][0],
         "rounds": pairs,
         "speed_ratio": median(speed),
-        "speed_ratio_of_the_fastest": fastest,
         "memory_ratio": median(memory),
     }
     return row, summary

@@ -49,7 +49,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.plan.costs import describe_machine
     from trainer.plan.report import plan_json, plan_text
     from trainer.plan.search import make_plan
+    from trainer.tasks import check_plannable
 
+    check_plannable(recipe)  # before what is asked of the machine
     machine = describe_machine(
         arguments.gpus,
         arguments.nodes,

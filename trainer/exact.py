@@ -145,6 +145,9 @@ class ExactAdamW(torch.optim.AdamW):
     float32 elements. IEEE 754 defines these to the last bit, so how a tensor is cut, and which
     kernel computes it, does not show. State and options are those of torch.optim.AdamW."""
 
+    gradient_factor = 1.0
+    """Gradients are multiplied by it."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update; `closure` must be None."""
@@ -162,6 +165,7 @@ class ExactAdamW(torch.optim.AdamW):
                     local_slice,
                     (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]),
                 )
+                gradient.mul_(self.gradient_factor)
                 mean.mul_(beta1).add_(gradient.mul(1 - beta1))
                 mean_square.mul_(beta2).add_(gradient.mul(gradient).mul_(1 - beta2))
                 root = mean_square.sqrt().mul_((1 - beta2**steps) ** -0.5).add_(eps)

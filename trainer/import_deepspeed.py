@@ -135,11 +135,15 @@ def _offload(source: Source, device: str) -> None:
         source.became(f"{zero}.{key}", f"strategy.offload={device}", note)
     paths = [f"{zero}.offload_{what}.nvme_path" for what in ("optimizer", "param")]
     if device == "nvme":
-        path = next((source.left[key] for key in paths if key in source.left), "/local_nvme")
+        given = [path for path in map(source.left.get, paths) if path not in (None, "auto")]
+        path = given[0] if given else "/local_nvme"
         source.made.set("strategy.offload_directory", path, paths[0], "a directory on a local disk")
+        for key in paths:
+            other = source.left.get(key) not in (path, "auto")
+            why = "one directory holds all that is offloaded" if other else ""
+            source.became(key, f"strategy.offload_directory={path}", why)
     for key in paths:
-        target = f"strategy.offload_directory={source.left.get(key)}" if device == "nvme" else ""
-        source.became(key, target, "" if target else "nothing is offloaded to it")
+        source.became(key, "", "nothing is offloaded to it")
 
 
 def _activations(source: Source) -> None:

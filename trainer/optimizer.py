@@ -14,13 +14,57 @@ from trainer.exact import ExactAdamW, local_slice
 from trainer.recipe import Optimizer, Schedule
 
 
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on this rank's slices. Of DTensors torch would find out, in every new
+    process and for each of them, that an update needs no other rank: a sixth of a restart."""
+
+    gradient_factor = 1.0
+    """Gradients are multiplied by it, on their way: a pass over them of its own would take a third
+    of the update's time again."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update; `closure` must be None."""
+        if closure is not None:
+            raise ValueError("gradients are computed before the update")
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not trained:
+                continue
+            states = [self.state[parameter] for parameter in trained]
+            beta1, beta2 = group["betas"]
+            divisor = None
+            if self.gradient_factor != 1.0:
+                divisor = torch.full((), 1 / self.gradient_factor, device=trained[0].device)
+            adamw(
+                [local_slice(parameter) for parameter in trained],
+                [local_slice(parameter.grad) for parameter in trained],
+                [local_slice(state["exp_avg"]) for state in states],
+                [local_slice(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                grad_scale=divisor,
+            )
+
+
+AdamW = FusedAdamW | ExactAdamW
+
+
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     options: Optimizer,
     *,
     exact: bool = False,
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
-) -> torch.optim.AdamW:
+) -> AdamW:
     """AdamW (Loshchilov & Hutter 2019) whose state exists from the start: fused, or exact.
 
     State tensors are made here rather than at the first step, so that they can be loaded into and
@@ -49,37 +93,6 @@ def decay_groups(
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on this rank's slices. Of DTensors torch would find out, in every new
-    process and for each of them, that an update needs no other rank: a sixth of a restart."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; `closure` must be None."""
-        if closure is not None:
-            raise ValueError("gradients are computed before the update")
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self.state[parameter] for parameter in trained]
-            beta1, beta2 = group["betas"]
-            adamw(
-                [local_slice(parameter) for parameter in trained],
-                [local_slice(parameter.grad) for parameter in trained],
-                [local_slice(state["exp_avg"]) for state in states],
-                [local_slice(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
 
 
 def parameter_groups(
@@ -146,22 +159,13 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     ).sum()
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients in place."""
-    gradients = [local_slice(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, factor)
-
-
-def update(
-    optimizer: torch.optim.Optimizer, portions: Iterable[list[dict[str, Any]]], factor: float
-) -> None:
+def update(optimizer: AdamW, portions: Iterable[list[dict[str, Any]]], factor: float) -> None:
     """One optimizer step, a portion of the parameter groups at a time, with gradients times
     `factor` (of clipping and of the loss scale)."""
+    optimizer.gradient_factor = factor
     groups = optimizer.param_groups
     try:
         for portion in portions:
-            if factor != 1.0:
-                scale_gradients((p for group in portion for p in group["params"]), factor)
             optimizer.param_groups = portion
             optimizer.step()
     finally:

@@ -20,6 +20,7 @@ from elastic import (
 )
 from trainer.exact import snap_loss, square_sums
 from trainer.optimizer import (
+    AdamW,
     LossScale,
     learning_rate,
     square_sum,
@@ -57,7 +58,7 @@ class TrainState:
     """What a checkpoint holds: tensors of the model, tensors of the optimizer, and the rest."""
 
     model: ParallelModel
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     progress: Progress
 
 

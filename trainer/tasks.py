@@ -120,16 +120,21 @@ def build_task(recipe: Recipe) -> Task:
     )
 
 
-def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture | None, float]:
-    """(model, its repeated parts, its architecture, `Task.flops_per_token`), without any data.
-
-    Raises:
-        RecipeError: the model cannot be built.
-    """
+def check_plannable(recipe: Recipe) -> None:
+    """Raises RecipeError for a model whose memory and time cannot be predicted."""
     if recipe.model.kgat:
         raise RecipeError(
             "model.kgat: only language models can be planned; `perdure compare` measures this one"
         )
+
+
+def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture | None, float]:
+    """(model, its repeated parts, its architecture, `Task.flops_per_token`), without any data.
+
+    Raises:
+        RecipeError: the model cannot be built, or not planned.
+    """
+    check_plannable(recipe)
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
         return model, blocks, None, 6.0 * sum(p.numel() for p in model.parameters())

@@ -49,27 +49,26 @@ def torchrun(ranks: int, *worker: str) -> list[str]:
     return [*launcher, "--nproc-per-node", str(ranks), *worker]
 
 
-def run(command: Sequence[str], directory: Path, environment: Mapping[str, str] = {}) -> str:
-    """Run to the end in `directory`; returns stdout. A failure shows all output and stops."""
-    done = attempt(command, directory, environment)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    return done.stdout
+def environment() -> dict[str, str]:
+    """Of a job that is started now: this package on its path, one thread per rank."""
+    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **paths, "PERDURE_LAUNCHED_AT": str(time.time())}
 
 
-def attempt(
-    command: Sequence[str], directory: Path, environment: Mapping[str, str] = {}
-) -> subprocess.CompletedProcess[str]:
-    """Run to the end in `directory`, whatever the end."""
-    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+def run(command: Sequence[str], directory: Path, more: Mapping[str, str] = {}) -> str:
+    """Run to the end in `directory`, with `more` in the environment; returns stdout. A failure
+    shows all output and stops."""
+    done = subprocess.run(
         command,
         cwd=directory,
-        env={**base, "PERDURE_LAUNCHED_AT": str(time.time()), **environment},
+        env={**environment(), **more},
         capture_output=True,
         text=True,
         check=False,
     )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

@@ -10,9 +10,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -110,39 +109,31 @@ class Job:
 
 @dataclass
 class Clock:
-    """Told after every optimizer step; a step lasts from one call to the next."""
+    """Told after every optimizer step; rank 0 prints the Unix time of the first and of every
+    `run.log_every`."""
 
     job: Job
     note: str = ""
     """Where the peer differs from the recipe, for the reader of the table."""
     loss: float | None = None
     """Of the last micro-batch that was told."""
-    seconds: list[float] = field(default_factory=list)
-    _last: float = field(default_factory=time.perf_counter)
+    steps: int = 0
 
     def step(self, loss: Tensor | None = None) -> None:
         """A step is done. `loss` is read only after the last: reading it waits for the device."""
         if self.job.device.type == "cuda":
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds.append(now - self._last)
-        if len(self.seconds) == 1 and self.job.rank == 0:
-            print(json.dumps({"first_step_at": time.time()}), flush=True)
-        if len(self.seconds) == self.job.recipe.run.steps and loss is not None:
+        run = self.job.recipe.run
+        self.steps += 1
+        if self.job.rank == 0 and (self.steps == 1 or self.steps % run.log_every == 0):
+            print(json.dumps({"step": self.steps, "at": time.time()}), flush=True)
+        if self.steps == run.steps and loss is not None:
             self.loss = loss.item()
-        self._last = now
 
     def figures(self) -> dict[str, Any]:
-        """Seconds per step of every `run.log_every` steps but the first, which warm up; bytes of
-        peak memory of this process."""
-        every = self.job.recipe.run.log_every
-        starts = range(every, len(self.seconds) - every + 1, every)
-        return {
-            "seconds": [mean(self.seconds[start : start + every]) for start in starts],
-            "peak_memory": peak_memory(self.job.device),
-            "loss": self.loss,
-            "note": self.note,
-        }
+        """Bytes of peak memory of this process, loss and note."""
+        peak = peak_memory(self.job.device)
+        return {"peak_memory": peak, "loss": self.loss, "note": self.note}
 
 
 def run_peer(train: Callable[[Job, Clock], None]) -> None:

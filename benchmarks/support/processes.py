@@ -48,7 +48,7 @@ class MemoryWatch(_Watch):
         while not self._stopped.wait(PERIOD):
             now = time.monotonic()
             if now - looked > LOOK_FOR_PROCESSES:
-                processes, looked = _descendants(os.getpid()), now
+                processes, looked = descendants(os.getpid()), now
             taken = _shared() + sum(_anonymous(process) for process in processes)
             self._samples.append((now, taken))
 
@@ -70,7 +70,7 @@ class CpuWatch(_Watch):
 
     def _watch(self) -> None:
         while not self._stopped.wait(LOOK_FOR_PROCESSES):
-            taken = {process: _cpu_seconds(process) for process in _descendants(os.getpid())}
+            taken = {process: _cpu_seconds(process) for process in descendants(os.getpid())}
             self._samples.append((time.time(), taken))
 
 
@@ -82,7 +82,8 @@ def _cpu_seconds(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(root: int) -> list[int]:
+def descendants(root: int) -> list[int]:
+    """Ids of the processes that a process has started, and that these have; parents first."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
