@@ -23,7 +23,7 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "Next:"
 	@echo "  $(BIN)/perdure ckpt show runs/quickstart                          what the checkpoint holds"
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.steps=600        train on from it"
-	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp strategy.sharding=null"
+	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp"
 
 test: lint       ## lint, types, import contracts and the whole test suite
 	$(BIN)/python -m pytest -n 3 --dist worksteal
@@ -39,7 +39,7 @@ lint: $(DEV)     ## ruff, mypy and the import contracts
 bench: $(DEV)    ## every benchmark, against its peer
 	for name in $(basename $(notdir $(wildcard benchmarks/*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-soak: $(DEV)     ## long randomised tests: kills and resumes, about 15 minutes
+soak: $(DEV)     ## long randomised tests: kills, resumes, 200 seeded faults: about an hour
 	SOAK=1 $(BIN)/python -m pytest tests/distributed tests/checkpointing
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
@@ -60,7 +60,7 @@ clean:           ## remove .venv, data/ and runs/
 	rm -rf .venv data runs
 
 $(RUNTIME): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Perdure needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and "Perdure needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[all]'

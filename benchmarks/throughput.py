@@ -34,7 +34,7 @@ from benchmarks.support import (
 )
 from benchmarks.support.turns import PausableJob, take_turns
 
-DDP = ("strategy.name=ddp", "strategy.sharding=null")
+DDP = ("strategy.name=ddp",)
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "plain": ("1 rank, plain", 1, DDP),
     "ddp": ("2 ranks, DDP", 2, DDP),

@@ -296,6 +296,22 @@ def test_another_optimizer_s_peak_is_not_adamw_s(config, kind):
         assert made.tree["schedule"]["min_lr_ratio"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("paths", "directory"),
+    [(("auto", "auto"), "/local_nvme"), (("auto", "/b"), "/b"), (("/a", "/b"), "/a")],
+)
+def test_one_directory_holds_all_that_is_offloaded(config, paths, directory):
+    offload = [{"device": "nvme", "nvme_path": path} for path in paths]
+    zero = {"stage": 3, "offload_optimizer": offload[0], "offload_param": offload[1]}
+    made = import_deepspeed(config({"zero_optimization": zero}))
+    assert made.tree["strategy"]["offload_directory"] == directory
+    lines = {line.key: line for line in made.lines}
+    for what, path in zip(("optimizer", "param"), paths, strict=True):
+        line = lines[f"zero_optimization.offload_{what}.nvme_path"]
+        assert line.became == f"strategy.offload_directory={directory}"
+        assert bool(line.why) == (path not in ("auto", directory))
+
+
 def test_an_automatic_batch_is_trainer_s(config):
     tree = {"train_batch_size": "auto", "gradient_accumulation_steps": 2}
     assert import_deepspeed(config(tree)).tree["batch"] == {"micro_batch": 8}

@@ -36,7 +36,8 @@ examples:
   perdure train recipes/llama3_8b.yaml --nnodes 2 --rdzv-endpoint node0:29400
 
 Starting the same recipe again resumes from the newest checkpoint in run.dir.
-exit codes: 0 done; 2 wrong recipe or input; 93 stopped for good (do not requeue); 1 anything else
+exit codes: 0 done; 2 wrong recipe or input; 75 told to go, state saved (requeue); 93 stopped for
+good (do not requeue); 130 Ctrl-C; 1 anything else
 """
 DATA_EXAMPLES = """\
 examples:

@@ -67,7 +67,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`."""
+    """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`, which may come
+    with `init_from`."""
 
     architecture: Architecture | None = None
     """A Llama 3 or Qwen3 decoder, in the words of a Hugging Face config.json, with fresh
@@ -516,7 +517,10 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if strategy.name == "ddp":
         for key in ("sharding", "zero", "shard_size"):
             if getattr(strategy, key) is not None:
-                yield f"strategy.{key}", "only with strategy.name: fsdp; remove it, or set fsdp"
+                yield (
+                    f"strategy.{key}",
+                    "only with strategy.name: fsdp; set it to null, or set fsdp",
+                )
         if strategy.offload != "none":
             yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
     if strategy.zero is not None and strategy.name == "fsdp":

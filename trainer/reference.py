@@ -32,7 +32,10 @@ def _reference_rows(
     nested: list[tuple[str, dict[str, Any]]] = []
     required = definition.get("required", [])
     for key, value in definition["properties"].items():
-        default = "required" if key in required else f"`{yaml_scalar(value.get('default'))}`"
+        # A schema has no default for what is empty anew each time.
+        absent: Any = {} if value.get("type") == "object" else None
+        default = f"`{yaml_scalar(value.get('default', absent))}`"
+        default = "required" if key in required else default
         meaning = " ".join(value.get("description", "").split())
         yield f"| `{prefix}{key}` | {_type_name(value, schema)} | {default} | {meaning} |"
         inner = definition_of(value, schema)

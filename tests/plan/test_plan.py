@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -415,3 +417,15 @@ def test_a_machine_that_cannot_be(words, part):
         describe_machine(*words)
     with pytest.raises(RecipeError, match="--net: 'fast' is not a rate; write 400Gb/s"):
         describe_machine("8xH100", 2, "bf16", net="fast")
+
+
+def test_a_recommender_is_told_that_it_cannot_be_planned_before_anything_is_asked():
+    """Its recipe is in fp32, of which a peak would have to be given."""
+    command = [sys.executable, "-m", "trainer.cli", "plan", ROOT / "recipes/kgat_lastfm.yaml"]
+    arguments = [*command, "--gpus", "8xH100"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: model.kgat: only language models can be planned; "
+        "`perdure compare` measures this one\n"
+    )
