@@ -10,13 +10,13 @@ before the next one starts.
 
 import json
 import shutil
+import signal
 import sys
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ PERDURE = "perdure"
 METRICS = "runs/quickstart/metrics.jsonl"
 
 Round = dict[str, dict[str, Any]]
-"""Of this trainer and of every peer that did not fail, by word: `seconds` per step of every ten,
-peak_memory, and what else a peer tells."""
+"""Of this trainer and of every peer that did not fail, by word: `seconds` per step, peak_memory,
+and what else it tells."""
 
 
 def main() -> None:
@@ -92,6 +92,8 @@ def main() -> None:
         "checkpoint.every=0",
         "schedule.warmup_steps=5",
     )
+    # Or jobs that are stopped would stay so when this is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows: list[dict[str, str]] = []
     summaries: list[dict[str, Any]] = []
     with workspace() as directory:
@@ -170,22 +172,21 @@ def figures(word: str, job: PausableJob, directory: Path) -> dict[str, Any]:
             sys.exit(f"this trainer failed:\n{errors}")
         error = next((line for line in errors.splitlines() if "Error" in line), "no error shown")
         return {"failed": f"exit code {job.code}, {error}"}
-    seconds = [
-        (job.ran(after_at) - job.ran(before_at)) / (after - before)
-        for (before, before_at), (after, after_at) in pairwise(marks(word, directory))
-    ]
-    if not seconds:
+    told = marks(word, directory)
+    if len(told) < 2:
         sys.exit("--steps: 20 are needed, the first ten of which warm up")
-    told = json_lines(directory / METRICS) if word == PERDURE else lines
-    last = next(line for line in reversed(told) if "peak_memory" in line)
-    return {**last, "seconds": seconds}
+    (first, began), (last, ended) = told[0], told[-1]
+    seconds = (job.ran(ended) - job.ran(began)) / (last - first)
+    records = json_lines(directory / METRICS) if word == PERDURE else lines
+    final = next(record for record in reversed(records) if "peak_memory" in record)
+    return {**final, "seconds": seconds}
 
 
 def json_lines(file: Path) -> list[dict[str, Any]]:
     """The JSON objects among a file's lines, but for one that is being written."""
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line[0] == "{" and line[-1] == "\n"]
 
 
@@ -193,8 +194,8 @@ def compare(case: str, peer: str, rounds: list[Round]) -> tuple[dict[str, str], 
     """A row of the table, and the figures behind it."""
     pairs = [(found[PERDURE], found[peer]) for found in rounds]
 
-    ours = [mean(mine["seconds"]) for mine, _ in pairs]
-    theirs = [mean(other["seconds"]) for _, other in pairs]
+    ours = [mine["seconds"] for mine, _ in pairs]
+    theirs = [other["seconds"] for _, other in pairs]
     speed = [other / mine for mine, other in zip(ours, theirs, strict=True)]
     memory = [mine["peak_memory"] / other["peak_memory"] for mine, other in pairs]
     row = {

@@ -29,9 +29,7 @@ ALIASES = {
 }
 """Other spelling → the one used here."""
 
-_BLOCKWISE = (
-    "FSDP communicates one block of the model at a time, DDP 25 MB; ZeRO-1 gathers one parameter"
-)
+_BLOCKWISE = "FSDP communicates one block of the model at a time, DDP and ZeRO-1 25 MB"
 _OVERLAP = "communication overlaps computation, except ZeRO-1's gather after the update"
 _QUANTIZED = "nothing is sent quantised: parameters in precision.dtype, gradients in float32"
 _SCALER = "the fp16 loss scale halves at each overflow and doubles after 2000 good steps"

@@ -135,11 +135,13 @@ def _offload(source: Source, device: str) -> None:
         source.became(f"{zero}.{key}", f"strategy.offload={device}", note)
     paths = [f"{zero}.offload_{what}.nvme_path" for what in ("optimizer", "param")]
     if device == "nvme":
-        given = [path for path in map(source.left.get, paths) if path not in (None, "auto")]
-        path = given[0] if given else "/local_nvme"
-        source.made.set("strategy.offload_directory", path, paths[0], "a directory on a local disk")
+        given = {
+            key: source.left[key] for key in paths if source.left.get(key) not in (None, "auto")
+        }
+        origin, path = next(iter(given.items()), (paths[0], "/local_nvme"))
+        source.made.set("strategy.offload_directory", path, origin, "a directory on a local disk")
         for key in paths:
-            other = source.left.get(key) not in (path, "auto")
+            other = key in given and given[key] != path
             why = "one directory holds all that is offloaded" if other else ""
             source.became(key, f"strategy.offload_directory={path}", why)
     for key in paths:

@@ -19,8 +19,8 @@ class FusedAdamW(torch.optim.AdamW):
     process and for each of them, that an update needs no other rank: a sixth of a restart."""
 
     gradient_factor = 1.0
-    """Gradients are multiplied by it, on their way: a pass over them of its own would take a third
-    of the update's time again."""
+    """Gradients are multiplied by it, in place, by the kernel that reads them anyway: a pass over
+    them of its own would take a third of the update's time again."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -35,7 +35,12 @@ class FusedAdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             divisor = None
             if self.gradient_factor != 1.0:
-                divisor = torch.full((), 1 / self.gradient_factor, device=trained[0].device)
+                divisor = torch.full(
+                    (),
+                    min(1 / self.gradient_factor, torch.finfo(torch.float32).max),
+                    dtype=torch.float32,
+                    device=trained[0].device,
+                )
             adamw(
                 [local_slice(parameter) for parameter in trained],
                 [local_slice(parameter.grad) for parameter in trained],

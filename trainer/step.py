@@ -104,6 +104,7 @@ def train_step(
     if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
         model.zero_gradients()
         found, note = rerun(found, gradients(state, inputs, plan, recipe, world, pulse))
+    scale = progress.loss_scale.value  # of these gradients; the verdict may change it
     verdict = judge(progress, recipe, found, note)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
@@ -111,7 +112,7 @@ def train_step(
         before_update()
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
-        factor = (options.clip_norm / found.norm if clip else 1.0) / progress.loss_scale.value
+        factor = (options.clip_norm / found.norm if clip else 1.0) / scale
         for group in optimizer.param_groups:
             group["lr"] = lr
         update(optimizer, model.portions(optimizer), factor)

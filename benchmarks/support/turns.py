@@ -39,13 +39,15 @@ class PausableJob:
                 command, cwd=directory, env=environment(), stdout=out, stderr=err
             )
         self._began: float | None = time.time()
+        self._stopped: list[int] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.code is None:
-            self._signal(signal.SIGKILL)
+        self.pause()
+        for process in self._stopped:
+            _tell(process, signal.SIGKILL)
         self._process.wait()
 
     @property
@@ -54,9 +56,11 @@ class PausableJob:
         return self._process.poll()
 
     def resume(self) -> None:
-        """Let it run. It is not running."""
+        """Let it run. It is paused, and has not ended."""
         self._began = time.time()
-        self._signal(signal.SIGCONT)
+        for process in self._stopped:
+            _tell(process, signal.SIGCONT)
+        self._stopped = []
 
     def run(self, seconds: float) -> None:
         """Wait for so long, or until it ends. It is running."""
@@ -71,37 +75,36 @@ class PausableJob:
             self.run(LOOK_SECONDS)
 
     def pause(self) -> None:
-        """Stop all of its processes, if it has not ended."""
-        if self.code is None:
-            self._signal(signal.SIGSTOP)
+        """Stop all of its processes, those that have not ended."""
+        root, paused_at = self._process.pid, time.time()
+        while self.code is None:
+            # Parents first, and again until none is new: what is not stopped yet may fork.
+            new = [pid for pid in (root, *descendants(root)) if pid not in self._stopped]
+            if not new:
+                break
+            for process in new:
+                _tell(process, signal.SIGSTOP)
+            self._stopped += new
+            paused_at = time.time()
         if self._began is not None:
-            self._ran.append((self._began, time.time()))
+            self._ran.append((self._began, paused_at))
         self._began = None
 
     def ran(self, at: float) -> float:
         """Seconds for which it had run at a moment in Unix time."""
         return sum(min(end, at) - start for start, end in self._ran if start < at)
 
-    def _signal(self, number: int) -> None:
-        told: set[int] = set()
-        # Parents first, and again until none is new: what is not stopped yet may fork.
-        while new := [pid for pid in self._processes() if pid not in told]:
-            for pid in new:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.kill(pid, number)
-            told.update(new)
 
-    def _processes(self) -> list[int]:
-        return [self._process.pid, *descendants(self._process.pid)]
+def _tell(process: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(process, number)
 
 
 def take_turns(jobs: Sequence[PausableJob], seconds: float) -> None:
     """Let each run for so long while the others are stopped, in turn, until all have ended. All are
-    stopped."""
-    going = list(jobs)
-    while going:
+    paused, or have ended."""
+    while going := [job for job in jobs if job.code is None]:
         for job in going:
             job.resume()
             job.run(seconds)
             job.pause()
-        going = [job for job in going if job.code is None]

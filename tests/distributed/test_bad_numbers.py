@@ -4,6 +4,8 @@ stop."""
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.distributed.jobs import losses, records, soak, wait_for_step
 from trainer.optimizer import LossScale
@@ -110,6 +112,37 @@ def test_a_loss_scale_that_fell_to_one_grows_again():
     for _ in range(LossScale.GROWTH_INTERVAL):
         scale = scale.after_good_step()
     assert scale == LossScale(2.0)
+
+
+@soak
+def test_a_step_is_unscaled_by_the_scale_that_it_was_scaled_by(workspace, start, factory):
+    """Also the step after which the scale grows."""
+    (workspace / "users_model.py").write_text(
+        FACTORY.replace("Dropout(0.1)", "Identity()")
+        + """
+def growing(every):
+    from trainer.optimizer import LossScale
+
+    LossScale.GROWTH_INTERVAL = every
+    return build()
+"""
+    )
+    moments = []
+    for every in (2, 1000):
+        run = f"grows-{every}"
+        job = start(
+            1, f"run.dir={run}", "run.steps=3", "precision.dtype=fp16", "precision.loss_scale=1024",
+            "model.factory=users_model:growing", f"model.factory_options={{every: {every}}}",
+            recipe=factory,
+        )  # fmt: skip
+        code, output = job.wait()
+        assert code == 0, output
+        scales = [r["loss_scale"] for r in records(workspace, run) if "loss" in r]
+        assert scales == ([1024, 2048, 2048] if every == 2 else [1024] * 3)
+        (file,) = (workspace / run).glob("checkpoints/step-00000003/optimizer/*.safetensors")
+        (moment,) = (t for name, t in load_file(file).items() if name.endswith("exp_avg"))
+        moments.append(moment)
+    torch.testing.assert_close(*moments, rtol=1e-2, atol=1e-7)
 
 
 @soak

@@ -16,8 +16,8 @@ UNITS = 3  # two blocks, and the rest
 @pytest.mark.parametrize(
     ("name", "overrides", "expected"),
     [
-        # One bucket of gradients, reduced in the last pass.
-        ("ddp", ["strategy.name=ddp"], {**WORD, "c10d::allreduce_": 2}),
+        # Two buckets of gradients, reduced in the last pass.
+        ("ddp", ["strategy.name=ddp"], {**WORD, "c10d::allreduce_": 3}),
         (
             "full-shard",
             [],

@@ -16,21 +16,49 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.exact import local_slice
 
 BUCKET_BYTES = 25 * 2**20
-"""Of parameters that are gathered at a time, as many as DDP reduces gradients of."""
+"""Most bytes of gradients that are reduced, and of parameters that are gathered, at a time."""
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Wrap a model that stands on its device so that backward sums gradients over `mesh` (1-D)."""
+    """Wrap a model that stands on its device so that backward sums gradients over `mesh` (1-D). On
+    all its ranks."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A single bucket would be reduced when backward is over, with nothing left to hide behind.
+    half = sum(parameter.nbytes for parameter in trained) / 2
+    # A model says of itself that a pass may leave some of its parameters without a gradient.
+    some_unused = getattr(model, "some_unused", False)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
-        # A model says of itself that a pass may leave some of its parameters without a gradient.
-        find_unused_parameters=getattr(model, "some_unused", False),
+        bucket_cap_mb=min(BUCKET_BYTES, half) / 2**20,
+        find_unused_parameters=some_unused,
     )
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
+    if not some_unused:
+        _settle_buckets(wrapped, trained)
     return wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
+    """Have DDP put the parameters into the buckets that they stay in.
+
+    It does so anew after its first backward pass, in the order in which gradients came. Where a
+    gradient lies in a bucket decides in which order the ranks' parts are summed: on three ranks or
+    more the first step after a restart would be rounded otherwise than in a run that goes on. So
+    the first pass is one over nothing, whose gradients, zeros, come from the last parameter to the
+    first.
+    """
+
+    def nothing() -> torch.Tensor:
+        return torch.stack([(parameter * 0).sum() for parameter in trained]).sum()
+
+    wrapped.module.forward = nothing
+    wrapped().backward()
+    del wrapped.module.forward
+    for parameter in trained:
+        parameter.grad = None
 
 
 def _sum_gradients(

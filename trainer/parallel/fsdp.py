@@ -56,7 +56,7 @@ def apply_fsdp(
             # What is in no block (embedding, head) is needed as soon as backward begins.
             reshard_after_forward=free and unit is not model,
         )
-    if mesh.device_type == "cpu" and recipe.strategy.offload != "nvme":
+    if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
     if recipe.exact:
         terms = -(-recipe.batch.global_batch // recipe.batch.micro_batch)
@@ -67,16 +67,18 @@ def apply_fsdp(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _gather_ahead(units: Sequence[nn.Module]) -> None:
-    """Gather each unit while the one before is computed, in forward and backward.
+def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:
+    """Whether forward, too, gathers a block while the one before is computed.
 
     On a GPU FSDP does that by itself, as its collectives have streams of their own. On a CPU a rank
     would wait for each: 4 % of the quickstart's steps. With NVMe it is the disk that is asked ahead
-    (offload.py).
-
-    Args:
-        units: the whole model, then its blocks in the order of forward.
+    (offload.py), and a model of the user's may call its blocks in an order of its own.
     """
+    return device_type == "cpu" and recipe.strategy.offload != "nvme" and not recipe.model.factory
+
+
+def _gather_ahead(units: Sequence[nn.Module]) -> None:
+    """From now on; `units` are the whole model, then its blocks in the order of forward."""
     ordered = cast("Sequence[FSDPModule]", units)
     for unit, ahead in pairwise(ordered):
         unit.set_modules_to_forward_prefetch([ahead])

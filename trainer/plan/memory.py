@@ -15,8 +15,8 @@ moments and less than the sum of everything's largest size:
 Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
 
 - FSDP gathers into one flat buffer and copies it out, parameter by parameter. In the forward pass
-  the flat buffer stays until the next unit is gathered, in the backward pass the unit that comes
-  next is gathered ahead. The root unit (embedding, head) stays gathered meanwhile.
+  the flat buffer stays until the next unit is gathered, unless that is gathered ahead, as it is in
+  the backward pass. The root unit (embedding, head) stays gathered meanwhile.
 - Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
   unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
 - With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.parallel.ddp import buckets
+from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.offload import BUFFERS, COPIES, PORTION_BYTES
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.trace import Blueprint, Shape, Trace
@@ -125,7 +126,7 @@ def memory_of(
     state = 2 * slices + 4 * len(shapes)  # two moments of the gradient, and the step
     if is_sharded_by_fsdp(recipe):
         parameters, gradients = slices, slices
-        moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded)
+        moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded, device)
     else:
         parameters, gradients = whole, whole
         gathered = 0
@@ -214,7 +215,12 @@ def _inner_blocks(blueprint: Blueprint) -> list[tuple[int, int]]:
 
 
 def _fsdp_moments(
-    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, offloaded: bool
+    blueprint: Blueprint,
+    recipe: Recipe,
+    layout: Layout,
+    trace: Trace,
+    offloaded: bool,
+    device: str,
 ) -> list[Moment]:
     shards, units = layout.shards, blueprint.units
     compute = DTYPES[recipe.precision.dtype].itemsize
@@ -254,9 +260,10 @@ def _fsdp_moments(
 
     gathered = everything if keeps_whole else root
     ahead = 0 if keeps_whole else flat
+    left = 0 if gathers_ahead_on_cpu(recipe, device) else flat
     before, after = all_reduced(0), all_reduced(len(blocks))
     moments = [
-        Moment("forward", early, trace.head_forward, gathered + flat + aside + kept + before),
+        Moment("forward", early, trace.head_forward, gathered + left + aside + kept + before),
         Moment("head", early, trace.head_backward, gathered + ahead + aside + kept + before),
     ]
     if blocks:
