@@ -131,7 +131,8 @@ def growing(every):
     for every in (2, 1000):
         run = f"grows-{every}"
         job = start(
-            1, f"run.dir={run}", "run.steps=3", "precision.dtype=fp16", "precision.loss_scale=1024",
+            1, f"run.dir={run}", "run.steps=3", "schedule={}",
+            "precision.dtype=fp16", "precision.loss_scale=1024",
             "model.factory=users_model:growing", f"model.factory_options={{every: {every}}}",
             recipe=factory,
         )  # fmt: skip
