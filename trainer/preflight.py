@@ -30,7 +30,7 @@ def check_inputs(
         RecipeError: what is wrong, in one line.
     """
     _check_device(recipe, local_world_size)
-    *_, shards, _, _ = mesh_shape(recipe, world_size, local_world_size)
+    _, shards = mesh_shape(recipe, world_size, local_world_size)
     if recipe.strategy.offload_directory:
         from trainer.parallel.offload import BYTES_PER_PARAMETER
 

@@ -64,7 +64,7 @@ class StepProfiler:
         self._done = 0
         self._directory = Path(recipe.run.dir) / DIRECTORY
         self._world = world
-        replicas = mesh_shape(recipe, world.world_size, world.local_world_size)[1]
+        replicas, _ = mesh_shape(recipe, world.world_size, world.local_world_size)
         self._holdings = _Holdings(model, optimizer, world.device, replicas)
         self._profile = torch_profiler(
             world.device, self._after, recipe.tracking.profile_steps, self._write

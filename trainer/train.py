@@ -41,7 +41,7 @@ from trainer.metrics import (
     warn,
 )
 from trainer.optimizer import build_optimizer
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import REPLICATE, build_mesh
 from trainer.parallel.parallelize import ParallelModel, parallelize
 from trainer.profile import StepProfiler
 from trainer.recipe import Recipe
@@ -209,11 +209,13 @@ def check_replicas(
     model: ParallelModel, mesh: DeviceMesh, progress: Progress, metrics: Metrics | None
 ) -> None:
     """Name a rank whose replica of the weights differs from the others. On all ranks."""
+    if REPLICATE not in (mesh.mesh_dim_names or ()):
+        return
     local = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for tensor in model.parameters.values()
     ]
-    replicas = mesh["dp_replicate"].get_group()
+    replicas = mesh[REPLICATE].get_group()
     ranks = diverged_ranks(local, replicas)
     flags = torch.zeros(dist.get_world_size(), device=mesh.device_type)
     flags[ranks] = 1  # other groups of replicas hold other shards

@@ -15,7 +15,7 @@ from trainer.exact import use_exact_kernels
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
-from trainer.parallel.mesh import DATA_PARALLEL
+from trainer.parallel.mesh import is_sharded_by_fsdp
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.recipe import Recipe
 
@@ -116,9 +116,6 @@ def parallelize(
     compiled graph, and both before FSDP, whose hooks stay outside it.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
-    # Given a dimension of one replica, FSDP would all-reduce each gradient with nobody, and keep it
-    # on the device until backward ends.
-    data_parallel = mesh[DATA_PARALLEL] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     blocks = list(blocks)
     if recipe.exact:
         use_exact_kernels(device)
@@ -127,11 +124,9 @@ def parallelize(
     if strategy.compile:
         for block in blocks or [model]:
             block.compile()
-    sharded_by_fsdp = recipe.exact or (
-        strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
-    )
+    sharded_by_fsdp = is_sharded_by_fsdp(recipe)
     if sharded_by_fsdp:
-        apply_fsdp(model, blocks, data_parallel, recipe, dtype)
+        apply_fsdp(model, blocks, mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
         trained = list(model.parameters())
@@ -150,11 +145,10 @@ def parallelize(
     }
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
-        replicas = mesh["dp_replicate"]
-        if replicas.size() > 1:
-            module = apply_ddp(model, replicas)
+        if mesh.size() > 1:
+            module = apply_ddp(model, mesh)
         if recipe.sharding == "OPTIMIZER_STATE":
-            view = ShardedView(parameters, replicas)
+            view = ShardedView(parameters, mesh)
             optimized = view.parameters
 
     def autocast() -> Any:

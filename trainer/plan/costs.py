@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.metrics import named_tflops
+from trainer.parallel.mesh import is_sharded_by_fsdp
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.memory import Layout, is_sharded_by_fsdp, reductions_of
+from trainer.plan.memory import Layout, reductions_of
 from trainer.plan.trace import Blueprint, Shape, Trace, Work
 from trainer.recipe import Recipe, RecipeError
 

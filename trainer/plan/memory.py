@@ -35,6 +35,7 @@ import torch
 
 from trainer.parallel.ddp import buckets
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
+from trainer.parallel.mesh import is_sharded_by_fsdp
 from trainer.parallel.offload import BUFFERS, COPIES, PORTION_BYTES
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.trace import Blueprint, Shape, Trace
@@ -93,11 +94,6 @@ class Moment:
     pass_: int = 0
     """The peak of a phase of the traced pass."""
     other: int = 0
-
-
-def is_sharded_by_fsdp(recipe: Recipe) -> bool:
-    """As `parallelize` decides."""
-    return recipe.exact or (recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE")
 
 
 def reductions_of(recipe: Recipe, layout: Layout) -> int:

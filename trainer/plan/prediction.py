@@ -94,7 +94,7 @@ def predict(
         plan = plan_batch(batch.global_batch, world_size, batch.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
-    _, replicas, shards, _, _ = mesh_shape(recipe, world_size, local_world_size)
+    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     layout = Layout(replicas, shards, plan.passes, plan.micro_batch)
     dtype, autocast = traced_dtype(recipe)
     recompute = recipe.strategy.activation_checkpointing
