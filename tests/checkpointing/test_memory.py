@@ -59,6 +59,14 @@ def leave(run: Path, ranks: Path, nodes: int = 1, *, peer_copy: bool = False) ->
     assert sorted(path.name for path in run.glob("step-????????")) == ["step-00000001"]
 
 
+def left_behind(run: Path, nodes: int) -> list[Path]:
+    """Memory of so many nodes, once their writers have died, too."""
+    deadline = time.monotonic() + 10
+    while len(folders := dead_folders(str(run))) < nodes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return folders
+
+
 def load(run: Path, ranks: Path, strategy: str, world_size: int) -> list[tuple[int, bool]]:
     """Step and whether it came from memory; it must be that step's state to the bit."""
 
@@ -114,7 +122,7 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
     run, ranks = tmp_path / "run", tmp_path / "ranks"
     leave(run, ranks)
     # A bit of it has flipped.
-    (folder,) = dead_folders(str(run))
+    (folder,) = left_behind(run, 1)
     manifest = read_manifest(folder / "slot-0.json") or read_manifest(folder / "slot-1.json")
     file, ranges = next(iter(manifest.ranges.items()))
     (path,) = [
@@ -160,7 +168,7 @@ def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
 
 def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
     leave(tmp_path / "run", tmp_path / "ranks", nodes=2, peer_copy=True)
-    lost, _ = dead_folders(str(tmp_path / "run"))
+    lost, _ = left_behind(tmp_path / "run", 2)
     forget(lost)
     assert load(tmp_path / "run", tmp_path / "ranks", "replicated", 1) == [(2, True)]
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,12 +25,18 @@ def host():
     process.stdout.close()
 
 
+def state(process: Path) -> str:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_host_that_falls_silent_is_noticed_and_found_again(host, monkeypatch):
     monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
     client = StoreClient("127.0.0.1", host.port, patience=1.0)
     client.set("key", "1")
     assert client.get_all(["key", "none"]) == [b"1", None]
     os.kill(host.pid, signal.SIGSTOP)
+    while {state(thread) for thread in Path(f"/proc/{host.pid}/task").iterdir()} != {"T"}:
+        time.sleep(0.01)  # it still answers
     started = time.monotonic()
     with pytest.raises(StoreLostError, match=r"did not answer for 1 s: no answer within"):
         client.get("key")
