@@ -51,11 +51,11 @@ def _settle_buckets(wrapped: DistributedDataParallel, trained: Sequence[nn.Param
     first.
     """
 
-    def nothing() -> torch.Tensor:
-        return torch.stack([(parameter * 0).sum() for parameter in trained]).sum()
+    def nothing(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        return torch.stack([(parameter * 0).sum() for parameter in parameters]).sum()
 
     wrapped.module.forward = nothing
-    wrapped().backward()
+    wrapped(trained).backward()  # on a GPU, DDP fails without an argument
     del wrapped.module.forward
     for parameter in trained:
         parameter.grad = None
