@@ -10,7 +10,6 @@ off: that they are cheap shows in benchmarks/throughput.py, against a loop that 
 """
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from benchmarks.support import QUICKSTART, arguments, report, run, spread, torchrun, workspace
 from benchmarks.support.processes import CpuWatch
+from elastic import usable_cores
 
 RANKS = 2
 WARM_UP = 20
@@ -55,7 +55,7 @@ def main() -> None:
                     (last["time"] - first["time"]) / (last["step"] - first["step"])
                 )
                 used = watch.used(first["time"], last["time"])
-                beside[case].append(100 * sum(used[RANKS:]) / (os.cpu_count() or 1))
+                beside[case].append(100 * sum(used[RANKS:]) / usable_cores())
     ratios = {
         case: [ours / plain for ours, plain in zip(those, seconds[PLAIN], strict=True)]
         for case, those in seconds.items()

@@ -641,4 +641,4 @@ def default_writers(kind: str) -> int:
         return 16
     if is_shared(kind):
         return 4
-    return min(4, os.cpu_count() or 1)
+    return min(4, len(os.sched_getaffinity(0)))

@@ -32,6 +32,7 @@ _HOME = {
     "judge_step": "guard",
     "watch_signals": "notice",
     "die_with_parent": "process",
+    "usable_cores": "process",
     "PAUSE_TO_LEAVE": "progress",
     "Pulse": "progress",
     "Pace": "straggler",

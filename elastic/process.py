@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does.
+"""Processes that end when the one that started them does; cores that they may use.
 
 `python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
 """
@@ -25,6 +25,12 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died just before
         os._exit(1)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, which Slurm and cpusets make fewer than the machine
+    has."""
+    return len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

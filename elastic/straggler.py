@@ -4,6 +4,10 @@ A slow rank does not fail, it makes all others wait. Only time that a rank spend
 it: the forward pass, for a backward pass ends when the gradients of all ranks are summed. FSDP
 waits for peers inside the forward pass as well, so where parameters are sharded over all ranks the
 times are alike, and a straggler shows only in what it does outside of these waits.
+
+Ranks with uneven shares are no stragglers. A pass costs something in itself, and something for each
+of its sequences: with more of these it takes longer, with fewer it takes longer for each. Who is
+slow is so by either count.
 """
 
 from collections.abc import Sequence
@@ -25,20 +29,22 @@ class Pace:
     """What is known of the ranks after a window; the empty one is the beginning."""
 
     smoothed: tuple[float, ...] = ()
-    """By rank, moving average of the seconds."""
+    """By rank, moving average of the seconds of a pass."""
     contrary: tuple[int, ...] = ()
     """By rank, for how many windows in a row it has not been what it is called."""
     named: frozenset[int] = frozenset()
     """Ranks that are called slow."""
 
 
-def compare_ranks(pace: Pace, seconds: Sequence[float]) -> tuple[Pace, list[str]]:
+def compare_ranks(
+    pace: Pace, seconds: Sequence[float], sequences: Sequence[float] | None = None
+) -> tuple[Pace, list[str]]:
     """Judge one more window; every rank that calls it with the same values gets the same result.
 
     Args:
         pace: after the window before.
-        seconds: by rank, compute time of this window without waits for other ranks. Per sequence,
-            where ranks have different numbers of them.
+        seconds: by rank, compute time of a pass in this window, without waits for other ranks.
+        sequences: by rank, how many a pass has on average; None: all ranks have as many.
 
     Returns the new pace, and a sentence for each rank that became slow or is no longer: slow is a
     rank that is more than SLOWER times the median and an outlier, both in this window and in the
@@ -49,7 +55,13 @@ def compare_ranks(pace: Pace, seconds: Sequence[float]) -> tuple[Pace, list[str]
     smoothed = tuple(
         WEIGHT * new + (1 - WEIGHT) * old for old, new in zip(pace.smoothed, seconds, strict=True)
     )
+    sizes = sequences or [1.0] * len(seconds)
+
+    def per_sequence(values: Sequence[float]) -> list[float]:
+        return [value / size for value, size in zip(values, sizes, strict=True)]
+
     slow = outliers(seconds) & outliers(smoothed)
+    slow &= outliers(per_sequence(seconds)) & outliers(per_sequence(smoothed))
     contrary = tuple(
         count + 1 if (rank in slow) != (rank in pace.named) else 0
         for rank, count in enumerate(pace.contrary)

@@ -17,6 +17,7 @@ from elastic.exits import (
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
 )
+from elastic.process import usable_cores
 from elastic.warm import start_early
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
@@ -194,7 +195,7 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
     torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
@@ -265,7 +266,7 @@ def _add_data_commands(commands: Commands) -> None:
         "--on-bad", choices=("skip", "fail"), default="skip", help="bad records (default skip)"
     )
     prepare.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="default: one per core"
+        "--workers", type=int, default=usable_cores(), help="default: one per core"
     )
     prepare.set_defaults(run=_data_prepare)
     inspect = _command(commands, "inspect", "show what a data set holds", DATA_EXAMPLES)

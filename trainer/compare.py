@@ -22,6 +22,7 @@ from checkpointing.storage import location
 from elastic.chaos import gone
 from elastic.history import LedgerError, Step, read_history
 from elastic.local_nodes import RUN, LocalNode
+from elastic.process import usable_cores
 from trainer.compare_strategies import AFTER_SAVE, WARM_UP, Candidate, candidate, slug
 from trainer.plan import predict
 from trainer.preflight import check_inputs
@@ -205,7 +206,7 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
     """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
     }

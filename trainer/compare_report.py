@@ -4,7 +4,6 @@ but for `write_report`."""
 import csv
 import io
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from elastic import usable_cores
 from trainer.compare import INTERRUPTED, Outcome
 from trainer.recipe import Recipe, resolved
 
@@ -125,7 +125,7 @@ def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
     device = recipe.run.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{usable_cores()} CPU cores"
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": f"{name}, {platform.machine()}",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage import location
-from elastic import plan_batch
+from elastic import plan_batch, usable_cores
 from trainer.parallel.mesh import mesh_shape
 from trainer.provenance import check_resume
 from trainer.recipe import Recipe, RecipeError
@@ -59,7 +59,7 @@ def default_ranks(device: str) -> int:
 
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    return min(2, os.cpu_count() or 1)
+    return min(2, usable_cores())
 
 
 def _check_device(recipe: Recipe, local_world_size: int) -> None:

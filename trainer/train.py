@@ -137,7 +137,7 @@ def train(
                     first = progress.sequences - plan.global_batch
                     metrics.done(progress.step, first, progress.sequences, result.seconds, skipped)
                 if due(progress.step, recipe.run.log_every, last_step):
-                    pace = name_stragglers(pace, window, world, progress, metrics)
+                    pace = name_stragglers(pace, window, plan, world, progress, metrics)
                     if metrics:
                         values = step_record(progress, result, window, recipe, task, world)
                         metrics.record(
@@ -189,15 +189,22 @@ def train(
 
 
 def name_stragglers(
-    pace: Pace, window: Window, world: World, progress: Progress, metrics: Metrics | None
+    pace: Pace,
+    window: Window,
+    plan: BatchPlan,
+    world: World,
+    progress: Progress,
+    metrics: Metrics | None,
 ) -> Pace:
-    """Compare the ranks' forward times of a log interval, and tell of one that is slow. On all
+    """Compare the ranks' forward passes of a log interval, and tell of one that is slow. On all
     ranks."""
-    mine = sum(window.computes) / max(1, len(window.computes))
-    times = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
-    times[world.rank] = mine
-    dist.all_reduce(times)
-    pace, sentences = compare_ranks(pace, times.tolist())
+    shape = (2, world.world_size)
+    passes = torch.zeros(shape, dtype=torch.float64, device=world.device)  # seconds, sequences
+    mine = plan.micro_batches(world.rank, progress.sequences)
+    passes[0, world.rank] = sum(window.computes) / max(1, len(window.computes))
+    passes[1, world.rank] = sum(len(micro.positions) for micro in mine) / plan.passes
+    dist.all_reduce(passes)
+    pace, sentences = compare_ranks(pace, *passes.tolist())
     if metrics:
         for sentence in sentences:
             metrics.say(f"warning: {sentence}")

@@ -14,6 +14,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from elastic import usable_cores
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
@@ -116,7 +118,7 @@ def _today() -> str:
 def _machine() -> str:
     import torch
 
-    machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}"
+    machine = f"{usable_cores()} CPU cores, Python {platform.python_version()}"
     machine += f", torch {torch.__version__}"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"

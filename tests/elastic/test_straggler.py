@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.batch_plan import plan_batch
 from elastic.straggler import Pace, compare_ranks
 
 
-def said(*windows):
+def said(*windows, sequences=None):
     """What is said after each window."""
     pace, sentences = Pace(), []
     for seconds in windows:
-        pace, new = compare_ranks(pace, seconds)
+        pace, new = compare_ranks(pace, seconds, sequences)
         sentences.append(new)
     return sentences
 
@@ -64,3 +65,32 @@ def test_noise_names_nobody(ranks, seed, noise):
     draw = random.Random(seed)
     windows = [[1 + draw.uniform(-noise, noise) for _ in range(ranks)] for _ in range(20)]
     assert not any(said(*windows))
+
+
+@given(
+    batch=st.integers(2, 40),
+    ranks=st.integers(2, 8),
+    micro_batch=st.integers(1, 8),
+    fixed=st.booleans(),
+    per_pass=st.floats(0, 1),
+    per_sequence=st.floats(0.01, 1),
+)
+def test_uneven_shares_name_nobody(batch, ranks, micro_batch, fixed, per_pass, per_sequence):
+    """Whether a pass costs much in itself or each of its sequences does."""
+    batch = max(batch, ranks * micro_batch)
+    plan = plan_batch(batch, ranks, micro_batch, fixed=fixed)
+    sequences = [
+        sum(len(one.positions) for one in plan.micro_batches(rank, 0)) / plan.passes
+        for rank in range(ranks)
+    ]
+    seconds = [per_pass + per_sequence * size for size in sequences]
+    assert not any(said(*[seconds] * 9, sequences=sequences))
+
+
+@pytest.mark.parametrize("heavy", [0, 1])
+def test_a_straggler_is_named_among_uneven_shares(heavy):
+    seconds, sequences = [1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 2.0, 2.0]
+    seconds[2 * heavy] = 5.0
+    sentences = said(*[seconds] * 5, sequences=sequences)
+    assert [len(window) for window in sentences] == [0, 0, 1, 0, 0]
+    assert f"rank {2 * heavy} is slow" in sentences[2][0]
