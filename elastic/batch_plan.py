@@ -86,6 +86,11 @@ class BatchPlan:
         return text
 
 
+def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> int:
+    """Data-parallel ranks that have work; the arguments are those of `plan_batch`."""
+    return -(-global_batch // micro_batch) if fixed else global_batch
+
+
 def plan_batch(
     global_batch: int, world_size: int, micro_batch: int, *, fixed: bool = False
 ) -> BatchPlan:
@@ -113,7 +118,7 @@ def plan_batch(
             f"{world_size} or start fewer ranks"
         )
     if fixed:
-        numbered = -(-global_batch // micro_batch)
+        numbered = most_ranks(global_batch, micro_batch, fixed=True)
         if numbered < world_size:
             raise ValueError(
                 f"a global batch of {global_batch} sequences, in micro-batches of {micro_batch}, "

@@ -34,6 +34,7 @@ from elastic.exits import (
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
 )
+from elastic.facts import Facts, Program
 from elastic.membership import Closed, Failure, Membership, calm, leave, raise_alarm, stand
 from elastic.progress import PROGRESS, Progress
 from elastic.standin import NODE_SOCKET
@@ -88,9 +89,11 @@ class Node:
 
     Args:
         group: the membership.
+        program: what its ranks run.
     """
 
     group: Group
+    program: Program
     leaving: bool = False
     """This node was told to go."""
     _ranks: dict[int, Rank] = field(default_factory=dict)
@@ -123,8 +126,9 @@ class Node:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         self._end = False
-        self.warm = threading.Event()
-        """The zygote has imported what there is to import."""
+        self._facts: Facts | None = None
+        self._told = threading.Event()
+        self._ask()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         os.environ[NODE_SOCKET] = self.socket_name
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
@@ -132,6 +136,12 @@ class Node:
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
+
+    def facts(self, timeout: float) -> Facts | None:
+        """What the program of the ranks says of its job, once the zygote has imported what there is
+        to import; None if that takes longer than `timeout` seconds. From any thread."""
+        self._told.wait(timeout)
+        return self._facts
 
     def wake(self) -> None:
         """Have the node look at the membership now. From any thread."""
@@ -386,8 +396,9 @@ class Node:
                 self._replace_zygote()
             return
         message = json.loads(data)
-        if "warm" in message:
-            self.warm.set()
+        if "facts" in message:
+            self._facts = Facts(**message["facts"])
+            self._told.set()
         elif "started" in message:
             for rank in self._ranks.values():
                 if rank.key == message["started"]:
@@ -436,9 +447,14 @@ class Node:
         self._zygote.end()
         self._zygote = Zygote.start(self.page)
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
+        self._ask()
         for rank in self._ranks.values():
             if rank.key is not None:
                 self._ended(rank, EXIT_FAILED)
+
+    def _ask(self) -> None:
+        """For the facts; it answers when it is warm."""
+        self._tell({"describe": [self.program.package, *self.program.arguments]})
 
     def _tell(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
         with suppress(OSError):  # it died, which the selector says in a moment

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic.cloud import Notice, parse_sources, watch
 from elastic.exits import EXIT_REQUEUE, EXIT_WRONG_INPUT
+from elastic.facts import torchrun_program
 from elastic.health import check_node
 from elastic.membership import (
     MISSED_BEATS,
@@ -74,8 +75,6 @@ TICK_SECONDS = 0.05
 """How often a node of a small job reads the document."""
 ALONE_SECONDS = 0.4
 """The same, where there can only be one node."""
-WARM_SECONDS = 60.0
-"""How long a node waits for its own imports before it joins anyway."""
 REJOIN_SECONDS = 3600.0
 TELL_SECONDS = 10.0
 MEET_SECONDS = 3600.0
@@ -299,7 +298,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._stopped = False
         name = f"{socket.gethostname()}/{local_address}/{os.getpid()}"
         self._member = Member(client, f"perdure/{run_id}", name, limits, self._wake_node, lease)
-        self._node = Node(self._member)
+        self._node = Node(self._member, torchrun_program())
         self._member.start()
         self._node.start()
         self._end = threading.Event()
@@ -338,7 +337,7 @@ class PerdureRendezvous(RendezvousHandler):
         """Wait for the next round that this node is in. See RendezvousHandler."""
         if not self._round:  # others pause when we arrive: only once we can start
             self._check_health()
-            self._node.warm.wait(WARM_SECONDS)
+            self._read_facts()
         elif self._sent_away():
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
@@ -350,6 +349,18 @@ class PerdureRendezvous(RendezvousHandler):
             if info:
                 os.environ[ROUND] = str(state.round)
                 return info
+
+    def _read_facts(self) -> None:
+        """Wait until our zygote is warm, and knows what this node is going to train."""
+        facts = self._node.facts(self._timeout)
+        if facts is None:
+            raise RendezvousTimeoutError(
+                f"the imports of {self._node.program.package or 'torch'} take longer than "
+                f"{self._timeout:.0f} s on this node (--rdzv-conf join_timeout)"
+            )
+        if facts.error:
+            print(f"error: {facts.error}", file=sys.stderr, flush=True)
+            raise JobClosed(Closed(EXIT_WRONG_INPUT, facts.error))
 
     def _check_health(self) -> None:
         """Refuse to join with a machine that would fail the others."""

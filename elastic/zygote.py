@@ -5,9 +5,10 @@ training process is there in milliseconds instead of the seconds that importing 
 start and after every failure, and the ranks of a node share the memory of the code.
 
 It is told what to do by the node's agent (node.py) over a socket, one JSON object a message:
-`{"preload": [module]}`, `{"spawn": key, "env": {…}}` with the file descriptors of a job (see
-`Job`), and `{"kill": key}`; it answers `{"warm": true}`, `{"started": key, "pid": …}` and
-`{"ended": key, "code": …}`. When the agent goes, so does it, and with it every process it forked.
+`{"preload": [module]}`, `{"describe": [package, argument, …]}` (see facts.py), `{"spawn": key,
+"env": {…}}` with the file descriptors of a job (see `Job`), and `{"kill": key}`; it answers
+`{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When the agent goes,
+so does it, and with it every process it forked.
 """
 
 import gc
@@ -24,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from elastic.facts import ask
 from elastic.process import die_with_parent
 
 MAX_MESSAGE = 1 << 16
@@ -103,7 +105,8 @@ def _obey(
     if "preload" in message:
         for module in message["preload"]:
             _preload(module)
-        _send(agent, {"warm": True})
+    elif "describe" in message:
+        _send(agent, {"facts": _describe(*message["describe"])})
     elif "kill" in message:
         if message["kill"] in children:
             os.kill(children[message["kill"]], signal.SIGKILL)
@@ -127,6 +130,15 @@ def _preload(module: str) -> None:
         importlib.import_module(module)
     except Exception:  # the process that needs it will say so, where people see it
         sys.modules.pop(module, None)
+
+
+def _describe(package: str, *arguments: str) -> dict[str, Any]:
+    """What the program of the ranks says of its job."""
+    try:
+        return ask(package, arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{package}: {type(error).__name__}: {error}"}
 
 
 def _prepare(job: Job) -> None:

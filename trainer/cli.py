@@ -206,7 +206,8 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     if arguments.local_addr:
         torchrun += ["--local-addr", arguments.local_addr]
     worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
-    config, command, command_arguments = config_from_args(parse_args([*torchrun, *worker]))
+    sys.argv = ["torchrun", *torchrun, *worker]  # for the agent, which looks at what it starts
+    config, command, command_arguments = config_from_args(parse_args(sys.argv[1:]))
     try:
         elastic_launch(config, command)(*command_arguments)
     except ChildFailedError as failed:

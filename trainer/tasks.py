@@ -82,7 +82,7 @@ def build_task(recipe: Recipe) -> Task:
     """
     if recipe.model.kgat and recipe.data.graph:
         return _build_kgat(recipe, recipe.model.kgat, recipe.data.graph)
-    stream, validation = _open_streams(recipe)
+    stream, validation = open_streams(recipe)
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
         parameters = sum(p.numel() for p in model.parameters())
@@ -230,7 +230,13 @@ def _loss_values(means: list[float]) -> dict[str, float]:
     return {"validation_loss": loss, "validation_perplexity": perplexity}
 
 
-def _open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
+def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
+    """Training and validation data.
+
+    Raises:
+        RecipeError: it is missing, or too small.
+        DataError: it is damaged.
+    """
     data = recipe.data
     for number, source in enumerate(data.sources):
         if not (Path(source.path) / "index.json").is_file():

@@ -1,0 +1,70 @@
+"""What a training program says of its job before its node joins.
+
+[Note: facts] torchrun learns what a program is about only by running it, and by then its node is in
+the job. So the agent asks first: a package that torchrun starts with `-m PACKAGE ARGUMENT …` may
+have a module `facts` with a function `facts(arguments)`, which returns the fields of `Facts`. It is
+called in the node's zygote, once that is warm. Of a program without one nothing is known, and
+nothing is compared.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What torchrun starts in each rank."""
+
+    package: str = ""
+    """As after `-m`; empty if it is none."""
+    arguments: tuple[str, ...] = ()
+    ranks: int = 1
+    """Of this node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """About a job, as one of its nodes sees it."""
+
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """What decides a step: key → value, or a digest of it. The same on all nodes of a job."""
+    most_ranks: int | None = None
+    """More ranks than these would have no work; None: there is always some."""
+    directory: str | None = None
+    """Absolute path of the folder of the run, which all nodes share."""
+    error: str | None = None
+    """Why this node cannot train, in one line."""
+
+
+def torchrun_program() -> Program:
+    """What this process, if it is torchrun, was told to start."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if Path(sys.argv[0]).name != "torchrun" and not (
+        module and module.name == "torch.distributed.run"
+    ):
+        return Program()
+    from torch.distributed.run import determine_local_world_size, parse_args
+
+    options = parse_args(sys.argv[1:])
+    ranks = determine_local_world_size(options.nproc_per_node)
+    if not options.module:
+        return Program(ranks=ranks)
+    return Program(
+        package=options.training_script, arguments=tuple(options.training_script_args), ranks=ranks
+    )
+
+
+def ask(package: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What `package` says of its job: the fields of `Facts`; empty if it says nothing. In the
+    zygote, which imports nothing of a package that has no such module."""
+    spec = find_spec(package) if package.isidentifier() else None
+    folders = (spec and spec.submodule_search_locations) or []
+    if not any((Path(folder) / "facts.py").is_file() for folder in folders):
+        return {}
+    said: dict[str, Any] = importlib.import_module(f"{package}.facts").facts(tuple(arguments))
+    return said
