@@ -102,15 +102,27 @@ def optimizer_tensors(
     likewise): the live tensors, not copies.
 
     State that does not exist yet, because no step was made, is made here, as zeros: so a checkpoint
-    can be loaded into it.
+    can be loaded into it. What is still zero when the optimizer makes its first step, it begins
+    itself, as if this had never been called: NAdam begins with a product of 1, Rprop with the
+    learning rate, SGD with the first gradient. The tensors returned here then hold that.
 
     Args:
-        optimizer: whose state is tensors, as that of all optimizers of torch.
+        optimizer: whose state is tensors alone: of torch's all but LBFGS and SparseAdam.
         parameters: by FQN, such as `dict(model.named_parameters())`.
+
+    Raises:
+        ValueError: the optimizer has state that is no tensor, or cannot make any yet; says why.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if any(p not in optimizer.state for p in trained.values()):
         _make_state(optimizer)
+    for name, parameter in trained.items():
+        for key, value in optimizer.state[parameter].items():
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key} of {name} as {type(value).__name__}: "
+                    "only tensors are saved; choose an optimizer whose state is tensors alone"
+                )
     return {
         f"{name}.{key}": tensor
         for name, parameter in trained.items()
@@ -136,11 +148,62 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in rates:
-        group["lr"] = rate
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError) as error:
+        optimizer.state.clear()
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot make its state before the first step: {error}; "
+            "choose an optimizer that steps by dense gradients alone"
+        ) from error
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+        for group, rate in rates:
+            group["lr"] = rate
     for state in optimizer.state.values():
-        for tensor in state.values():
-            if isinstance(tensor, Tensor):
-                tensor.zero_()
+        for tensor in _tensors(state).values():
+            tensor.zero_()
+    _begin_at_first_step(optimizer)
+
+
+def _begin_at_first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer begin by itself what is still zero when a parameter is first updated: only
+    the optimizer knows what it begins with. The tensors stay the same objects, with the memory of
+    the new ones: there is never more than one copy of the state."""
+    waiting = set(optimizer.state)
+    begun: dict[Tensor, dict[str, Tensor]] = {}
+
+    def before(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not waiting:  # a hook cannot remove itself
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in [p for p in stepped if p in waiting and p.grad is not None]:
+            waiting.discard(parameter)
+            made = _tensors(optimizer.state[parameter])
+            if not any(bool(_memory(tensor).any()) for tensor in made.values()):
+                begun[parameter] = made
+                del optimizer.state[parameter]
+                for memory in map(_memory, made.values()):
+                    memory.data = memory.new_empty(0)
+
+    @torch.no_grad()
+    def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for parameter, made in begun.items():
+            state = optimizer.state[parameter]
+            for key, tensor in made.items():
+                _memory(tensor).data = _memory(state[key])
+                state[key] = tensor
+        begun.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+@torch.no_grad()
+def _memory(tensor: Tensor) -> Tensor:
+    """What holds this rank's part of a tensor: it may be given other memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
