@@ -1,4 +1,4 @@
-"""Real torchrun jobs on a tiny model and real files; nothing outlives its test."""
+"""Real jobs on a tiny model and real files; nothing outlives its test."""
 
 import random
 from string import ascii_lowercase
@@ -28,7 +28,7 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture
 def start(workspace):
-    """start(ranks, *overrides, recipe=…, torchrun=…) → Job; what still runs at the end dies."""
+    """start(ranks, *overrides, recipe=…, program=…) → Job; what still runs at the end dies."""
     jobs: list[Job] = []
 
     def start(ranks: int, *overrides: str, **options: Any) -> Job:

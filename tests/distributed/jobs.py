@@ -1,15 +1,17 @@
 """One job of a tiny model, and what it left behind."""
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
+import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from checkpointing.slots import living_folders, read_manifest
 
@@ -17,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 soak = pytest.mark.skipif(
     not os.environ.get("SOAK"), reason="in `make soak`, to keep `make test` short"
 )
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["trainer.worker", __name__])
 RECIPE = """\
 run: {dir: run, steps: 50, log_every: 1, seed: 7, device: cpu}
 model:
@@ -34,57 +38,84 @@ checkpoint: {every: 0}
 
 
 class Job:
-    """One torchrun job; a single rank is started without torchrun, as a user would."""
+    """One job: its ranks, forked from a process that has imported what they need and started
+    nothing, in the environment that torchrun would give them. A single rank is started as a user
+    would without torchrun, and has none."""
 
     def __init__(
         self,
         folder: Path,
         ranks: int,
-        overrides: Sequence[str],
+        overrides: Sequence[str] = (),
         recipe: str = "recipe.yaml",
-        torchrun: Sequence[str] = (),
         program: Sequence[str] = ("trainer",),
     ) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        worker = ["-m", *program, recipe, *overrides]
-        self.process = subprocess.Popen(
-            [sys.executable, *([*launcher, *torchrun] if ranks > 1 else []), *worker],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        arguments = [*program, recipe, *overrides]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            environment |= {
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": f"{self._store.port}",
+                "WORLD_SIZE": f"{ranks}",
+                "LOCAL_WORLD_SIZE": f"{ranks}",
+            }
+        self._log = folder / f"job-{time.monotonic_ns()}.log"
+        self.ranks = []
+        for rank in range(ranks):
+            own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if ranks > 1 else {}
+            process = FORKS.Process(
+                target=become_rank, args=(folder, self._log, {**environment, **own}, arguments)
+            )
+            process.start()
+            self.ranks.append(process)
 
     def wait(self) -> tuple[int, str]:
-        """(exit code, output), at the latest after two minutes."""
+        """(exit code of the first rank that failed, or 0; output), at the latest after two
+        minutes. When a rank fails, the others are ended, as torchrun does."""
+        deadline = time.monotonic() + 120
         try:
-            output, _ = self.process.communicate(timeout=120)
+            while running := [rank for rank in self.ranks if rank.exitcode is None]:
+                seconds = max(0, deadline - time.monotonic())
+                assert wait([rank.sentinel for rank in running], seconds), self.output()
+                failed = [rank.exitcode for rank in self.ranks if rank.exitcode]
+                if failed:
+                    return failed[0], self.output()
         finally:
             self.kill()
-        return self.process.returncode, output
+        return 0, self.output()
+
+    def ended(self) -> bool:
+        """Whether a rank has."""
+        return any(rank.exitcode is not None for rank in self.ranks)
+
+    def output(self) -> str:
+        """What its ranks have printed."""
+        return self._log.read_text() if self._log.exists() else ""
 
     def kill(self) -> None:
-        """SIGKILL to the launcher, as when a machine is lost; its ranks must die with it."""
-        ranks = self.ranks()
-        self.process.kill()
-        self.process.wait()
-        deadline = time.monotonic() + 10
-        while alive := [pid for pid in ranks if Path(f"/proc/{pid}/stat").exists()]:
-            if time.monotonic() > deadline:
-                for pid in alive:
-                    os.kill(pid, signal.SIGKILL)
-                raise AssertionError(f"ranks {alive} outlived their launcher")
-            time.sleep(0.01)
+        """SIGKILL to all ranks at once, as when a machine is lost."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
 
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks that the launcher has started."""
-        try:
-            pid = self.process.pid
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        except OSError:
-            return []
-        return [int(pid) for pid in children.split()]
+
+def become_rank(
+    folder: Path, log: Path, environment: Mapping[str, str], arguments: Sequence[str]
+) -> None:
+    """`python -m` ARGUMENTS in a process that was just forked."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def records(folder: Path, run: str) -> list[dict]:
@@ -103,7 +134,7 @@ def wait_for_step(folder: Path, run: str, step: int, job: Job) -> None:
     """Until the run has logged `step`."""
     deadline = time.monotonic() + 60
     while max(losses(folder, run), default=0) < step:
-        assert job.process.poll() is None, job.process.communicate()[0]
+        assert not job.ended(), job.output()
         assert time.monotonic() < deadline, f"step {step} did not come"
         time.sleep(0.01)
 

@@ -4,12 +4,16 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.jobs import losses, records, soak, wait_for_memory, wait_for_step
+from elastic.local_nodes import children
+from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory, wait_for_step
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
@@ -124,13 +128,26 @@ def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
     assert file.name in output
 
 
-@soak
-def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, start, train):
+def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, train):
+    """torch's own torchrun and rendezvous, as its manual has it."""
     train(2, "run.dir=whole-restart", *SHORT)
-    job = start(2, "run.dir=restarted", *SHORT, torchrun=["--max-restarts", "1"])
-    wait_for_step(workspace, "restarted", 12, job)
-    os.kill(job.ranks()[-1], signal.SIGKILL)
-    code, output = job.wait()
-    assert code == 0, output
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", "2", "--max-restarts", "1"]
+    with subprocess.Popen(
+        [*launcher, "-m", "trainer", "recipe.yaml", "run.dir=restarted", *SHORT],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as torchrun:
+        deadline = time.monotonic() + 60
+        while max(losses(workspace, "restarted"), default=0) < 12:
+            assert torchrun.poll() is None, torchrun.communicate()[0]
+            assert time.monotonic() < deadline, "step 12 did not come"
+            time.sleep(0.01)
+        os.kill(children(torchrun.pid)[-1], signal.SIGKILL)
+        output, _ = torchrun.communicate(timeout=60)
+    assert torchrun.returncode == 0, output
     assert "resuming after step" in output
     assert_same(workspace, "whole-restart", "restarted")
