@@ -17,6 +17,8 @@ import os
 import selectors
 import signal
 import socket
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -113,14 +115,13 @@ class Node:
     _last_dumps: dict[int, str] = field(default_factory=dict)
     _expecting_stop: bool = False
     """torchrun was told of a change, and is going to end the stand-ins."""
+    refused: int = 0
+    """Connections of processes that this agent has not started."""
 
     def __post_init__(self) -> None:
         self._zygote = first_zygote()
         self.page = self._zygote.page
-        self.socket_name = f"perdure-node-{os.getpid()}-{os.urandom(4).hex()}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(f"\0{self.socket_name}")
-        self._listener.listen(64)
+        self._listener, self.socket_path = _listen()
         self._waker, self._wakened = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -130,7 +131,7 @@ class Node:
         self._told = threading.Event()
         self._ask()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
-        os.environ[NODE_SOCKET] = self.socket_name
+        os.environ[NODE_SOCKET] = self.socket_path
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
 
     def start(self) -> None:
@@ -185,8 +186,7 @@ class Node:
             try:
                 for key, _ in self._selector.select(LOOK_SECONDS):
                     if key.fileobj is self._listener:
-                        connection, _ = self._listener.accept()
-                        self._selector.register(connection, selectors.EVENT_READ, connection)
+                        self._accept()
                     elif key.fileobj is self._wakened:
                         self._wakened.recv(4096)
                     elif key.data == "zygote":
@@ -230,6 +230,24 @@ class Node:
                 for rank in list(self._ranks.values()):
                     code = EXIT_REQUEUE if rank.code == EXIT_PAUSED else rank.code
                     self._dismiss(rank, code or 0)
+
+    def _accept(self) -> None:
+        """A connection: of a process that this agent has started, or none."""
+        connection, _ = self._listener.accept()
+        pid, uid, _ = struct.unpack(
+            "3i",
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
+        )
+        if uid == os.geteuid() and descends(pid, os.getpid()):
+            self._selector.register(connection, selectors.EVENT_READ, connection)
+            return
+        connection.close()
+        self.refused += 1
+        if self.refused == 1:
+            logger.warning(
+                "process %d of user %d tried to be a rank of this node, which did not start it: "
+                "refused, as others will be without a word", pid, uid,
+            )  # fmt: skip
 
     def _hear_stand_in(self, connection: socket.socket) -> None:
         try:
@@ -459,6 +477,35 @@ class Node:
     def _tell(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
         with suppress(OSError):  # it died, which the selector says in a moment
             socket.send_fds(self._zygote.socket, [json.dumps(message).encode()], descriptors or [])
+
+
+def _listen() -> tuple[socket.socket, str]:
+    """A socket for the processes that this one starts, and the path by which they reach it.
+
+    A job that comes through it is run as this user, so it has no name by which others could find
+    it: its file is gone from its folder, which nobody else could enter, before the first connection
+    comes. What is left is the descriptor, under /proc, where the kernel lets none but this user in.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+        short = os.open(folder, os.O_PATH | os.O_CLOEXEC)  # paths of sockets have 107 bytes
+        path = f"/proc/self/fd/{short}/agent"
+        listener.bind(path)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        os.close(short)
+    listener.listen(64)
+    return listener, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether a living process was started by another, or by one that it has started."""
+    while pid > 1 and pid != ancestor:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:  # it has ended
+            return False
+        pid = int(status.rpartition(")")[2].split()[1])
+    return pid == ancestor
 
 
 def _close(state: Membership, code: int, reason: str) -> Membership:

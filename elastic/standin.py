@@ -15,7 +15,7 @@ from elastic.process import die_with_parent
 from elastic.zygote import MAX_MESSAGE, Job
 
 NODE_SOCKET = "PERDURE_NODE"
-"""Environment variable: name of the abstract Unix socket of the node's agent."""
+"""Environment variable: path of the Unix socket of the node's agent."""
 
 
 def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
@@ -23,7 +23,7 @@ def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
     the end. For the arguments see `Job`."""
     die_with_parent()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent.connect(f"\0{os.environ[NODE_SOCKET]}")
+    agent.connect(os.environ[NODE_SOCKET])
 
     def told(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
