@@ -7,13 +7,18 @@ called in the node's zygote, once that is warm. Of a program without one nothing
 nothing is compared.
 """
 
+import hashlib
 import importlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+MOST_NAMED = 8
+"""Differing keys that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,23 @@ def torchrun_program() -> Program:
     return Program(
         package=options.training_script, arguments=tuple(options.training_script_args), ranks=ranks
     )
+
+
+def digest(identity: Mapping[str, str]) -> str:
+    """Of `Facts.identity`: 16 characters."""
+    return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Where two identities differ, for people: keys, and both values."""
+    keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    parts = [
+        f"{key} is {ours.get(key, 'not given')} here, {theirs.get(key, 'not given')} there"
+        for key in keys
+    ]
+    if len(parts) > MOST_NAMED:
+        parts[MOST_NAMED:] = [f"and {len(parts) - MOST_NAMED} more"]
+    return ", ".join(parts)
 
 
 def ask(package: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -62,6 +62,13 @@ class Membership:
     """Number of the newest round; 0: none yet."""
     first: int = 1
     """Number of the job's first round: a store outlives jobs, and rounds are counted on."""
+    identity: str = ""
+    """Digest of what the job trains, as its first node said; who would train something else does
+    not get in."""
+    ranks: int = 1
+    """Of each node, but for those in `uneven`."""
+    uneven: tuple[tuple[str, int], ...] = ()
+    """(node, its ranks)."""
     members: tuple[str, ...] = ()
     """Nodes of this round that are still in it, in the order of their group ranks."""
     size: int = 0
@@ -98,6 +105,7 @@ class Membership:
         body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
         body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
         body["standings"] = tuple((node, text) for node, text in body["standings"])
+        body["uneven"] = tuple((node, ranks) for node, ranks in body["uneven"])
         body["struck"] = tuple(Failure(**failure) for failure in body["struck"])
         for key in ("lost", "cause"):
             body[key] = Failure(**body[key]) if body[key] else None
@@ -112,6 +120,8 @@ class Limits:
     minimum: int
     """Nodes of a round, at least."""
     maximum: int
+    most_ranks: int | None = None
+    """Ranks for which there is work; None: any number."""
     first_call: float = 3.0
     """Seconds that the first round waits for more nodes than `minimum`, after each arrival."""
     settle: float = 0.3
@@ -125,24 +135,35 @@ class Limits:
     """Failures of one node within an hour for which it is sent away, if enough others are there."""
 
 
-def arrive(state: Membership, node: str) -> Membership:
-    """`node` wants to be in the next round."""
-    if node in state.arrived:
+def arrive(state: Membership, node: str, ranks: int = 1, identity: str = "") -> Membership:
+    """`node`, with so many ranks, wants to be in the next round of a job of this identity."""
+    if node in state.arrived or strange(state, node, identity):
         return state
-    return replace(state, arrived=(*state.arrived, node))
+    uneven = tuple(one for one in state.uneven if one[0] != node)
+    if not {*state.members, *state.arrived} - {node}:
+        state = replace(state, identity=identity, ranks=ranks)
+    elif ranks != state.ranks:
+        uneven = (*uneven, (node, ranks))
+    return replace(state, arrived=(*state.arrived, node), uneven=uneven)
 
 
-def begin(state: Membership, node: str) -> Membership:
+def strange(state: Membership, node: str, identity: str) -> bool:
+    """Whether there are nodes that train something else than `node` would."""
+    others = {*state.members, *state.arrived} - {node}
+    return bool(others) and not state.closed and state.identity != identity
+
+
+def begin(state: Membership, node: str, ranks: int = 1, identity: str = "") -> Membership:
     """`node`, which was in no round yet, wants to be in the next one. If nobody else is left, it
     begins a new job of this name; while others are there that has ended, nothing changes."""
     others = {*state.members, *state.arrived} - {node}
     if node in state.members or node in state.arrived:
         return state
     if others:
-        return state if state.closed else arrive(state, node)
+        return state if state.closed else arrive(state, node, ranks, identity)
     lost = None if state.closed else state.lost
     fresh = Membership(version=state.version, round=state.round, first=state.round + 1, lost=lost)
-    return arrive(fresh, node)
+    return arrive(fresh, node, ranks, identity)
 
 
 def leave(state: Membership, node: str) -> Membership:
@@ -151,6 +172,7 @@ def leave(state: Membership, node: str) -> Membership:
         state,
         members=tuple(member for member in state.members if member != node),
         arrived=tuple(other for other in state.arrived if other != node),
+        uneven=tuple(one for one in state.uneven if one[0] != node),
     )
 
 
@@ -170,7 +192,8 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         quiet: seconds for which the arrivals have been the same.
 
     Nodes that were in the round before keep their order, so that group rank 0 and the neighbours of
-    a node change as little as possible. Arrivals beyond `maximum` go on waiting, as spares.
+    a node change as little as possible. Arrivals for which there is no room or no work go on
+    waiting, as spares.
     """
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
@@ -178,11 +201,12 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     order += sorted(set(state.arrived) - set(order))
     if len(order) < limits.minimum:
         return state
-    if len(order) < limits.maximum and quiet < (
+    chosen = _fitting(state, order, limits)
+    one_more = _fitting(state, [*order, ""], limits)
+    if "" in one_more and quiet < (
         limits.settle if state.round >= state.first else limits.first_call
     ):
         return state
-    chosen = tuple(order[: limits.maximum])
     return replace(
         state,
         round=state.round + 1,
@@ -190,7 +214,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         size=len(chosen),
         address="",
         generation=0,
-        arrived=tuple(order[limits.maximum :]),
+        arrived=tuple(sorted(set(order) - set(chosen))),
         lost=None,
         cause=state.lost,
         alarm=False,
@@ -200,8 +224,21 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
 
 def room(state: Membership, limits: Limits) -> int:
     """How many nodes wait that the next round could take beyond those of this one."""
-    waiting = len(set(state.arrived) - set(state.members))
-    return max(0, min(waiting, limits.maximum - len(state.members)))
+    waiting = sorted(set(state.arrived) - set(state.members))
+    return len(set(_fitting(state, [*state.members, *waiting], limits)) & set(waiting))
+
+
+def _fitting(state: Membership, order: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    """The first of these nodes, as many as there is room and work for. Where there is work for
+    fewer than `minimum`, no fewer than these: their ranks will say what is wrong."""
+    ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
+    chosen: list[str] = []
+    for node in order:
+        needs = ranks.get(node, state.ranks)
+        if len(chosen) < limits.maximum and (needs <= left or len(chosen) < limits.minimum):
+            chosen.append(node)
+            left -= needs
+    return tuple(chosen)
 
 
 def fail(

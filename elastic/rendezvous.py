@@ -13,6 +13,7 @@ restarts (failures of one hour that are answered by a new generation, default 30
 """
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -39,7 +41,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic.cloud import Notice, parse_sources, watch
 from elastic.exits import EXIT_REQUEUE, EXIT_WRONG_INPUT
-from elastic.facts import torchrun_program
+from elastic.facts import Facts, differences, digest, torchrun_program
 from elastic.health import check_node
 from elastic.membership import (
     MISSED_BEATS,
@@ -58,6 +60,7 @@ from elastic.membership import (
     lose,
     newer,
     room,
+    strange,
     watched,
 )
 from elastic.node import Node
@@ -292,7 +295,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._run_id, self._hosted = run_id, hosted
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
-        self._round, self._size = 0, 0
+        self._round, self._size, self._identity = 0, 0, ""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._stopped = False
@@ -359,8 +362,35 @@ class PerdureRendezvous(RendezvousHandler):
                 f"{self._timeout:.0f} s on this node (--rdzv-conf join_timeout)"
             )
         if facts.error:
-            print(f"error: {facts.error}", file=sys.stderr, flush=True)
-            raise JobClosed(Closed(EXIT_WRONG_INPUT, facts.error))
+            raise self._refused(facts.error)
+        member = self._member
+        member.limits = replace(member.limits, most_ranks=facts.most_ranks)
+        if facts.identity:
+            self._identity = digest(facts.identity)
+            with suppress(StoreLostError):  # it only helps to tell what differs
+                client = StoreClient(*self._store_address, STORE_PATIENCE)
+                client.set(self._identity_key(self._identity), json.dumps(facts.identity))
+
+    def _identity_key(self, identity: str) -> str:
+        """Where the store holds what a digest of `Facts.identity` stands for."""
+        return f"perdure/{self._run_id}/identity/{identity}"
+
+    def _strange(self) -> "JobClosed":
+        """This node would train something else than the job."""
+        theirs = None
+        with suppress(StoreLostError):
+            client = StoreClient(*self._store_address, STORE_PATIENCE)
+            theirs = client.get(self._identity_key(self._member.state.identity))
+        facts = self._node.facts(0) or Facts()
+        differing = differences(facts.identity, json.loads(theirs or b"{}"))
+        return self._refused(
+            f"this node does not join job {self._run_id!r}, as it would train something else: "
+            f"{differing}; give it the same recipe, code and data, or another --rdzv-id"
+        )
+
+    def _refused(self, why: str) -> "JobClosed":
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        return JobClosed(Closed(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
         """Refuse to join with a machine that would fail the others."""
@@ -418,14 +448,20 @@ class PerdureRendezvous(RendezvousHandler):
         def in_next(state: Membership) -> bool:
             return state.round > before and name in state.members
 
-        come = arrive if before else begin
-        here, ended = bool(before), None
+        come, ranks = arrive if before else begin, self._node.program.ranks
+        here, ended, spare = bool(before), None, False
         while True:
             if name not in member.state.arrived:  # or not any more: it may have lost its lease
-                member.change(lambda state: state if in_next(state) else come(state, name))
+                member.change(
+                    lambda state: (
+                        state if in_next(state) else come(state, name, ranks, self._identity)
+                    )
+                )
             if member.wait_for(in_next, 0.5):
                 return member.state
             state = member.state
+            if strange(state, name, self._identity):
+                raise self._strange()
             here = here or name in state.arrived
             if state.closed and here:
                 raise JobClosed(state.closed)
@@ -437,8 +473,14 @@ class PerdureRendezvous(RendezvousHandler):
                 )  # fmt: skip
             if self._node.leaving:
                 raise JobClosed(Closed(EXIT_REQUEUE, "this node was told to go"))
-            if len(state.members) >= member.limits.maximum:
+            if name in state.arrived and state.members and not room(state, member.limits):
                 deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
+                if not spare:
+                    spare = True
+                    logger.warning(
+                        "%d node(s) train, and there is no room or no work for more: this node "
+                        "waits as a spare", len(state.members),
+                    )  # fmt: skip
             if time.monotonic() < deadline:
                 continue
             if ended:  # it came late, and alone

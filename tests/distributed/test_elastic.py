@@ -7,11 +7,26 @@ import time
 
 import pytest
 
+from elastic.history import read_history
 from elastic.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory
 
 STEPS = 100
 RECIPE = [f"run.steps={STEPS}", "optimizer.lr=3e-4"]
+
+PACED = """
+import time, torch
+
+class Paced(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Embedding(257, 257)
+
+    def forward(self, input_ids, labels, document_ids):
+        time.sleep(0.1)
+        scores = self.head(input_ids).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(scores, labels.flatten())
+"""
 
 
 @pytest.fixture
@@ -67,6 +82,34 @@ def same_losses(workspace, run, expected):
     assert found.keys() == expected.keys()
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=1e-4), step
+
+
+@pytest.mark.timeout(120)
+def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace):
+    """A node of two ranks has the whole global batch of 2; nobody else disturbs it."""
+    steps = 120
+    (workspace / "paced.py").write_text(PACED)
+    model = ("model.architecture=null", "model.factory=paced:Paced", "strategy.name=ddp")
+    size = ("run.dir=crowd", f"run.steps={steps}", "batch.global_batch=2", "checkpoint.every=10")
+    nodes = cluster("1:5", *model, *size, ranks=2)
+    member = nodes.add()
+    wait_for_step(workspace, "crowd", 1, nodes)
+    spare = nodes.add()
+    nodes.worker = [*nodes.worker, "optimizer.lr=1e-3", "run.dir=other"]
+    stranger = nodes.add()
+    assert stranger.process.wait(60) == 2
+    assert "optimizer.lr is 0.001 here, 0.0003 there" in stranger.text()
+    deadline = time.monotonic() + 60
+    while "waits as a spare" not in spare.text():
+        assert time.monotonic() < deadline, spare.text()
+        time.sleep(0.02)
+    assert max(losses(workspace, "crowd")) < steps, "the run was over before the others came"
+    member.kill()
+    assert nodes.wait(60)[1] == 0, spare.text()
+    history = read_history(workspace / "crowd")
+    assert [attempt.start.nodes for attempt in history.attempts] == [1, 1]
+    assert [attempt.start.round for attempt in history.attempts] == [1, 2]
+    assert (history.step, history.problems) == (steps, [])
 
 
 @soak

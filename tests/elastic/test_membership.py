@@ -19,6 +19,7 @@ from elastic.membership import (
     lose,
     newer,
     room,
+    strange,
     watched,
 )
 from elastic.membership import begin as newcomer
@@ -66,6 +67,38 @@ def test_who_is_too_many_waits_as_a_spare_and_takes_the_place_of_a_lost_node():
     after = begin("a", "c", state=state)
     assert after.members == ("a", "c", "d")
     assert after.cause == Failure("b", None, 0, "node lost", 7.0)
+
+
+def test_nodes_without_work_are_spares_from_the_first_moment():
+    limits = Limits(minimum=1, maximum=8, most_ranks=5)
+    state = Membership()
+    for node, ranks in (("a", 2), ("b", 2), ("c", 2), ("d", 1)):
+        state = arrive(state, node, ranks)
+    state = complete(state, limits, quiet=0)
+    assert (state.members, state.arrived) == (("a", "b", "d"), ("c",))
+    assert room(state, limits) == 0
+    state = leave(state, "d")
+    assert room(state, limits) == 0, "one rank has work, but not two"
+    state = lose(state, "b", now=0.0)
+    assert room(state, limits) == 1
+    after = complete(arrive(state, "a", 2), limits, quiet=0.3)
+    assert (after.members, after.uneven) == (("a", "c"), ())
+    # Too few sequences for the nodes that are needed: the ranks say so.
+    needed = Limits(minimum=2, maximum=8, most_ranks=1)
+    assert begin("a", "b", "c", limits=needed).members == ("a", "b")
+
+
+def test_who_would_train_something_else_does_not_get_in():
+    state = arrive(Membership(), "a", identity="x")
+    assert strange(state, "b", "y")
+    assert newcomer(state, "b", identity="y") == state
+    state = complete(state, Limits(1, 3), quiet=99)
+    assert arrive(state, "b", identity="y") == state
+    assert room(arrive(state, "b", identity="x"), Limits(1, 3)) == 1
+    # The nodes of the job are gone: it is begun anew.
+    anew = newcomer(lose(state, "a", now=0.0), "b", identity="y")
+    assert (anew.identity, anew.arrived) == ("y", ("b",))
+    assert Membership.decode(anew.encode()) == anew
 
 
 def test_below_the_minimum_nothing_begins_until_a_node_comes():
