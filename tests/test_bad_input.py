@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.jobs import RECIPE, ROOT
+from tests.distributed.jobs import RECIPE, Job
 from trainer import cli
 from trainer.data.prepare import prepare
 
@@ -88,17 +88,9 @@ def test_truncated_shard_is_named(folder, monkeypatch, capsys):
     assert shard.name in error
 
 
-def train_one_step(folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trainer", "recipe.yaml", "run.steps=1", "schedule={}"]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-
-
 def test_checkpoint_of_another_run_is_refused(folder, monkeypatch, capsys):
-    done = train_one_step(folder)
-    assert done.returncode == 0, done.stderr
+    code, output = Job(folder, 1, ["run.steps=1", "schedule={}"]).wait()
+    assert code == 0, output
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for override, message in (
         ("model.architecture.num_hidden_layers=3", "num_hidden_layers (2 there, 3 here)"),
@@ -123,20 +115,16 @@ def test_checkpoint_of_another_run_is_refused(folder, monkeypatch, capsys):
     }
 
 
-def test_a_rank_under_torchrun_refuses_too(folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "trainer", "recipe.yaml", "optimizer.lrr=1"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("error: override 'optimizer.lrr=1': optimizer.lrr: unknown key") == 1
-    assert "exitcode  : 2" in done.stderr
+def test_nothing_to_generate_from(folder, monkeypatch, capsys):
+    code, error = perdure(monkeypatch, capsys, "generate", ".", "--prompt", "x")
+    assert code == 2
+    assert "holds no checkpoints" in error
+
+
+def test_ranks_refuse_too_and_one_of_them_says_why(folder):
+    code, output = Job(folder, 2, ["optimizer.lrr=1"]).wait()
+    assert code == 2
+    assert output.count("error: override 'optimizer.lrr=1': optimizer.lrr: unknown key") == 1
     assert not (folder / "run").exists()
 
 

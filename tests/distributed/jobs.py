@@ -39,8 +39,8 @@ checkpoint: {every: 0}
 
 class Job:
     """One job: its ranks, forked from a process that has imported what they need and started
-    nothing, in the environment that torchrun would give them. A single rank is started as a user
-    would without torchrun, and has none."""
+    nothing, in the environment that torchrun would give them. A single rank is started as by a user
+    without torchrun, unless `torchrun` is true."""
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class Job:
         overrides: Sequence[str] = (),
         recipe: str = "recipe.yaml",
         program: Sequence[str] = ("trainer",),
+        torchrun: bool = False,
     ) -> None:
         arguments = [*program, recipe, *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
+        torchrun = torchrun or ranks > 1
+        if torchrun:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             environment |= {
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -64,7 +66,7 @@ class Job:
         self._log = folder / f"job-{time.monotonic_ns()}.log"
         self.ranks = []
         for rank in range(ranks):
-            own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if ranks > 1 else {}
+            own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if torchrun else {}
             process = FORKS.Process(
                 target=become_rank, args=(folder, self._log, {**environment, **own}, arguments)
             )

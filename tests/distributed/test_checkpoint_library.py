@@ -1,24 +1,16 @@
 """The loop in docs/checkpoint_library.md does what that page says."""
 
-import os
 import re
-import subprocess
-import sys
 
-from tests.distributed.jobs import ROOT
+from tests.distributed.jobs import ROOT, Job
 
 
 def run_loop(folder, ranks: int) -> str:
     page = (ROOT / "docs" / "checkpoint_library.md").read_text()
     (folder / "loop.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-         str(ranks), "loop.py"],
-        cwd=folder, capture_output=True, text=True, timeout=90, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    code, output = Job(folder, ranks, program=["loop"], torchrun=True).wait()
+    assert code == 0, output
+    return output
 
 
 def test_the_example_trains_saves_and_goes_on_in_another_world(tmp_path):

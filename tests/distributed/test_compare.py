@@ -82,7 +82,7 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
 
     figures = {}
     stages = ["zero1", "zero2", "zero3"]
-    for ranks, names in (2, ["ddp", *stages]), (4, [*stages, "hybrid"]):
+    for ranks, names in (2, ["ddp", "zero3"]), (4, [*stages, "hybrid"]):
         recipes = [recipe_of(name, ranks) for name in names]
 
         def work(rank, ranks=ranks, recipes=recipes):

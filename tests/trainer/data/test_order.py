@@ -7,9 +7,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.distributed.jobs import soak
 from trainer.data.order import BLOCK, Order, Permutation
 
-SIZES = [2**10, 10_007, 100_003, 10**6, 2**20]
+SIZES = [2**10, 10_007, 100_003, pytest.param(10**6, marks=soak), 2**20]
 seeds = st.integers(-(2**63), 2**63)
 
 GOLDEN_10 = [8, 0, 9, 1, 7, 3, 2, 4, 5, 6]
