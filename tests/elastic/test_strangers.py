@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic.facts import Program
 from elastic.membership import Membership
 from elastic.node import Node
 from elastic.standin import NODE_SOCKET
@@ -56,7 +57,7 @@ class Group:
 def node(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv(NODE_SOCKET, "")
-    node = Node(Group())
+    node = Node(Group(), Program())
     node.start()
     yield node
     node.stop()
