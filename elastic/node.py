@@ -40,6 +40,7 @@ from elastic.facts import Facts, Program
 from elastic.membership import Closed, Failure, Membership, calm, leave, raise_alarm, stand
 from elastic.progress import PROGRESS, Progress
 from elastic.standin import NODE_SOCKET
+from elastic.vitals import Signs, Vigil
 from elastic.warm import Zygote, first_zygote
 from elastic.watchdog import PhaseTimes, Standing, blame, overdue, standings, take_dumps
 from elastic.world import CAUSE, GENERATION, ROUND
@@ -106,10 +107,11 @@ class Node:
     _asked: bool = False
     """The ranks are asked to pause."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
+    _vigil: Vigil = field(default_factory=Vigil)
     _reached: int = 0
     """Highest step in which a rank of this node has failed."""
-    _stood: bool = False
-    """This node has told where its ranks stand, since the alarm."""
+    _stood: dict[int, Progress] | None = None
+    """What the ranks had said when this node told where they stand, since the alarm."""
     _quiet_until: float = 0.0
     """No alarm before."""
     _last_dumps: dict[int, str] = field(default_factory=dict)
@@ -327,30 +329,34 @@ class Node:
         progress = {rank: self.page.read(running[rank].local_rank) for rank in running}
         now = time.monotonic()
         self._times.follow(progress, now)
+        signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
         if (state.round, state.generation) != self._generation or len(state.members) < state.size:
             return
         names = [node for node, _ in state.standings]
         if not state.alarm:
-            self._stood = False
-            if now > self._quiet_until and overdue(progress, now, self._times):
+            self._stood = None
+            if now > self._quiet_until and overdue(progress, now, self._times, signs):
                 self.group.change(lambda state: raise_alarm(state, *self._generation))
-        elif not self._stood:
-            self._stood = True
-            self._stand(running, progress)
+        elif self._stood is None:
+            self._stood = {}
+            self._stand(running, now, signs)
         elif set(names) >= set(state.members):
             self._judge(state, running)
 
-    def _stand(self, running: Mapping[int, Rank], progress: Mapping[int, Progress]) -> None:
+    def _stand(self, running: Mapping[int, Rank], now: float, signs: Mapping[int, Signs]) -> None:
         """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
         generation = self._generation
         ranks = {
             number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
             for number, rank in running.items()
+            if not signs[number].stopped
         }
 
         def work() -> None:
             self._last_dumps = take_dumps(ranks)
-            ours = standings(progress, time.monotonic(), self._times, self._last_dumps)
+            # Who has gone on meanwhile does not hang.
+            self._stood = {rank: self.page.read(one.local_rank) for rank, one in running.items()}
+            ours = standings(self._stood, now, self._times, self._last_dumps, signs)
             text = json.dumps([asdict(one) for one in ours])
             self.group.change(lambda state: stand(state, *generation, self.group.name, text))
 
@@ -364,9 +370,13 @@ class Node:
         if found is None:
             self.group.change(calm)
             return
+        mine = [rank for rank in found.ranks or sorted(running)[:1] if rank in running]
+        stood = self._stood or {}
+        if any(self.page.read(running[rank].local_rank) != stood.get(rank) for rank in mine):
+            self.group.change(calm)  # it has gone on after all
+            return
         logger.warning("a hang: %s", found.reason)
-        mine = [rank for rank in found.ranks if rank in running]
-        for rank in mine or ([] if found.ranks else sorted(running)[:1]):
+        for rank in mine:
             logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
             step = self.page.read(running[rank].local_rank).step
             failure = Failure(self.group.name, rank, step, f"hang: {found.reason}", time.time())

@@ -15,11 +15,12 @@ _ASKED, _NOTICED, _STEP, _PHASE, _AT, _ERROR = 0, 4, 8, 16, 24, 32
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
-    "start", "init", "load", "step", "reduce", "after", "save", "evaluate", "end", "failed",
+    "start", "init", "load", "data", "step", "reduce", "staging", "update", "after", "save",
+    "evaluate", "end", "failed",
 )  # fmt: skip
-"""What a rank does; "reduce" is from the step's all-reduce on, where it waits for the others,
-"after" is long work that follows only some steps, and "failed" from an error on, until its process
-has ended."""
+"""What a rank does; "data" is waiting for a batch, "reduce" is from the step's all-reduce on, where
+it waits for the others, "staging" is waiting for the copy of a save, "after" is long work that
+follows only some steps, and "failed" from an error on, until its process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20

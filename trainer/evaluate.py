@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from elastic.world import World
+from elastic import Pulse, World
 from trainer.data.loader import load
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
@@ -12,7 +12,12 @@ from trainer.tasks import Evaluation
 
 @torch.no_grad()
 def evaluate(
-    model: ParallelModel, evaluation: Evaluation, recipe: Recipe, world: World
+    model: ParallelModel,
+    evaluation: Evaluation,
+    recipe: Recipe,
+    world: World,
+    pulse: Pulse,
+    step: int,
 ) -> dict[str, float]:
     """Means over the validation set of what the model returns of it. Called on all ranks.
 
@@ -30,9 +35,13 @@ def evaluate(
     modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=world.device.type == "cuda")
+    pulse.report(step, "data")
     for cut, inputs in zip(cuts, batches, strict=True):
+        pulse.report(step, "evaluate")
         means = model({key: tensor.to(world.device) for key, tensor in inputs.items()})
         total = total + means.double() * len(cut)
+        pulse.report(step, "data")
+    pulse.report(step, "evaluate")
     for module, training in modes.items():  # the user may keep parts in eval mode
         module.training = training
     dist.all_reduce(total)

@@ -97,6 +97,7 @@ def train_step(
     """
     model, optimizer, progress = state.model, state.optimizer, state.progress
     started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
+    pulse.report(step, "data")
     inputs = [next(batches) for _ in range(plan.passes)]
     data_wait = time.perf_counter() - started
     found = gradients(state, inputs, plan, recipe, world, pulse)
@@ -108,8 +109,10 @@ def train_step(
     verdict = judge(progress, recipe, found, note)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    pulse.report(step, "staging")
     with record_function("wait for checkpoint"):
         before_update()
+    pulse.report(step, "update")
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) / scale

@@ -104,21 +104,18 @@ def train(
             window, pace, clock, owed = Window(), Pace(), save_clock(recipe, world), False
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
-                pulse.report(progress.step + 1, "step")
                 pulse.wants_save = clock is not None and clock.due(time.monotonic())
                 result = train_step(
                     state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
                 )
+                pulse.report(progress.step, "after")
                 warn(metrics, progress.step, result.verdict.reason)
-                if result.verdict.action == "stop":
-                    pulse.report(progress.step, "after")
                 if result.verdict.action == "stop" and not roll_back(
                     checkpointer, state, recipe, metrics
                 ):
                     say(metrics, f"stopped: {result.verdict.reason}")
                     return end(metrics, EXIT_DO_NOT_REQUEUE, result.verdict.reason)
                 if task.after_step:
-                    pulse.report(progress.step, "after")
                     task.after_step(model, progress.sequences)
                 if progress.step == first_step or (profiler and profiler.active):
                     # The first step also warms up, and the profiler slows its own: they would
@@ -148,12 +145,11 @@ def train(
                     window = Window()
                 check_every = recipe.elastic.check_replicas_every
                 if check_every and due(progress.step, check_every, last_step):
-                    pulse.report(progress.step, "after")
                     check_replicas(model, mesh, progress, metrics)
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
-                    pulse.report(progress.step, "evaluate")
                     began = time.perf_counter()
-                    values = evaluate(model, task.validation, recipe, world)
+                    values = evaluate(model, task.validation, recipe, world, pulse, progress.step)
+                    pulse.report(progress.step, "save")
                     window.leave_out(time.perf_counter() - began)
                     progress.validation_loss = values.get("validation_loss")
                     if metrics:
@@ -170,6 +166,7 @@ def train(
                     if clock:
                         clock.begun(began, time.monotonic() - began)
                 elif worth_saving and due(progress.step, recipe.elastic.snapshot_every, last_step):
+                    pulse.report(progress.step, "save")
                     save(checkpointer, state, recipe, task, world, memory_only=True)
                 report_saves(checkpointer, progress, metrics, clock)
                 if profiler:
