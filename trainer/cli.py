@@ -346,7 +346,7 @@ def _report(arguments: argparse.Namespace) -> int:
     directory = arguments.run_directory
     try:
         if arguments.check:
-            fine, text = check(read_history(directory))
+            fine, text = check(read_history(directory), directory)
             print(text)
             return EXIT_DONE if fine else EXIT_FAILED
         if arguments.html:

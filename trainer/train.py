@@ -81,7 +81,7 @@ def train(
             model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
         )
         startup.mark("checkpoint")
-        start = attempt(checkpointer, progress, plan, recipe, world, startup)
+        start = attempt(checkpointer, progress, plan, recipe, task, world, startup)
         sinks = Metrics(recipe, start) if world.is_main else nullcontext()
         profiling = recipe.tracking.profile_steps > 0
         profile = StepProfiler(recipe, model, optimizer, world) if profiling else nullcontext()
@@ -95,6 +95,7 @@ def train(
                 requests(plan, world.rank, progress.sequences),
                 workers=recipe.data.workers,
                 pin_memory=world.device.type == "cuda",
+                account=True,
             )
             startup.mark("data")
             if checkpointer.newer_than_storage:
@@ -132,7 +133,10 @@ def train(
                 if metrics:
                     skipped = result.verdict.action != "keep"
                     first = progress.sequences - plan.global_batch
-                    metrics.done(progress.step, first, progress.sequences, result.seconds, skipped)
+                    metrics.done(
+                        progress.step, first, progress.sequences, result.seconds, skipped,
+                        result.consumed,
+                    )  # fmt: skip
                 if due(progress.step, recipe.run.log_every, last_step):
                     pace = name_stragglers(pace, window, plan, world, progress, metrics)
                     if metrics:
@@ -274,6 +278,7 @@ def attempt(
     progress: Progress,
     plan: BatchPlan,
     recipe: Recipe,
+    task: Task,
     world: World,
     startup: Startup,
 ) -> Start:
@@ -283,6 +288,7 @@ def attempt(
         sequences=progress.sequences,
         global_batch=plan.global_batch,
         world_size=world.world_size,
+        data=task.stream.fingerprint,
         nodes=world.nodes,
         round=world.round,
         generation=world.generation,
