@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from elastic.exits import (
     EXIT_DO_NOT_REQUEUE,
@@ -25,6 +25,7 @@ from trainer.cli_compare import add_compare_command
 from trainer.cli_import import add_import_command
 from trainer.cli_plan import add_plan_command
 from trainer.cli_profile import add_profile_command
+from trainer.data.options import Split
 from trainer.errors import known_errors
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
@@ -244,7 +245,8 @@ def _add_data_commands(commands: Commands) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="txt, md, jsonl(.gz, .zst) or parquet files, directories, or wikipedia, stdlib",
+        help="txt, md, json, jsonl (also .gz, .zst), parquet or arrow files, directories, or "
+        "wikipedia, stdlib",
     )
     prepare.add_argument("--out", type=Path, required=True, help="directory of the data set")
     prepare.add_argument("--tokenizer", help="tokenizer.json, its directory, or: bytes")
@@ -253,9 +255,9 @@ def _add_data_commands(commands: Commands) -> None:
     prepare.add_argument("--field", default="text", help="field or column (default text)")
     prepare.add_argument(
         "--split-documents",
-        choices=("file", "blank-line", "line"),
-        default="file",
-        help="what one document is in txt and md files (default file)",
+        choices=get_args(Split),
+        default="auto",
+        help="what one document is in txt and md files (default auto: by a look at each)",
     )
     prepare.add_argument(
         "--validation-fraction", type=float, default=0.02, help="of the documents (default 0.02)"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Split = Literal["file", "blank-line", "line"]
+Split = Literal["auto", "file", "separator", "form-feed", "blank-line", "line", "window"]
 OnBad = Literal["skip", "fail"]
 
 
@@ -18,9 +18,11 @@ class PrepareOptions:
     eos: str | None = None
     """Token that ends a document; found by itself in well-known tokenizers."""
     field: str = "text"
-    """Field of jsonl, column of parquet."""
-    split_documents: Split = "file"
-    """What one document is in txt and md files."""
+    """Field of json objects, column of parquet and arrow."""
+    split_documents: Split = "auto"
+    """What one document is in txt and md files. auto: chosen by a look at each file.
+    separator: what <|endoftext|> or <|end_of_text|> ends. window: cut at the ends of paragraphs,
+    about evenly."""
     validation_fraction: float = 0.02
     """Share of the documents in the validation split, chosen by a hash of their text."""
     shard_tokens: int = 1 << 28

@@ -16,11 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trainer.data.corpora import CORPORA, fetch_corpus
 from trainer.data.options import OnBad, PrepareOptions, Split
+from trainer.data.records import read_piece
 from trainer.data.shards import (
     FORMAT,
     SPLITS,
@@ -30,8 +28,17 @@ from trainer.data.shards import (
     fingerprint,
     read_index,
 )
-from trainer.data.sources import Unit, cut_units, find_files, read_piece
-from trainer.data.tokenise import Job, Vocabulary, tokenise
+from trainer.data.sources import (
+    Form,
+    Piece,
+    Unit,
+    cut_units,
+    describe,
+    find_files,
+    lines_before,
+    look_at,
+)
+from trainer.data.tokenise import Job, Vocabulary, segments, tokenise
 from trainer.data.tokenizer import (
     byte_tokenizer,
     find_eos,
@@ -42,7 +49,9 @@ from trainer.data.tokenizer import (
 )
 from trainer.data.writer import atomic, write_shards
 
-_BPE_TEXT_SIZE = 1 << 28  # characters; a tokenizer learns nothing more from more text
+# Characters, from all over the inputs: a tokenizer learns little more from more text, and training
+# holds every word of it in memory.
+_BPE_TEXT_SIZE = 1 << 25
 
 
 def prepare(
@@ -72,13 +81,26 @@ def prepare(
     settings, out = PrepareOptions(**options), Path(out)
     _check_options(settings, workers)
     try:
-        files = find_files([_resolve(name, out) for name in inputs])
+        files, left_out = find_files([_resolve(name, out) for name in inputs])
         plan_hash = _plan_hash(files, settings)
         if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
             if progress:
                 print(f"{out}: is up to date", file=sys.stderr)
             return index
-        return _prepare(files, out, settings, plan_hash, workers, progress)
+        forms = look_at(files, settings.split_documents)
+        if progress:
+            for line in describe(forms, left_out):
+                print(line, file=sys.stderr)
+        index = _prepare(forms, out, settings, plan_hash, workers, progress)
+        wanted = settings.validation_fraction
+        if progress and wanted and not index["splits"]["validation"]["tokens"]:
+            print(
+                f"no validation tokens: none of {index['documents']} document(s) fell into the "
+                f"{wanted:.1%} of the validation split; raise --validation-fraction, or make more "
+                "documents with --split-documents",
+                file=sys.stderr,
+            )
+        return index
     except OSError as error:
         raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
@@ -137,7 +159,7 @@ def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
 
 
 def _prepare(
-    files: list[str],
+    forms: dict[str, Form],
     out: Path,
     settings: PrepareOptions,
     plan_hash: str,
@@ -150,11 +172,11 @@ def _prepare(
         if stale != work:
             shutil.rmtree(stale)
     work.mkdir(parents=True, exist_ok=True)
-    units = cut_units(files)
+    units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
     jobs = [Job(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)]
     results = tokenise(jobs, workers, progress)
-    index = _join(jobs, results, files, out, vocabulary, settings, plan_hash)
+    index = _join(jobs, results, forms, out, vocabulary, settings, plan_hash)
     shutil.rmtree(work)
     return index
 
@@ -180,40 +202,45 @@ def _make_tokenizer(units: list[Unit], settings: PrepareOptions, work: Path) -> 
 
 
 def _training_texts(units: list[Unit], settings: PrepareOptions) -> Iterator[str]:
-    left = _BPE_TEXT_SIZE
+    """The beginning of every unit: everything, or _BPE_TEXT_SIZE characters from all over."""
+    total = sum(piece.size for unit in units for piece in unit)
     for unit in units:
-        for piece in unit:
-            for record in read_piece(piece, settings.field, settings.split_documents):
-                if left <= 0:
-                    return
-                left -= len(record.text)
-                if record.text:
-                    yield record.text
+        size = sum(piece.size for piece in unit)
+        left = _BPE_TEXT_SIZE * size // max(total, 1)
+        records = (record for piece in unit for record in read_piece(piece, settings.field))
+        for record in records:
+            if record.text:
+                yield from segments(record.text[:left])
+            left -= len(record.text)
+            if left <= 0:
+                break
 
 
 def _join(
     jobs: list[Job],
     results: list[list[dict[str, Any]]],
-    files: list[str],
+    forms: dict[str, Form],
     out: Path,
     vocabulary: Vocabulary,
     settings: PrepareOptions,
     plan_hash: str,
 ) -> dict[str, Any]:
-    sources, rejects = _account([job.unit for job in jobs], results, files)
+    sources, rejects = _account([job.unit for job in jobs], results, forms)
     with atomic(out / "rejects.jsonl") as output:
         for reject in rejects:
             output.write((json.dumps(reject, ensure_ascii=False) + "\n").encode())
     documents = sum(source["documents"] for source in sources)
     if not documents:
+        rejected = sum(source["rejected"] for source in sources)
+        first = next((f" (first {r['file']}:{r['line']}: {r['problem']})" for r in rejects), "")
         raise DataError(
-            f"{out}: the inputs hold no document, {sum(s['rejected'] for s in sources)} bad "
-            f"records; see {out / 'rejects.jsonl'}"
+            f"{out}: the inputs hold no document, {rejected} bad records{first}; see "
+            f"{out / 'rejects.jsonl'}"
         )
     splits = {}
     for split in SPLITS:
-        parts = (_read_unit(job, split) for job in jobs)
-        shards = write_shards(parts, out, split, settings.shard_tokens)
+        parts = ((job.path(f"{split}.tokens"), job.path(f"{split}.ends")) for job in jobs)
+        shards = write_shards(parts, out, split, vocabulary.dtype, settings.shard_tokens)
         splits[split] = {
             "tokens": sum(shard["tokens"] for shard in shards),
             "documents": sum(shard["documents"] for shard in shards),
@@ -245,16 +272,8 @@ def _join(
     return index
 
 
-def _read_unit(job: Job, split: str) -> tuple[NDArray, NDArray]:
-    """(tokens, ends) that a unit gave to a split."""
-    ends = np.fromfile(job.path(f"{split}.ends"), dtype="<u8").astype(np.int64)
-    if not len(ends):
-        return np.empty(0, job.vocabulary.dtype), ends
-    return np.memmap(job.path(f"{split}.tokens"), job.vocabulary.dtype, mode="r"), ends
-
-
 def _account(
-    units: list[Unit], results: list[list[dict[str, Any]]], files: list[str]
+    units: list[Unit], results: list[list[dict[str, Any]]], forms: dict[str, Form]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What came out of each input file, and the rejected records with their lines in it."""
     sources = {
@@ -262,19 +281,23 @@ def _account(
             "file": file,
             "bytes": os.stat(file).st_size,
             "sha256": checksums(Path(file))[0],
+            "holds": form.kind if form.kind != "text" else form.split,
             "documents": 0,
             "rejected": 0,
         }
-        for file in files
+        for file, form in forms.items()
     }
     rejects = []
-    lines = dict.fromkeys(files, 0)  # in the pieces so far
+    known: tuple[Piece, int] | None = None  # a piece, and the lines before it
     for unit, result in zip(units, results, strict=True):
         for piece, counts in zip(unit, result, strict=True):
-            for reject in counts["rejects"]:
-                line = reject["line"] + lines[piece.file]
-                rejects.append({"file": piece.file, "line": line, "problem": reject["problem"]})
-            lines[piece.file] += counts["lines"]
+            if counts["rejects"]:
+                before = lines_before(piece, known)
+                known = piece, before
+                for reject in counts["rejects"]:
+                    line = before + reject["line"]
+                    problem = reject["problem"]
+                    rejects.append({"file": piece.file, "line": line, "problem": problem})
             sources[piece.file]["documents"] += counts["documents"]
             sources[piece.file]["rejected"] += counts["rejected"]
     return list(sources.values()), rejects

@@ -1,27 +1,54 @@
-"""Input files → documents: txt, md, jsonl (plain, gzip, zstd) and parquet.
+"""Input files, and how they are cut: txt, md, jsonl and json (plain, gzip, zstd), parquet, arrow.
 
-Files are cut into pieces and pieces gathered into units of about UNIT_BYTES, which workers take
-one by one. Units, and the documents in them, have a fixed order that does not depend on who reads
-them.
+Files are cut into pieces that begin and end with a document, and pieces gathered into units, which
+workers take one by one. Units, and the documents in them, have a fixed order that does not depend
+on who reads them.
 """
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from trainer.data.blocks import compression, read_blocks
 from trainer.data.options import Split
 from trainer.data.shards import DataError
+from trainer.data.text import choose_split, next_border, window_bytes
 
 UNIT_BYTES = 32 << 20
+"""Most that a unit holds, where its parts can be separated."""
+_SMALLEST_UNIT, _UNITS = 2 << 20, 256
+KINDS = "txt, md, json, jsonl (also .gz, .zst), parquet or arrow"
 
 _TEXT = (".txt", ".md")
-_JSON_LINES = (".jsonl", ".json")
-_COMPRESSED = (".gz", ".zst")
-_READ_BYTES = 1 << 20
+_JSON = (".jsonl", ".json", ".ndjson")
+_BINARY: "dict[str, Literal['parquet', 'arrow']]" = {".parquet": "parquet", ".arrow": "arrow"}
+# What lies beside the data in data sets of Hugging Face and in repositories.
+_NOT_DATA = re.compile(
+    r"""(readme|changelog|contributing|citation|notice|copying)\b.* | .*\blicen[cs]es?\b.*
+    | (dataset_infos?|dataset_dict|state|config|index|tokenizer|tokenizer_config)\.json
+    | (special_tokens_map|croissant|package|package-lock)\.json
+    | rejects\.jsonl | cache-.*\.arrow | \..*""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+Kind: TypeAlias = Literal["text", "json lines", "json", "parquet", "arrow"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a file holds, and what a document is in it."""
+
+    kind: Kind
+    """json: values one after the other over any number of lines, or arrays of them."""
+    split: Split = "auto"
+    """Of text; never auto."""
+    window: int = 0
+    """Bytes of a document of text that is split into windows."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +56,11 @@ class Piece:
     """A part of one input file, or all of it."""
 
     file: str
+    form: Form
     start: int
-    """First byte of a plain jsonl file, or first row group of a parquet file; else 0."""
+    """First byte of text or json lines, or first row group of a parquet file; else 0."""
     end: int
-    """One past the last byte or row group; lines that begin before it belong to this piece."""
+    """One past the last."""
     size: int
     """Bytes, for the progress bar."""
 
@@ -40,236 +68,181 @@ class Piece:
 Unit: TypeAlias = tuple[Piece, ...]
 
 
-@dataclass(frozen=True)
-class Record:
-    """One document, or the reason why there is none; neither for a blank line."""
-
-    line: int
-    """Where it stands in the piece, from 1: line, or row of a parquet file."""
-    text: str = ""
-    problem: str = ""
-
-
-def find_files(inputs: list[str]) -> list[str]:
+def find_files(inputs: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files of all inputs in a fixed order, each once; directories are searched for the known
     endings.
+
+    Returns:
+        (files, those in directories that are not data).
 
     Raises:
         DataError: an input is missing, of no known kind, or an empty directory.
     """
     files: list[str] = []
+    left_out: list[str] = []
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            found = sorted(str(f) for f in path.rglob("*") if f.is_file() and kind_of(f))
+            found, others = _search(path)
             if not found:
-                raise DataError(f"{name}: holds no txt, md, jsonl(.gz, .zst) or parquet file")
+                there = f"; it holds {_listed(others)}" if others else ""
+                raise DataError(f"{name}: holds no {KINDS} file with data{there}")
             files += found
+            left_out += others
         elif not path.exists():
             raise DataError(f"{name}: no such file or directory")
-        elif not kind_of(path):
-            raise DataError(f"{name}: not a txt, md, jsonl(.gz, .zst) or parquet file")
+        elif not _kind_by_name(path):
+            raise DataError(f"{name}: not a {KINDS} file, by the ending of its name")
         else:
             files.append(str(path))
-    return list(dict.fromkeys(files))
+    return list(dict.fromkeys(files)), left_out
 
 
-def kind_of(path: Path) -> Literal["text", "json lines", "parquet", ""]:
-    """What a file holds, by its ending."""
-    compressed = bool(_compression(path))
+def _search(directory: Path) -> tuple[list[str], list[str]]:
+    found: list[str] = []
+    others: list[str] = []
+    for file in sorted(directory.rglob("*"), key=str):
+        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts[:-1])
+        if hidden or not file.is_file():
+            continue
+        is_data = _kind_by_name(file) and not _NOT_DATA.fullmatch(file.name)
+        (found if is_data else others).append(str(file))
+    return found, others
+
+
+def _listed(files: Sequence[str]) -> str:
+    names = [Path(file).name for file in files]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _kind_by_name(path: Path) -> Literal["text", "json", "parquet", "arrow", ""]:
+    compressed = bool(compression(path))
     ending = (path.with_suffix("") if compressed else path).suffix.lower()
-    if ending in _JSON_LINES:
-        return "json lines"
+    if ending in _JSON:
+        return "json"
     if compressed:
         return ""
-    if ending in _TEXT:
-        return "text"
-    return "parquet" if ending == ".parquet" else ""
+    return "text" if ending in _TEXT else _BINARY.get(ending, "")
 
 
-def _compression(path: Path) -> str:
-    ending = path.suffix.lower()
-    return ending if ending in _COMPRESSED else ""
+def look_at(files: Sequence[str], split: Split) -> dict[str, Form]:
+    """What each file holds, and what a document is in it, by its name and a look into it.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    kinds = {file: _kind_by_name(Path(file)) for file in files}
+    sizes = {file: Path(file).stat().st_size for file, kind in kinds.items() if kind == "text"}
+    window = window_bytes(list(sizes.values()))
+    forms: dict[str, Form] = {}
+    for file, kind in kinds.items():
+        path = Path(file)
+        if kind == "text":
+            chosen = choose_split(path, sizes[file], window) if split == "auto" else split
+            forms[file] = Form("text", chosen, window if chosen == "window" else 0)
+        elif kind == "json":
+            forms[file] = Form("json lines" if _has_json_lines(path) else "json")
+        elif kind:
+            forms[file] = Form(kind)
+    return forms
 
 
-def cut_units(files: list[str]) -> list[Unit]:
+def _has_json_lines(path: Path) -> bool:
+    """Whether there is one value a line. Only what shows that there is not counts against it: an
+    array, or an object of which the first lines are none."""
+    head = b"".join(islice(read_blocks(path), 1)).lstrip()
+    if not head.startswith(b"{"):
+        return not head.startswith(b"[")
+    lines = head.split(b"\n")[:20]
+    return len(lines) == 1 or any(map(_is_object, lines)) or len(lines[0].strip()) > 1
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return line.startswith(b"{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def describe(forms: dict[str, Form], left_out: Sequence[str]) -> Iterator[str]:
+    """What was chosen, a line each, for a person."""
+    texts = Counter((form.split, form.window) for form in forms.values() if form.kind == "text")
+    for (split, window), count in texts.items():
+        example = next(
+            file for file, form in forms.items() if (form.split, form.window) == (split, window)
+        )
+        name = Path(example).name if count == 1 else f"{count} text files"
+        document = {
+            "file": "one document each" if count > 1 else "one document",
+            "separator": "<|endoftext|> or <|end_of_text|> ends a document",
+            "form-feed": "a form feed ends a document",
+            "blank-line": "a blank line ends a document",
+            "line": "every line is a document",
+            "window": f"cut into documents of about {window >> 10} KiB, at paragraphs",
+        }[split]
+        yield f"{name}: {document} (--split-documents says otherwise)"
+    if left_out:
+        yield f"left out as not data: {_listed(left_out)}; name a file itself to take it"
+
+
+def cut_units(forms: dict[str, Form]) -> list[Unit]:
     """All units of all files, in order; small files share a unit.
 
     Raises:
         DataError: a parquet file cannot be opened.
     """
+    total = sum(Path(file).stat().st_size for file in forms)
+    # Enough of them to be shared by workers, and for little to be lost by a kill; not too many.
+    most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
     units: list[Unit] = []
     gathered: list[Piece] = []
-    for file in files:
-        for piece in _cut(file):
-            if gathered and sum(p.size for p in gathered) + piece.size > UNIT_BYTES:
+    size = 0
+    for file, form in forms.items():
+        for piece in _cut(file, form, most):
+            if gathered and size + piece.size > most:
                 units.append(tuple(gathered))
-                gathered = []
+                gathered, size = [], 0
             gathered.append(piece)
+            size += piece.size
     return [*units, tuple(gathered)] if gathered else units
 
 
-def _cut(file: str) -> Iterator[Piece]:
+def _cut(file: str, form: Form, most: int) -> Iterator[Piece]:
     path = Path(file)
     size = path.stat().st_size
-    if kind_of(path) == "parquet":
+    if form.kind == "parquet":
         groups = open_parquet(path).num_row_groups
         for number in range(groups):
-            yield Piece(file, number, number + 1, size // groups)
-    elif kind_of(path) == "json lines" and not _compression(path):
-        for start in range(0, size, UNIT_BYTES):
-            end = min(size, start + UNIT_BYTES)
-            yield Piece(file, start, end, end - start)
+            yield Piece(file, form, number, number + 1, size // groups)
+    elif form.kind in ("text", "json lines") and not compression(path):
+        split: Split = "line" if form.kind == "json lines" else form.split
+        start = 0
+        with path.open("rb") as content:
+            while start < size:
+                rest = size - start <= most * 3 // 2
+                end = size if rest else next_border(content, start + most, size, split, form.window)
+                yield Piece(file, form, start, end, end - start)
+                start = end
+        if not size:
+            yield Piece(file, form, 0, 0, 0)
     else:
-        yield Piece(file, 0, size, size)
+        yield Piece(file, form, 0, size, size)
 
 
-def lines_before(piece: Piece) -> int:
-    """Lines (rows of a parquet file) that come before the first of a piece in its file."""
+def lines_before(piece: Piece, known: tuple[Piece, int] | None = None) -> int:
+    """Lines (rows of a parquet file) that come before a piece in its file; `known` before an
+    earlier one."""
     path = Path(piece.file)
-    if not piece.start:
-        return 0
-    if kind_of(path) == "parquet":
+    start, lines = 0, 0
+    if known and known[0].file == piece.file:
+        start, lines = known[0].start, known[1]
+    if start == piece.start:
+        return lines
+    if piece.form.kind == "parquet":
         metadata = open_parquet(path).metadata
-        return sum(metadata.row_group(number).num_rows for number in range(piece.start))
-    position = count = 0
-    with path.open("rb") as file:
-        for line in file:
-            if position >= piece.start:
-                break
-            position, count = position + len(line), count + 1
-    return count
-
-
-def read_piece(piece: Piece, field: str, split: Split) -> Iterator[Record]:
-    """Documents of a piece, in file order.
-
-    Args:
-        piece: from `cut_units`.
-        field: of each json object, or column of parquet, that holds the text.
-        split: what one document is in txt and md files.
-
-    Raises:
-        DataError: the whole file cannot be read: damaged, or without the column.
-    """
-    path = Path(piece.file)
-    try:
-        match kind_of(path):
-            case "parquet":
-                yield from _parquet(path, piece, field)
-            case "json lines":
-                yield from _json_lines(path, piece, field)
-            case _:
-                yield from _text(path, split)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def _text(path: Path, split: Split) -> Iterator[Record]:
-    if split == "file":
-        yield _decoded(path.read_bytes(), 1)
-        return
-    paragraph: list[bytes] = []
-    with path.open("rb") as file:
-        number = 0
-        for number, line in enumerate(file, 1):
-            if split == "line":
-                if line.strip():
-                    yield _decoded(line.rstrip(b"\r\n"), number)
-            elif line.strip():
-                paragraph.append(line)
-            elif paragraph:
-                yield _decoded(b"".join(paragraph), number - len(paragraph))
-                paragraph = []
-        if paragraph:
-            yield _decoded(b"".join(paragraph), number + 1 - len(paragraph))
-
-
-def _decoded(content: bytes, line: int) -> Record:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line += content[: error.start].count(b"\n")
-        return Record(line, problem=f"not UTF-8 (byte 0x{content[error.start]:02x})")
-    return Record(line, text) if text.strip() else Record(line, problem="empty")
-
-
-def _json_lines(path: Path, piece: Piece, field: str) -> Iterator[Record]:
-    for number, line in enumerate(_lines(path, piece), 1):
-        yield _json_record(line, number, field) if line.strip() else Record(number)
-
-
-def _lines(path: Path, piece: Piece) -> Iterator[bytes]:
-    """The lines that begin in a piece."""
-    match _compression(path):
-        case ".gz":
-            with gzip.open(path, "rb") as file:
-                yield from file
-        case ".zst":
-            yield from _split_lines(_decompress_zstd(path))
-        case _:
-            with path.open("rb") as file:
-                if piece.start:
-                    file.seek(piece.start - 1)
-                    file.readline()
-                position = file.tell()
-                for line in file:
-                    if position >= piece.end:
-                        return
-                    position += len(line)
-                    yield line
-
-
-def _json_record(line: bytes, number: int, field: str) -> Record:
-    try:
-        value: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Record(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
-    except (ValueError, RecursionError) as error:
-        return Record(number, problem=f"not JSON: {error}")
-    text = value.get(field) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        return Record(number, problem=f"no text in field {field!r}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return Record(number, problem="half of a surrogate pair")
-    return Record(number, text) if text.strip() else Record(number, problem="empty")
-
-
-def _decompress_zstd(path: Path) -> Iterator[bytes]:
-    """The content, in blocks. zstandard's own stream reader takes a truncated file for a whole
-    one."""
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path}: needs zstandard: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor()
-    frame = decompressor.decompressobj()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                while block:
-                    if frame.eof:
-                        frame = decompressor.decompressobj()
-                    yield frame.decompress(block)
-                    block = frame.unused_data
-    except zstandard.ZstdError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    if not frame.eof:
-        raise EOFError("the compressed stream ends before its end marker; copy the file again")
-
-
-def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
-    for block in blocks:
-        first, *others = block.split(b"\n")
-        rest.append(first)
-        for other in others:
-            yield b"".join(rest)
-            rest = [other]
-    if any(rest):
-        yield b"".join(rest)
+        return lines + sum(metadata.row_group(n).num_rows for n in range(start, piece.start))
+    return lines + sum(block.count(b"\n") for block in read_blocks(path, start, piece.start))
 
 
 def open_parquet(path: Path) -> Any:
@@ -278,33 +251,23 @@ def open_parquet(path: Path) -> Any:
     Raises:
         DataError: pyarrow is missing, or the file is not parquet.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{path}: needs pyarrow: pip install pyarrow") from None
+    pyarrow = import_pyarrow(path)
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path}: not a parquet file: {error}") from error
 
 
-def _parquet(path: Path, piece: Piece, field: str) -> Iterator[Record]:
-    file = open_parquet(path)
-    names = file.schema_arrow.names
-    if field not in names:
-        raise DataError(f"{path}: no column {field!r}; it has {', '.join(names)}; see --field")
+def import_pyarrow(path: Path) -> Any:
+    """pyarrow, with its parquet and ipc parts.
+
+    Raises:
+        DataError: it is not installed; `path` needs it.
+    """
     try:
-        column = file.read_row_group(piece.start, columns=[field]).column(0)
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path}: row group {piece.start} cannot be read: {error}") from error
-    for number, cell in enumerate(column, 1):
-        try:
-            text = cell.as_py()
-        except UnicodeDecodeError as error:
-            yield Record(number, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
-            continue
-        if not isinstance(text, str):
-            yield Record(number, problem=f"no text in column {field!r}")
-        else:
-            yield Record(number, text) if text.strip() else Record(number, problem="empty")
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path}: needs pyarrow: pip install pyarrow") from None
+    return pyarrow

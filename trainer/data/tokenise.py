@@ -5,12 +5,14 @@ import json
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,15 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from trainer.data.options import PrepareOptions
+from trainer.data.records import read_piece
 from trainer.data.shards import SPLITS, DataError
-from trainer.data.sources import Unit, lines_before, read_piece
+from trainer.data.sources import Unit, lines_before
 from trainer.data.writer import atomic, synced
 
+PROGRESS = "progress"
+"""Name of the file in the work directory with the bytes that were read of each unit, as uint64."""
 _BATCH = 512  # documents per call of the tokenizer
+_CHARACTERS = 1 << 17  # in one call of the tokenizer, or twice that; a token takes 150 bytes there
 _LISTED_REJECTS = 1000  # per unit; all are counted
 
 
@@ -60,46 +66,28 @@ def _tokenise_unit(job: Job) -> list[dict[str, Any]]:
     """Tokenise one unit into files; another, written last, says that it is done.
 
     Returns:
-        For each piece of the unit: counts of its documents, rejected records and lines, and the
-        first of the rejected records.
+        For each piece of the unit: counts of its documents and rejected records, and the first of
+        the rejected records.
     """
     done = job.path("json")
     if done.exists():
         return json.loads(done.read_bytes())
-    tokenizer = Tokenizer.from_file(job.vocabulary.file)
-    # A document that spells out a special token means the letters, not the token.
-    tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    settings, results = job.settings, []
-    texts: list[str] = []
-    written = dict.fromkeys(SPLITS, 0)  # tokens
-    listed = 0
-
-    def flush() -> None:
-        for text, encoding in zip(
-            texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
-            split = _split_of(text, settings.validation_fraction)
-            ids = np.asarray([*encoding.ids, job.vocabulary.eos_id], job.vocabulary.dtype)
-            written[split] += len(ids)
-            outputs[split, "tokens"].write(ids.tobytes())
-            outputs[split, "ends"].write(np.asarray(written[split], "<u8").tobytes())
-        texts.clear()
-
+    results = []
+    read = listed = 0
     with ExitStack() as stack:
-        outputs = {
-            (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
-            for split in SPLITS
-            for kind in ("tokens", "ends")
-        }
+        progress = stack.enter_context((job.work / PROGRESS).open("r+b"))
+        writer = _UnitWriter(job, stack)
+
+        def told(count: int) -> None:
+            os.pwrite(progress.fileno(), struct.pack("<Q", read + count), 8 * job.number)
+
         for piece in job.unit:
-            documents = rejected = lines = 0
+            rejected = 0
+            before = writer.documents
             rejects: list[dict[str, Any]] = []
-            for record in read_piece(piece, settings.field, settings.split_documents):
-                lines = record.line
+            for record in read_piece(piece, job.settings.field, told):
                 if record.problem:
-                    if settings.on_bad == "fail":
+                    if job.settings.on_bad == "fail":
                         raise DataError(
                             f"{piece.file}:{lines_before(piece) + record.line}: {record.problem}; "
                             "mend it, or leave such records out with --on-bad skip"
@@ -107,23 +95,97 @@ def _tokenise_unit(job: Job) -> list[dict[str, Any]]:
                     rejected += 1
                     if (listed := listed + 1) <= _LISTED_REJECTS:
                         rejects.append({"line": record.line, "problem": record.problem})
-                elif record.text:
-                    documents += 1
-                    texts.append(record.text)
-                    if len(texts) == _BATCH:
-                        flush()
-            results.append(
-                {"documents": documents, "rejected": rejected, "lines": lines, "rejects": rejects}
-            )
-        flush()
+                writer.add(record.text, record.goes_on)
+            read += piece.size
+            documents = writer.documents - before
+            results.append({"documents": documents, "rejected": rejected, "rejects": rejects})
+        writer.flush()
+        told(0)
     with atomic(done) as output:
         output.write(json.dumps(results).encode())
     return results
 
 
+class _UnitWriter:
+    """Documents → tokens and ends, in the files of a unit."""
+
+    def __init__(self, job: Job, stack: ExitStack) -> None:
+        self._tokenizer = _tokenizer(job.vocabulary.file, os.stat(job.vocabulary.file).st_mtime_ns)
+        self._job = job
+        self._files = {
+            (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
+            for split in SPLITS
+            for kind in ("tokens", "ends")
+        }
+        self._tokens = dict.fromkeys(SPLITS, 0)
+        self._batch: list[tuple[str, str, bool]] = []  # (text, split, whether a document ends)
+        self._characters = 0
+        self._split = ""  # of the document that goes on
+        self.documents = 0
+
+    def add(self, text: str, goes_on: bool) -> None:
+        """A document, or the next part of one."""
+        if text and not self._split:
+            self._split = _split_of(text, self._job.settings.validation_fraction)
+            self.documents += 1
+        if not self._split:
+            return
+        *parts, last = segments(text)
+        for part in parts:
+            self._put(part, ends=False)
+        self._put(last, ends=not goes_on)
+        if not goes_on:
+            self._split = ""
+
+    def _put(self, text: str, ends: bool) -> None:
+        self._batch.append((text, self._split, ends))
+        self._characters += len(text)
+        if len(self._batch) == _BATCH or self._characters >= _CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added."""
+        vocabulary = self._job.vocabulary
+        encodings = self._tokenizer.encode_batch_fast(
+            [text for text, _, _ in self._batch], add_special_tokens=False
+        )
+        for (_, split, ends), encoding in zip(self._batch, encodings, strict=True):
+            ids = [*encoding.ids, vocabulary.eos_id] if ends else encoding.ids
+            self._tokens[split] += len(ids)
+            self._files[split, "tokens"].write(np.asarray(ids, vocabulary.dtype).tobytes())
+            if ends:
+                end = np.asarray(self._tokens[split], "<u8")
+                self._files[split, "ends"].write(end.tobytes())
+        self._batch.clear()
+        self._characters = 0
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(file: str, modified: int) -> Tokenizer:
+    """From a file of that age; to read one may take longer than a unit."""
+    tokenizer = Tokenizer.from_file(file)
+    # A document that spells out a special token means the letters, not the token.
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def segments(text: str) -> list[str]:
+    """A text in parts of at most _CHARACTERS, cut at the ends of lines, else before spaces."""
+    parts, start = [], 0
+    while len(text) - start > _CHARACTERS:
+        least, most = start + _CHARACTERS // 2, start + _CHARACTERS
+        end = text.rfind("\n", least, most) + 1 or max(text.rfind(" ", least, most), 0) or most
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
+
+
 def _split_of(text: str, validation_fraction: float) -> str:
-    """The split of a document: by a hash of its text, so that it stays where it is when the corpus
-    grows, and equal documents stay together."""
+    """The split of a document: by a hash of its text (of its first MiB or two, where it is read in
+    parts), so that it stays where it is when the corpus grows, and equal documents stay
+    together."""
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     share = int.from_bytes(digest, "little") / 2**64
     return "validation" if share < validation_fraction else "train"
@@ -132,13 +194,35 @@ def _split_of(text: str, validation_fraction: float) -> str:
 def tokenise(jobs: list[Job], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
     """Do all jobs, those done before excepted; returns what `_tokenise_unit` says of each."""
     results: list[list[dict[str, Any]]] = [[]] * len(jobs)
-    sizes = [sum(piece.size for piece in job.unit) for job in jobs]
-    hidden = not (progress and sys.stderr.isatty())
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, disable=hidden) as bar:
+    total = sum(piece.size for job in jobs for piece in job.unit)
+    file = jobs[0].work / PROGRESS
+    with file.open("ab") as slots:
+        slots.truncate(8 * len(jobs))
+    with _shown(file, total) if progress and sys.stderr.isatty() else nullcontext():
         for number, result in _run(jobs, min(workers, len(jobs))):
             results[number] = result
-            bar.update(sizes[number])
     return results
+
+
+@contextmanager
+def _shown(file: Path, total: int) -> Iterator[None]:
+    """A bar on stderr, while the block runs, of what the file says was read."""
+    over = threading.Event()
+
+    def show() -> None:
+        with tqdm(total=total, unit="B", unit_scale=True) as bar:
+            waiting = True
+            while waiting:
+                waiting = not over.wait(0.2)
+                bar.update(int(np.fromfile(file, "<u8").sum()) - bar.n)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _run(jobs: list[Job], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:

@@ -9,7 +9,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.shards import checksums
+from trainer.data.shards import DataError, checksums
+
+_BLOCK_BYTES = 1 << 20
+_ENDS = 1 << 16  # documents at a time
 
 
 @contextmanager
@@ -36,17 +39,19 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_shards(
-    parts: Iterable[tuple[NDArray, NDArray]],
+    parts: Iterable[tuple[Path, Path]],
     out: Path,
     split: str,
+    dtype: str,
     shard_tokens: int,
 ) -> list[dict[str, Any]]:
     """Join parts into shards that each end with a document.
 
     Args:
-        parts: (tokens, ends of the documents in them), in order.
+        parts: files of (tokens, ends of the documents in them as uint64), in order.
         out: directory; older shards of the split in it are removed.
         split: beginning of the file names.
+        dtype: of the tokens.
         shard_tokens: a shard is full with the document that brings it to so many tokens.
 
     Returns:
@@ -55,21 +60,26 @@ def write_shards(
     for kind in ("tokens", "ends"):
         for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
             stale.unlink()
+    width = np.dtype(dtype).itemsize
     shards: list[dict[str, Any]] = []
     writer: _ShardWriter | None = None
-    for tokens, ends in parts:
-        start = first = 0
-        while first < len(ends):
-            writer = writer or _ShardWriter(out, f"{split}-{len(shards):05}")
-            # Up to and including the document that fills the shard.
-            last = int(np.searchsorted(ends, start + shard_tokens - writer.tokens, side="left"))
-            last = min(last + 1, len(ends))
-            stop = int(ends[last - 1])
-            writer.add(tokens[start:stop], ends[first:last] - start)
-            start, first = stop, last
-            if writer.tokens >= shard_tokens:
-                shards.append(writer.close())
-                writer = None
+    for tokens_file, ends_file in parts:
+        with tokens_file.open("rb") as tokens, ends_file.open("rb") as listed:
+            start = 0
+            while len(ends := np.frombuffer(listed.read(_ENDS * 8), "<u8").astype(np.int64)):
+                first = 0
+                while first < len(ends):
+                    writer = writer or _ShardWriter(out, f"{split}-{len(shards):05}")
+                    # Up to and including the document that fills the shard.
+                    full = start + shard_tokens - writer.tokens
+                    last = int(np.searchsorted(ends, full, side="left"))
+                    last = min(last + 1, len(ends))
+                    stop = int(ends[last - 1])
+                    writer.add(tokens, (stop - start) * width, ends[first:last] - start)
+                    start, first = stop, last
+                    if writer.tokens >= shard_tokens:
+                        shards.append(writer.close())
+                        writer = None
     if writer:
         shards.append(writer.close())
     return shards
@@ -83,11 +93,16 @@ class _ShardWriter:
         self._out, self._name = out, name
         self._files = {kind: (out / f"{name}.{kind}").open("wb") for kind in ("tokens", "ends")}
 
-    def add(self, tokens: NDArray, ends: NDArray) -> None:
-        """Append whole documents; `ends` count from the first of `tokens`."""
-        self._files["tokens"].write(tokens.tobytes())
+    def add(self, tokens: BinaryIO, size: int, ends: NDArray) -> None:
+        """Append whole documents: the next `size` bytes of `tokens`; `ends` count from there."""
+        while size:
+            block = tokens.read(min(size, _BLOCK_BYTES))
+            if not block:
+                raise DataError(f"{tokens.name}: truncated; remove its directory and start again")
+            self._files["tokens"].write(block)
+            size -= len(block)
         self._files["ends"].write((ends + self.tokens).astype("<u8").tobytes())
-        self.tokens += len(tokens)
+        self.tokens += int(ends[-1])
         self.documents += len(ends)
 
     def close(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from trainer.data import corpora, sources, tokenise
+from trainer.data import blocks, corpora, records, sources, tokenise
+from trainer.data import text as text_module
 from trainer.data.inspect import inspect
 from trainer.data.prepare import prepare
 from trainer.data.shards import DataError, TokenDataset, read_index, verify
@@ -75,6 +79,157 @@ def test_every_format_gives_the_same_documents(tmp_path, documents, kind):
     assert verify(tmp_path / "out") == []
 
 
+def test_what_is_beside_the_documents_is_not_taken_for_one(tmp_path, capsys):
+    """A byte order mark, arrays, a data set of Hugging Face's `save_to_disk` in a repository."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    values = [{"text": f"in an array {number}"} for number in range(3)]
+    write(folder / "a.json", b"\xef\xbb\xbf" + json.dumps(values, indent=2).encode())
+    write(folder / "b.json.gz", gzip.compress(json.dumps(values[:1]).encode()))
+    write(folder / "c.jsonl", b"\xef\xbb\xbf" + json_lines(["after a mark"]))
+    write(folder / "d.txt", b"\xef\xbb\xbfa text after a mark")
+    table = pa.table({"text": ["in arrow", "too"]})
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=1)
+    for name in ("README.md", "LICENSE.txt", ".gitattributes", "dataset_info.json", "state.json"):
+        write(folder / name, '{"text": "not data"}\n')
+    prepare([str(folder)], tmp_path / "out", **BYTES, progress=True)
+    texts = [value["text"] for value in values]
+    expected = [*texts, texts[0], "after a mark", "a text after a mark", "in arrow", "too"]
+    assert decoded(tmp_path / "out") == expected
+    told = "left out as not data: .gitattributes, LICENSE.txt, README.md and 2 more; name a file"
+    assert told in capsys.readouterr().err
+    write(folder / "e.json", json.dumps(values)[:-1])
+    with pytest.raises(DataError, match=r"e\.json: ends inside of its array, after 3 values"):
+        prepare([str(folder / "e.json")], tmp_path / "out2", **BYTES)
+
+
+REFERENCE = {
+    "line": rb"\r*\n",
+    "blank-line": rb"(?<=\n)(?:[ \t\r\f\v]*\n)+",
+    "separator": rb"<\|endoftext\|>[ \t]*\r?\n?",
+    "form-feed": rb"\f",
+    "file": rb"\Z",
+}
+_words = st.sampled_from(
+    ["\n", "\n\n", "\r\n", " \n", "\f", "<|endoftext|>", "# one", "wörter ", "한" * 30, "word " * 9]
+)
+
+
+@given(st.lists(_words, max_size=60).map("".join), st.sampled_from([*REFERENCE, "window"]))
+def test_a_text_is_cut_into_the_same_documents_in_whatever_pieces(tmp_path_factory, text, split):
+    """Against the borders found in the whole of it, with blocks and units of a few bytes."""
+    file = tmp_path_factory.mktemp("cut") / "in.txt"
+    content = write(file, text) and text.encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", 50)
+        patch.setattr(text_module, "BLOCK_BYTES", 50)
+        patch.setattr(text_module, "_SMALLEST_WINDOW", 64)
+        patch.setattr(sources, "UNIT_BYTES", 128)
+        units = sources.cut_units(sources.look_at([str(file)], split))
+        found = [b""]
+        for piece in (piece for unit in units for piece in unit):
+            for record in records.read_piece(piece, "text"):
+                assert not record.problem or record.problem == "empty"
+                found[-1] += record.text.encode()
+                if not record.goes_on:
+                    found.append(b"")
+    if split == "window":
+        assert b"".join(found).strip() == content.strip()
+        assert all(len(document) <= 128 for document in found)
+    else:
+        expected = [part for part in re.split(REFERENCE[split], content) if part.strip()]
+        assert [part.strip() for part in found if part] == [part.strip() for part in expected]
+
+
+@pytest.mark.parametrize(
+    ("unit", "split"),
+    [
+        ("A story, {}.\n<|endoftext|>\n", "separator"),
+        ("Page {} of it.\n\n\f", "form-feed"),
+        ("One long article, {}. " * 120 + "\n\n", "blank-line"),
+        ("One long article, {}. " * 80 + "\n", "line"),
+        ("A paragraph of a book, {}.\nIt goes on.\n\n", "window"),
+        ("no border at all, {}, ", "window"),
+    ],
+)
+def test_what_a_document_is_shows_in_the_text(tmp_path, capsys, unit, split):
+    units = (unit.replace("{}", str(number)) for number in range(2_000_000 // len(unit)))
+    file = write(tmp_path / "in.txt", "".join(units))
+    index = prepare([file], tmp_path / "out", tokenizer="bytes", progress=True)
+    assert index["sources"][0]["holds"] == split
+    assert index["documents"] > 250
+    assert index["splits"]["validation"]["tokens"] > 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("in.txt: ")
+    assert said[0].endswith("(--split-documents says otherwise)")
+    small = write(tmp_path / "small.txt", "One text. " * 100)
+    index = prepare([small], tmp_path / "small", tokenizer="bytes", progress=True)
+    assert index["documents"] == 1
+    assert "no validation tokens: none of 1 document(s)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "jsonl.gz", "parquet", "arrow"])
+def test_progress_is_told_within_a_file(tmp_path, documents, kind):
+    path = tmp_path / f"in.{kind}"
+    texts = documents * 200
+    table = pa.table({"text": texts})
+    match kind:
+        case "txt":
+            write(path, "\n".join(texts))
+        case "json":
+            write(path, json.dumps([{"text": text} for text in texts]))
+        case "parquet":
+            pq.write_table(table, path)
+        case "arrow":
+            with pa.ipc.new_stream(str(path), table.schema) as stream:
+                stream.write_table(table, max_chunksize=1000)
+        case _:
+            content = json_lines(texts)
+            write(path, gzip.compress(content, 0) if kind == "jsonl.gz" else content)
+    for unit in sources.cut_units(sources.look_at([str(path)], "auto")):
+        for piece in unit:
+            told = []
+            for _ in records.read_piece(piece, "text", told.append):
+                pass
+            assert len(told) > 1
+            assert told == sorted(told)
+            assert told[-1] == pytest.approx(piece.size, rel=0.01)
+
+
+MEASURE = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:]).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
+sys.exit(code)
+"""
+
+
+def test_20_mb_of_text_take_little_memory(tmp_path):
+    """Half of it one line; trains a tokenizer, too. Of all processes together, by the largest."""
+    words = [
+        "".join(chr(97 + (number * digit) % 26) for digit in (1, 3, 7)) for number in range(700)
+    ]
+    line = " ".join(words[number % 700] for number in range(0, 7919 * 900, 7919))
+    content = (line + " ") * 2800 + (line + "\n") * 2800
+    assert len(content) > 20_000_000
+    file = write(tmp_path / "in.txt", content)
+    perdure = Path(sys.executable).parent / "perdure"
+    command = [perdure, "data", "prepare", file, "--out", tmp_path / "out"]
+    command += ["--train-bpe", "300", "--workers", "2"]
+    # Between: what a process has taken counts for those that it starts, and this one has torch.
+    between = [sys.executable, "-c", MEASURE, *map(str, command)]
+    done = subprocess.run(between, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cut into documents of about 64 KiB" in done.stderr
+    largest = int(done.stdout.splitlines()[-1])
+    assert 3 * largest < 400
+    index = read_index(tmp_path / "out")
+    assert index["documents"] > 250
+    assert index["splits"]["validation"]["tokens"] > 0
+    assert index["rejected"] == 0
+
+
 def test_what_a_document_is_in_a_text_file(tmp_path):
     text = "one\ntwo\n\n\nthree\n \nfour"
     expected = {
@@ -103,6 +258,7 @@ def test_directories_fields_and_repeated_inputs(tmp_path):
         "file": str(folder / "a.txt"),
         "bytes": 9,
         "sha256": hashlib.sha256(b"from text").hexdigest(),
+        "holds": "file",
         "documents": 1,
         "rejected": 0,
     }
@@ -136,9 +292,9 @@ def test_every_line_is_in_one_piece_however_a_file_is_cut(tmp_path, monkeypatch)
         monkeypatch.setattr(sources, "UNIT_BYTES", size)
         found = [
             sources.lines_before(piece) + record.line
-            for unit in sources.cut_units([file])
+            for unit in sources.cut_units(sources.look_at([file], "auto"))
             for piece in unit
-            for record in sources.read_piece(piece, "text", "file")
+            for record in records.read_piece(piece, "text")
         ]
         assert found == numbers
 
@@ -157,11 +313,11 @@ BAD = b"""\
 """
 PROBLEMS = {
     2: "not JSON: ",
-    3: "no text in field 'text'",
-    5: "no text in field 'text'",
+    3: "field 'text' is a number, not text",
+    5: "no field 'text'; it has other; see --field",
     6: "empty",
     7: "not UTF-8 (byte 0xff)",
-    8: "no text in field 'text'",
+    8: "a list, not an object with text in 'text'",
     9: "half of a surrogate pair",
 }
 
@@ -198,7 +354,7 @@ def test_bad_rows_of_parquet(tmp_path):
     assert decoded(tmp_path / "out") == ["one"]
     rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").open()]
     assert [(reject["line"], reject["problem"]) for reject in rejects] == [
-        (2, "no text in column 'text'"),
+        (2, "column 'text' holds null, not text"),
         (3, "not UTF-8 (byte 0xfe)"),
         (4, "empty"),
     ]
@@ -233,6 +389,7 @@ def corpus(tmp_path, documents):
     pq.write_table(pa.table({"text": documents}), folder / "c.parquet", row_group_size=40)
     for number in range(30):
         write(folder / f"d{number:02}.txt", documents[number])
+    write(folder / "e.txt", "\n".join(documents))  # one text in windows, over several units
     return str(folder)
 
 
@@ -310,7 +467,8 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_kill_9(tmp_path, co
 
 
 def test_finished_units_are_not_done_again(tmp_path, corpus, small_units, monkeypatch):
-    units = sources.cut_units(sources.find_files([corpus]))
+    files, _ = sources.find_files([corpus])
+    units = sources.cut_units(sources.look_at(files, "auto"))
     read_piece, pieces = tokenise.read_piece, []
 
     def read(piece, *arguments):
@@ -372,9 +530,9 @@ def test_files_of_others_in_the_output_are_left_alone(tmp_path, documents):
         ({"tokenizer": "bytes", "workers": 0}, "must be at least 1"),
         ({"tokenizer": "bytes", "split_documents": "page"}, "--split-documents must be one of"),
         ({"tokenizer": "bytes", "inputs": ["nowhere"]}, "nowhere: no such file or directory"),
-        ({"tokenizer": "bytes", "inputs": ["empty"]}, "empty: holds no txt, md, jsonl"),
-        ({"tokenizer": "bytes", "inputs": ["in.bin"]}, "in.bin: not a txt, md, jsonl"),
-        ({"tokenizer": "bytes", "inputs": ["blank.txt"]}, "hold no document, 1 bad records; see"),
+        ({"tokenizer": "bytes", "inputs": ["empty"]}, "empty: holds no txt, md, json"),
+        ({"tokenizer": "bytes", "inputs": ["in.bin"]}, "in.bin: not a txt, md, json"),
+        ({"tokenizer": "bytes", "inputs": ["blank.txt"]}, "1 bad records .first .*: empty.; see"),
         ({"tokenizer": "bytes", "out": "in.txt"}, "in.txt.*: Not a directory"),
     ],
 )
