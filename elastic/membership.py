@@ -17,6 +17,7 @@ clocks are compared between machines.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -41,6 +42,8 @@ class Failure:
     why: str
     at: float
     """Unix time, by the clock of its node."""
+    error: str = ""
+    """What its process raised, in a line; empty if it was killed, hung or lost."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ class Limits:
     restarts: int = 30
     """Failures of one hour that are answered by a new generation; the next one ends the job."""
     same_step: int = 3
-    """Failures in a row of one rank in one step for which its node is sent away, if enough others
-    are there, or which end the job."""
+    """Failures in a row in one step, of one rank or with one error, for which their node is sent
+    away, if there is one and enough others are there, or which end the job."""
     strikes: int = 5
     """Failures of one node within an hour for which it is sent away, if enough others are there."""
 
@@ -255,15 +258,18 @@ def fail(
     # What a node was sent away for is settled: the others need not pay for it.
     counted = [item for item in failures if item.at > away.get(item.node, -math.inf)]
     recent = [item for item in counted if item.at > failure.at - 3600]
-    same = counted[-limits.same_step :]
+    known = [item for item in counted if item.rank is not None]
+    same = known[-limits.same_step :] if failure.rank is not None else []
+    ranks = sorted({item.rank for item in same if item.rank is not None})
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
-    again = len(same) == limits.same_step and failure.rank is not None
-    again = again and len({(item.rank, item.step) for item in same}) == 1
+    again = len(same) == limits.same_step and len({item.step for item in same}) == 1
+    again = again and (len(ranks) == 1 or (bool(failure.error) and len(set(map(_kind, same))) == 1))
     spared = len(state.members) > limits.minimum
     often = f"{limits.same_step} times in a row in step {failure.step}"
     if again and not (spared and len({item.node for item in same}) == 1):
+        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         reason = (
-            f"{who} failed {often}, the last time so: {failure.why}. A restart will not mend it"
+            f"{named} failed {often}, the last time so: {failure.why}. A restart will not mend it"
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
     if len(recent) > limits.restarts:
@@ -282,6 +288,11 @@ def fail(
         # Some are through with this round, and cannot begin another generation of it.
         return replace(leave(state, failure.node), lost=failure)
     return replace(state, generation=generation + 1)
+
+
+def _kind(failure: Failure) -> str:
+    """Its error without what differs between ranks, and between runs."""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
 
 
 def strikes(state: Membership, failure: Failure) -> int:

@@ -461,7 +461,8 @@ class Node:
             # One that fails while it starts has got no further than the run had.
             step = progress.step or self._reached
             self._reached = max(self._reached, step)
-            failure = Failure(self.group.name, blamed, step, why, time.time())
+            error = progress.error if blamed is not None else ""
+            failure = Failure(self.group.name, blamed, step, why, time.time(), error)
             if code != EXIT_PEER_GONE:  # it said so itself
                 logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
             self.group.report(*self._generation, failure)

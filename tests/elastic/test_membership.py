@@ -125,6 +125,27 @@ def test_a_rank_that_always_dies_in_the_same_step_ends_the_job():
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
 
 
+def test_an_error_that_is_the_same_in_the_same_step_ends_the_job_whichever_rank_raises_it():
+    def run(*failures):
+        state = begin("a", "b", "c")
+        for generation, one in enumerate(failures):
+            state = fail(state, 1, generation, one, LIMITS)
+        return state
+
+    def raised(rank, error, step=7):
+        return Failure("abc"[rank], rank, step, "exit code 1", 0.0, error)
+
+    what = "RuntimeError: shapes (4x{} and 9x9) cannot be multiplied, tensor at 0x7f{}"
+    unknown = Failure("c", None, 7, "rank 2 lost its connection to another", 0.0)
+    same = [raised(rank, what.format(rank, rank)) for rank in (0, 2, 1)]
+    closed = run(same[0], unknown, *same[1:]).closed
+    assert closed.code == 93
+    assert closed.reason.startswith("ranks 0, 1, 2 failed 3 times in a row in step 7, the last ")
+    assert run(*same[:2], raised(1, "KeyError: 'loss'")).closed is None
+    assert run(*same[:2], raised(1, what, step=8)).closed is None
+    assert run(*[raised(rank, "") for rank in (0, 2, 1)]).closed is None, "they were killed"
+
+
 def test_a_rank_whose_peer_is_gone_has_not_failed():
     limits = Limits(minimum=1, maximum=2, strikes=3)
     state = begin("a", "b", limits=limits)
