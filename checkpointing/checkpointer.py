@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
@@ -37,7 +37,7 @@ from checkpointing.layout import (
     step_name,
 )
 from checkpointing.link import END_SECONDS, Link, WriterGoneError, end, launch
-from checkpointing.memory import make_token, token
+from checkpointing.memory import make_token
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
     Piece,
@@ -309,22 +309,13 @@ class Checkpointer:
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read, and is not known to be damaged.
         """
-        with ExitStack() as held:
-            return self._load((model, optimizer), held)
-
-    def _load(
-        self, targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], held: ExitStack
-    ) -> dict[str, Any] | None:
+        targets = model, optimizer
         damage: list[DamagedCheckpoint] = []
         try:
-            specs = self._ranks.specs(targets[0]), self._ranks.specs(targets[1])
-            paths, run = self._ranks.on_main(
-                lambda: (list_steps(self.directory), token(self.directory))
-            )
+            specs = self._ranks.specs(model), self._ranks.specs(optimizer)
+            paths = self._ranks.on_main(lambda: list_steps(self.directory))
             if self._link is None:  # else this run has saved already, and storage is what counts
-                memory = find_memory(
-                    self._ranks, self.directory, run, paths, specs, self.options, held
-                )
+                memory = find_memory(self._ranks, self.directory, paths, specs, self.options)
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
                 secret = self._link.secret if self._link else b""

@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from checkpointing.errors import StorageError
+from checkpointing.objects import ObjectPath, store_of
 from checkpointing.owners import owner
-from checkpointing.storage import create_file, read_file, remove_file
+from checkpointing.storage import create_file, read_file
 
 _CLAIM = re.compile(r"\.writer-(\d+)")
 
@@ -38,7 +39,7 @@ def hold(directory: Path, mine: Path | None) -> Path:
         with suppress(FileExistsError):  # another was faster: be newer than that one
             create_file(new, f"{owner()} {time.time():.3f}\n".encode())
             for _, old in claims:
-                remove_file(old)
+                _remove(old)
             return new
 
 
@@ -55,3 +56,10 @@ def _claims(directory: Path) -> list[tuple[int, Path]]:
     """All that are there, oldest first."""
     found = ((_CLAIM.fullmatch(path.name), path) for path in directory.iterdir())
     return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _remove(path: Path) -> None:
+    if isinstance(path, ObjectPath):
+        store_of(path).delete([path])
+    else:
+        path.unlink(missing_ok=True)

@@ -76,9 +76,9 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextmanager
-def opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """A file descriptor; errors inside name the file. A new file gets `mode`, less the umask."""
-    descriptor = retrying(os.open, path, flags, mode)
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A file descriptor; errors inside name the file. A new file's mode follows the umask."""
+    descriptor = retrying(os.open, path, flags, 0o666)
     try:
         yield descriptor
     except OSError as error:
@@ -171,9 +171,8 @@ def read_file(path: Path) -> bytes:
         return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
 
 
-def create_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Make a small file, and see it and its name to the disk. A power cut before that may leave
-    it empty.
+def create_file(path: Path, data: bytes) -> None:
+    """Make a small file that a power cut may take away.
 
     Raises:
         FileExistsError: there is one.
@@ -181,31 +180,13 @@ def create_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     if isinstance(path, ObjectPath):
         store_of(path).write_new(path, data)
         return
-    write_file(path, data, mode)
-    sync_directory(path.parent)
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        retrying(os.write, descriptor, data)
 
 
-def remove_file(path: Path) -> None:
-    """Remove a file, if it is there."""
-    if isinstance(path, ObjectPath):
-        store_of(path).delete([path])
-    else:
-        path.unlink(missing_ok=True)
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory, unless it is there, and see all names that lead to it to the disk."""
-    if isinstance(path, ObjectPath):
-        return
-    missing = [place for place in (path, *path.parents) if not place.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for place in missing:
-        sync_directory(place.parent)
-
-
-def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Write a new file and see it to the disk."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         sync(descriptor)
 

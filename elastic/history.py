@@ -40,8 +40,6 @@ class Step(NamedTuple):
     skipped: bool
     line: int
     """Its number in the file."""
-    consumed: str | None = None
-    """Digest of what the ranks took for it."""
 
 
 @dataclass
@@ -182,9 +180,8 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         if kind == "step":
             first, after_last = map(int, values["sequences"])
             seconds, skipped = float(values["seconds"]), bool(values.get("skipped"))
-            done, consumed = int(values["step"]), values.get("consumed")
             attempt.steps.append(
-                Step(done, first, after_last, seconds, after, skipped, number, consumed)
+                Step(int(values["step"]), first, after_last, seconds, after, skipped, number)
             )
         elif kind == "save":
             attempt.saves.append({**values, "seconds": float(values["seconds"])})

@@ -222,19 +222,11 @@ class Metrics:
         print(text, flush=True)
         self._bar.refresh()
 
-    def done(
-        self,
-        step: int,
-        first: int,
-        after_last: int,
-        seconds: float,
-        skipped: bool,
-        consumed: str | None,
-    ) -> None:
+    def done(self, step: int, first: int, after_last: int, seconds: float, skipped: bool) -> None:
         """A step over the sequences from `first` to before `after_last` is done: move the progress
         bar, and tell the ledger."""
         self._bar.update(step - self._bar.n)
-        self.ledger.step(step, first, after_last, seconds, skipped=skipped, consumed=consumed)
+        self.ledger.step(step, first, after_last, seconds, skipped=skipped)
 
     def record(
         self,
