@@ -24,7 +24,7 @@ from benchmarks.peers.stock_elastic import Task
 from benchmarks.support import ROOT, arguments, heading, print_table, spread, write_json
 from benchmarks.support.elastic_job import Job, Recovery
 from benchmarks.support.faults import SCENARIOS, join
-from checkpointing.slots import run_id
+from checkpointing.folders import run_id
 from elastic.local_nodes import LocalNodes
 from trainer.data.prepare import prepare
 
@@ -126,7 +126,7 @@ class System:
             backend=self.backend,
             store_outside=self.store_outside,
         )
-        memory = f"perdure-{run_id(str(folder / 'run/checkpoints'))}-*-{{pid}}-*"
+        memory = f"perdure-{run_id(str(folder / 'run/checkpoints'))}-{{pid}}-*"
         run = folder / "run"
         return Job(
             nodes,

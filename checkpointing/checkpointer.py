@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
@@ -37,7 +37,7 @@ from checkpointing.layout import (
     step_name,
 )
 from checkpointing.link import END_SECONDS, Link, WriterGoneError, end, launch
-from checkpointing.memory import make_token
+from checkpointing.memory import make_token, token
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
     Piece,
@@ -54,6 +54,7 @@ from checkpointing.slots import Slots
 from checkpointing.staging import Staging
 from checkpointing.steps import list_steps
 from checkpointing.storage import location
+from checkpointing.untrusted import is_plain
 from checkpointing.writer import Setup
 
 logger = logging.getLogger(__name__)
@@ -309,13 +310,22 @@ class Checkpointer:
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read, and is not known to be damaged.
         """
-        targets = model, optimizer
+        with ExitStack() as held:
+            return self._load((model, optimizer), held)
+
+    def _load(
+        self, targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], held: ExitStack
+    ) -> dict[str, Any] | None:
         damage: list[DamagedCheckpoint] = []
         try:
-            specs = self._ranks.specs(model), self._ranks.specs(optimizer)
-            paths = self._ranks.on_main(lambda: list_steps(self.directory))
+            specs = self._ranks.specs(targets[0]), self._ranks.specs(targets[1])
+            paths, run = self._ranks.on_main(
+                lambda: (list_steps(self.directory), token(self.directory))
+            )
             if self._link is None:  # else this run has saved already, and storage is what counts
-                memory = find_memory(self._ranks, self.directory, paths, specs, self.options)
+                memory = find_memory(
+                    self._ranks, self.directory, run, paths, specs, self.options, held
+                )
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
                 secret = self._link.secret if self._link else b""
@@ -525,8 +535,8 @@ def _payload(
     reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, *plan.shared.indexes}
     reserved |= {file.name for file in plan.shared.files}
     for name in files:
-        if name in reserved or Path(name).name != name:
-            raise ValueError(f"files: {name!r} is not a plain name, or is taken")
+        if name in reserved or "/" in name or not is_plain(name):
+            raise ValueError(f"files: {name!a} is not a plain name, or is taken")
     return {"state": json_bytes(dict(state)), "files": dict(files)}
 
 

@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from checkpointing.errors import StorageError
-from checkpointing.objects import ObjectPath, store_of
 from checkpointing.owners import owner
-from checkpointing.storage import create_file, read_file
+from checkpointing.storage import create_file, read_file, remove_file
+from checkpointing.untrusted import printable
 
+_MOST_BYTES = 4096
 _CLAIM = re.compile(r"\.writer-(\d+)")
 
 
@@ -39,16 +40,19 @@ def hold(directory: Path, mine: Path | None) -> Path:
         with suppress(FileExistsError):  # another was faster: be newer than that one
             create_file(new, f"{owner()} {time.time():.3f}\n".encode())
             for _, old in claims:
-                _remove(old)
+                remove_file(old)
             return new
 
 
 def _taken(path: Path) -> str:
-    name, _, moment = read_file(path).decode().strip().rpartition(" ")
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(moment or 0)))
+    name, _, moment = read_file(path, _MOST_BYTES).decode(errors="replace").strip().rpartition(" ")
+    since = ""
+    with suppress(ValueError, OverflowError, OSError):  # whatever stands there, it is taken
+        since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(float(moment)))
     return (
-        f"{path.parent}: another process has taken over this run ({name or 'it'} saves there since "
-        f"{since}); if these are two runs, end one or give it a checkpoint.directory of its own"
+        f"{path.parent}: another process has taken over this run ({printable(name) or 'it'} "
+        f"saves there{since}); if these are two runs, end one or give it a checkpoint.directory of "
+        "its own"
     )
 
 
@@ -56,10 +60,3 @@ def _claims(directory: Path) -> list[tuple[int, Path]]:
     """All that are there, oldest first."""
     found = ((_CLAIM.fullmatch(path.name), path) for path in directory.iterdir())
     return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def _remove(path: Path) -> None:
-    if isinstance(path, ObjectPath):
-        store_of(path).delete([path])
-    else:
-        path.unlink(missing_ok=True)

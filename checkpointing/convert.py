@@ -51,6 +51,7 @@ from checkpointing.storage import (
     write_file,
 )
 from checkpointing.tensors import TORCH_DTYPES, as_bytes
+from checkpointing.untrusted import is_plain, printable, read_object
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 4 * 10**9
@@ -161,8 +162,8 @@ def _convert(piece: memoryview, name: str, dtype: str, target: str) -> memoryvie
 
 def _with_dtype(config: bytes, target: str, where: Path) -> bytes:
     try:
-        values = dict(json.loads(config))
-    except (ValueError, TypeError) as error:
+        values = read_object(config)
+    except ValueError as error:
         raise CheckpointError(f"{where}: is not a JSON object: {error}; mend the file") from error
     # transformers reads the one since 4.56, the other before.
     values["dtype"] = values["torch_dtype"] = str(TORCH_DTYPES[target]).removeprefix("torch.")
@@ -269,6 +270,11 @@ def _small_files(source: Source) -> dict[str, bytes]:
     for name in names:
         is_weights = Path(name).suffix in _WEIGHTS or name.endswith(".index.json")
         if name not in reserved and "/" not in name and not is_weights:
+            if not is_plain(name):
+                raise CheckpointError(
+                    f"{path}: holds a file called {printable(name)}, whose name is not printable "
+                    "text; rename or remove it"
+                )
             with reading(path / name):
                 small[name] = read_file(path / name)
     return small

@@ -19,6 +19,7 @@ from checkpointing.layout import (
 )
 from checkpointing.source import Source, TensorReader, open_source
 from checkpointing.tensors import TORCH_DTYPES
+from checkpointing.untrusted import printable
 
 PIECE_ELEMENTS = 1 << 17
 """Of two tensors compared at a time: what fits a processor's cache as float64."""
@@ -222,7 +223,7 @@ def _compare_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[s
         return "(absent)" if value is missing else short(value, 40)
 
     return [
-        f"{key}: {text(a.get(key, missing))}, {text(b.get(key, missing))}"
+        f"{printable(key)}: {text(a.get(key, missing))}, {text(b.get(key, missing))}"
         for key in sorted(a.keys() | b.keys())
         if a.get(key, missing) != b.get(key, missing)
     ]

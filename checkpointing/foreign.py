@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from checkpointing.errors import DamagedCheckpoint, StorageError
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain
 from checkpointing.layout import StoredTensor, TensorMeta
 from checkpointing.plan import Box, TensorSpec, local_boxes
 from checkpointing.segments import Target
 from checkpointing.steps import reading
 from checkpointing.storage import read_file
 from checkpointing.tensors import TORCH_DTYPES, box_view
+from checkpointing.untrusted import count, is_plain, printable
 
 DCP_METADATA = ".metadata"
 _STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -165,8 +166,10 @@ class DcpCheckpoint:
         try:
             with reading(self.path):
                 reader.read_data(LoadPlan(items), planner).wait()
-        except (RuntimeError, EOFError, AssertionError, pickle.UnpicklingError) as error:
-            text = str(error).partition("\n")[0]
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch's reader and the pickles in a chunk fail in any way
+            text = printable(str(error).partition("\n")[0])
             raise DamagedCheckpoint(f"{self.path}: a saved chunk is damaged: {text}") from error
 
     def _require_whole(self, name: str) -> None:
@@ -197,13 +200,36 @@ def open_dcp(path: Path) -> DcpCheckpoint:
         data = read_file(where)
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
-        raise DamagedCheckpoint(f"{where}: malformed: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise DamagedCheckpoint(f"{where}: holds a {type(metadata).__name__}, no DCP metadata")
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"holds a {type(metadata).__name__}, no DCP metadata")
+        _check(metadata)
+    except StorageError:
+        raise
+    except Exception as error:  # a pickle may fail, and be made up, in any way
+        text = printable(explain(error).removeprefix("ValueError: "))
+        raise DamagedCheckpoint(f"{where}: malformed: {text}") from error
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     return DcpCheckpoint(path, metadata)
+
+
+def _check(metadata: Metadata) -> None:
+    """Raises what comes: the metadata is not what torch writes, or leads out of its directory."""
+    for name, entry in metadata.state_dict_metadata.items():
+        if not name.isprintable():
+            raise ValueError(f"{name!a} is no name of a tensor")
+        if isinstance(entry, TensorStorageMetadata):
+            _STORED_DTYPES.get(entry.properties.dtype)
+            boxes = [(entry.size, entry.size), *((c.offsets, c.sizes) for c in entry.chunks)]
+            if any(len(box) != len(entry.size) for pair in boxes for box in pair):
+                raise ValueError(f"{name}: chunks of other dimensions")
+            for size in (size for pair in boxes for box in pair for size in box):
+                count(size)
+    for info in metadata.storage_data.values():
+        if not is_plain(info.relative_path):
+            raise ValueError(f"{info.relative_path!a} is no file in its directory")
+        count(info.offset)
+        count(info.length)
 
 
 def targets_of(

@@ -20,6 +20,7 @@ from checkpointing.layout import (
     COMMIT_RECORD,
     LATEST,
     MODEL,
+    OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
     FileRecord,
@@ -29,8 +30,18 @@ from checkpointing.layout import (
 from checkpointing.options import CheckpointOptions
 from checkpointing.retention import Decision, decide, prune, reading_lock, survey
 from checkpointing.source import CheckedBlocks, open_source
-from checkpointing.steps import list_steps, open_step, read_state, reading
-from checkpointing.storage import location, open_file, read_file
+from checkpointing.steps import (
+    list_steps,
+    open_step,
+    read_record,
+    reading,
+    step_state,
+    stored_tensors,
+)
+from checkpointing.storage import location, open_file, own_size, read_file
+from checkpointing.untrusted import printable
+
+MAX_POINTER_BYTES = 4096
 
 
 def find_steps(path: str | Path) -> list[Path]:
@@ -51,7 +62,7 @@ def find_steps(path: str | Path) -> list[Path]:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The newest good checkpoint that a path stands for.
+    """The newest good checkpoint that a path stands for. Reads headers, but no tensors.
 
     Raises:
         StorageError: there are no checkpoints.
@@ -60,9 +71,14 @@ def find_checkpoint(path: str | Path) -> Path:
     damage: list[DamagedCheckpoint] = []
     for step in find_steps(path):
         try:
-            return open_step(step).path
+            found = open_step(step)
+            step_state(found)
+            for section in (MODEL, OPTIMIZER):
+                stored_tensors(found, section, verify=False)
         except DamagedCheckpoint as error:
             damage.append(error)
+        else:
+            return found.path
     raise damage[0]
 
 
@@ -117,7 +133,7 @@ def _row(path: Path) -> Row:
         step = open_step(path)
         saved = (path / COMMIT_RECORD).stat().st_mtime
         size = sum(file.size for file in step.record.files.values())
-        return Row(path, saved, read_state(path), size, len(step.record.files), None)
+        return Row(path, saved, step_state(step), size, len(step.record.files), None)
     except CheckpointError as error:
         return Row(path, None, {}, 0, 0, str(error))
 
@@ -139,8 +155,11 @@ def _cells(row: Row) -> list[str]:
 
 
 def _world(state: dict[str, Any]) -> str:
-    world = state.get("world", {})
-    return " ".join(str(world[key]) for key in ("world_size", "sharding") if key in world)
+    world = state.get("world")
+    if not isinstance(world, dict):
+        return ""
+    keys = ("world_size", "sharding")
+    return " ".join(printable(str(world[key])) for key in keys if key in world)
 
 
 # --- show ------------------------------------------------------------------------------------
@@ -172,7 +191,7 @@ class Contents:
         ]
         lines += ["", table([["  tensor", "dtype", "shape", "file"], *rows])]
         lines += ["", f"{TRAINER_STATE}:"]
-        lines += [f"  {key}: {short(value)}" for key, value in self.state.items()]
+        lines += [f"  {printable(key)}: {short(value)}" for key, value in self.state.items()]
         return "\n".join(lines)
 
 
@@ -190,7 +209,7 @@ def show(path: str | Path) -> Contents:
 
 def short(value: Any, limit: int = 100) -> str:
     """A JSON value in one line, cut at `limit` characters."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
@@ -250,28 +269,24 @@ def _verify_latest(steps: Sequence[Path]) -> list[Problem]:
         return []
     try:
         with reading(pointer):
-            named = read_file(pointer).decode(errors="replace").strip()
+            named = read_file(pointer, MAX_POINTER_BYTES).decode(errors="replace").strip()
     except CheckpointError as error:
         return [Problem(pointer, str(error))]
-    if named and (pointer.with_name(named) / COMMIT_RECORD).exists():
+    if parse_step(named) is not None and (pointer.with_name(named) / COMMIT_RECORD).exists():
         return []
     return [Problem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
 
 def _verify_step(step: Path) -> tuple[int, list[str]]:
     """(bytes that its record names, what is wrong)"""
-    where = step / COMMIT_RECORD
     try:
         with reading_lock(step):
-            with reading(where):
-                record = CommitRecord.decode(read_file(where), str(where))
-            problems = []
-            if parse_step(step.name) not in (None, record.step):
-                problems.append(f"{where}: is the record of step {record.step}, not of this one")
+            record = read_record(step)
+            problems: list[str] = []
             # Reading and the CRC leave the interpreter, so a few threads use as many cores.
             with ThreadPoolExecutor(max_workers=4) as pool:
                 for found in pool.map(
-                    lambda name: _verify_file(step / name, record.files[name]), record.files
+                    lambda name: _verify_file(step, name, record.files[name]), record.files
                 ):
                     problems += found
             return sum(file.size for file in record.files.values()), problems
@@ -279,9 +294,11 @@ def _verify_step(step: Path) -> tuple[int, list[str]]:
         return 0, [str(error)]
 
 
-def _verify_file(path: Path, record: FileRecord) -> list[str]:
-    problems: list[str] = []
+def _verify_file(step: Path, name: str, record: FileRecord) -> list[str]:
+    path, problems = step / name, list[str]()
     try:
+        with reading(path):
+            own_size(step, name)  # refuses what is behind a link
         with reading(path), open_file(path) as file:
             if file.size != record.size:
                 problems.append(f"{path}: has {file.size} bytes, {record.size} were written")

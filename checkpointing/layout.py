@@ -24,6 +24,7 @@ from typing import Any
 from isal.isal_zlib import crc32
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
+from checkpointing.untrusted import a_list, an_object, count, is_plain, printable, read_object
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
@@ -34,6 +35,8 @@ TRAINER_STATE = "trainer_state.json"
 LATEST = "latest"
 MAX_HEADER_BYTES = 100_000_000
 """safetensors refuses larger headers."""
+MAX_DIMS = 64
+"""torch's limit."""
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
@@ -45,6 +48,7 @@ writer puts later ones first, which keeps every tensor aligned."""
 
 _DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BYTES)}
 _STEP = re.compile(r"step-(\d{8,})")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,8 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
             raise ValueError(
                 "a tensor cannot be called __metadata__: safetensors reserves the name"
             )
+        if not key.isprintable():
+            raise ValueError(f"a tensor is called {key!a}: names must be printable text")
         meta = tensors[key]
         offsets[key], end = end, end + meta.nbytes
         header[key] = {
@@ -204,17 +210,16 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int]] = []
     try:
-        entries = json.loads(header[8:])
+        entries = read_object(header[8:])
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
-            meta = TensorMeta(entry["dtype"], tuple(map(int, entry["shape"])))
-            begin, end = map(int, entry["data_offsets"])
-            if end - begin != meta.nbytes or min(meta.shape, default=0) < 0:
-                raise ValueError(f"tensor {name}: {meta} does not take {end - begin} bytes")
+            begin, end, meta = _parse_entry(name, entry)
             tensors[name] = StoredTensor(file, len(header) + begin, meta)
             spans.append((begin, end))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{where}: its header is unreadable or damaged: {error}") from error
+    except (ValueError, KeyError) as error:
+        raise DamagedCheckpoint(
+            f"{where}: its header is unreadable or damaged: {_why(error)}"
+        ) from error
     position = 0
     for begin, end in sorted(spans):
         if begin != position:
@@ -228,6 +233,21 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
             "it was cut short or overwritten"
         )
     return tensors
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
+    """(begin, end, what lies between)"""
+    if not name.isprintable():
+        raise ValueError(f"a tensor is called {name!a}, which is not printable text")
+    fields = an_object(entry)
+    if fields["dtype"] not in list(DTYPE_BYTES):
+        raise ValueError(f"tensor {name}: dtype {fields['dtype']!a} is not known")
+    meta = TensorMeta(fields["dtype"], tuple(map(count, a_list(fields["shape"], MAX_DIMS))))
+    count(math.prod(size or 1 for size in meta.shape))  # of sizes that no memory has, 0 elements
+    begin, end = map(count, a_list(fields["data_offsets"]))
+    if end - begin != meta.nbytes:
+        raise ValueError(f"tensor {name}: {meta} does not take {end - begin} bytes")
+    return begin, end, meta
 
 
 # --- JSON files ------------------------------------------------------------------------------
@@ -252,10 +272,27 @@ def parse_index(data: bytes, file: str) -> dict[str, str]:
         DamagedCheckpoint: it is not an index.
     """
     try:
-        weight_map = json.loads(data)["weight_map"]
-        return {str(name): str(target) for name, target in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{file}: not an index of safetensors files: {error}") from error
+        weight_map = an_object(read_object(data)["weight_map"])
+        for name, target in weight_map.items():
+            if not is_plain(target):
+                raise ValueError(f"{target!a} for {printable(name)} names no file beside it")
+        return weight_map
+    except (ValueError, KeyError) as error:
+        raise DamagedCheckpoint(
+            f"{file}: not an index of safetensors files: {_why(error)}"
+        ) from error
+
+
+def parse_state(data: bytes, file: str) -> dict[str, Any]:
+    """What trainer_state.json holds.
+
+    Raises:
+        DamagedCheckpoint: no JSON object.
+    """
+    try:
+        return read_object(data)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{file}: damaged: {error}") from error
 
 
 def json_bytes(value: Any) -> bytes:
@@ -317,26 +354,39 @@ class CommitRecord:
             StorageError: of a later format.
         """
         try:
-            body = json.loads(data)
+            body = read_object(data)
             checksum = body.pop("sha256")
             if checksum != _digest(body):
                 raise ValueError("it was changed after it was written")
-            if body["format"] > FORMAT:
+            if count(body["format"]) > FORMAT:
                 raise StorageError(
                     f"{where}: written in format {body['format']} by a later version of perdure; "
                     f"this one reads up to format {FORMAT}: update perdure"
                 )
             files = {
-                name: FileRecord(file["bytes"], tuple(int(crc, 16) for crc in file["crc32"]))
-                for name, file in body["files"].items()
+                name: _file_record(name, file) for name, file in an_object(body["files"]).items()
             }
             if body["block_bytes"] != BLOCK_BYTES or any(
                 len(file.checksums) != -(-file.size // BLOCK_BYTES) for file in files.values()
             ):
                 raise ValueError(f"its checksums are not of blocks of {BLOCK_BYTES} bytes")
-            return CommitRecord(body["step"], files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpoint(f"{where}: damaged commit record: {error}") from error
+            return CommitRecord(count(body["step"]), files)
+        except (ValueError, KeyError) as error:
+            raise DamagedCheckpoint(f"{where}: damaged commit record: {_why(error)}") from error
+
+
+def _file_record(name: str, entry: Any) -> FileRecord:
+    if not is_plain(name):
+        raise ValueError(f"it names {name!a}, which is no file in its directory")
+    fields = an_object(entry)
+    sums = a_list(fields["crc32"])
+    if not all(isinstance(crc, str) and _CHECKSUM.fullmatch(crc) for crc in sums):
+        raise ValueError(f"{name}: its checksums are not 8 hexadecimal digits each")
+    return FileRecord(count(fields["bytes"]), tuple(int(crc, 16) for crc in sums))
+
+
+def _why(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

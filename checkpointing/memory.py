@@ -4,26 +4,46 @@ A worker that is killed leaves its node's slots (slots.py). When the run starts 
 world, the ranks put together what is on their machines; the newest step of which every byte is
 there is loaded, unless storage has a newer one, or has changed since: a step was removed or added,
 or the whole run, whose token is then gone.
+
+[Note: token] A secret of the run in its checkpoint directory, made before the first step is copied
+to memory. What is in memory carries a MAC under it (slots.py), so that only memory of this very run
+is loaded. On a filesystem nobody but its user can read it; in an object store it is as secret as
+whoever may read the bucket keeps it, and guards against mistakes alone.
 """
 
+import logging
+import os
+import re
 import secrets
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from errno import EACCES, ELOOP, EPERM
 from pathlib import Path
 
-from checkpointing.errors import DamagedCheckpoint
+from checkpointing.errors import DamagedCheckpoint, StorageError
+from checkpointing.folders import hold, is_private, living_folders, of_run
 from checkpointing.objects import ObjectPath
 from checkpointing.pulls import Pull
-from checkpointing.slots import Manifest, dead_folders, living_folders, open_left, read_manifest
-from checkpointing.storage import StoredFile, create_file, read_file
+from checkpointing.slots import Manifest, open_left, read_manifest
+from checkpointing.storage import (
+    StoredFile,
+    create_file,
+    make_directory,
+    opened,
+    read_at,
+    read_file,
+    remove_file,
+)
+
+logger = logging.getLogger(__name__)
 
 DYING_SECONDS = 2.0
 TOKEN = ".run"
-"""A file of a few random letters in the checkpoint directory, made before the first step is copied
-to memory. Memory with other letters belongs to a run that was removed."""
+"""The file that holds the token."""
+_TOKEN = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -37,53 +57,89 @@ class Left:
 
 
 def token(directory: Path) -> str | None:
-    """What tells this run from others that were in the same directory; None: nothing was ever
-    saved here."""
+    """The token of the run; None: nothing was ever saved here, or it is not one to rely on."""
     try:
-        return read_file(directory / TOKEN).decode()
+        found = _read_token(directory / TOKEN)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno not in (EACCES, EPERM, ELOOP):
+            raise
+        return None  # another user's, or a link
+    return found.decode() if _TOKEN.fullmatch(found) else None
 
 
 def make_token(directory: Path) -> str:
-    """The token, made if there is none.
+    """The token, made if there is none to rely on.
 
     Raises:
         OSError: the directory cannot be written.
+        StorageError: it does not keep secrets.
     """
-    if not isinstance(directory, ObjectPath):
-        directory.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        create_file(directory / TOKEN, secrets.token_hex(8).encode())
-    return read_file(directory / TOKEN).decode()
+    make_directory(directory)
+    path, new = directory / TOKEN, secrets.token_hex(32).encode()
+    if token(directory) is None:
+        with suppress(FileExistsError):
+            create_file(path, new, 0o600)
+    if token(directory) is None:
+        logger.warning(
+            "%s is replaced: a power cut has left it empty, or others may have read it. What was "
+            "left in memory under it is not used",
+            path,
+        )
+        remove_file(path)
+        create_file(path, new, 0o600)
+    found = token(directory)
+    if found is None:
+        raise StorageError(f"{path} is not closed to other users, though it was made so")
+    return found
 
 
-def survey(directory: str, home: int) -> list[Left]:
+def _read_token(path: Path) -> bytes:
+    if isinstance(path, ObjectPath):
+        return read_file(path)
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
+        if not is_private(os.fstat(descriptor)):
+            return b""
+        buffer = bytearray(65)  # one more than it has
+        return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
+
+
+def survey(directory: str, home: int, run: str, held: ExitStack) -> list[Left]:
     """What dead processes of a run left on this machine.
 
     The writer of a killed rank dies a moment after it, and before this run has writers of its own:
     whatever lives is waited for.
+
+    Args:
+        directory: of the checkpoints.
+        home: node of the caller.
+        run: token of the run.
+        held: until it is closed, nobody takes over or deletes what was found.
     """
     deadline = time.monotonic() + DYING_SECONDS
     while living_folders(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
     found = []
-    for folder in dead_folders(directory):
-        for path in sorted(folder.glob("*.json")):
-            manifest = read_manifest(path)
+    for place in of_run(directory):
+        folder = hold(place, to_read=True)
+        if folder is None:
+            continue
+        held.callback(folder.close)
+        for path in sorted(folder.path.glob("*.manifest")):
+            manifest = read_manifest(path, run)
             if manifest:
                 found.append(Left(str(path.with_suffix("")), home, manifest))
     return found
 
 
 def newest_whole(
-    left: Sequence[Left], run: str, tensors: str, newest: int | None
+    left: Sequence[Left], tensors: str, newest: int | None
 ) -> tuple[int, list[Left]] | None:
     """The newest step that is whole, and its parts, one for each node of the run that left it.
 
     Args:
         left: of all machines.
-        run: the token of the run.
         tensors: digest of what is to be loaded.
         newest: newest good step in storage.
     """
@@ -93,7 +149,7 @@ def newest_whole(
         follows = found.step == newest or (
             found.previous == newest and (newest is None or found.step > newest)
         )
-        if found.run == run and found.tensors == tensors and follows:
+        if found.tensors == tensors and follows:
             key = found.step, found.nodes, found.attempt
             parts.setdefault(key, {})[found.node] = part
     whole = [key for key, by_node in parts.items() if len(by_node) == key[1]]
@@ -103,20 +159,22 @@ def newest_whole(
     return best[0], [parts[best][node] for node in range(best[1])]
 
 
-def check(part: Left) -> None:
+def check(part: Left, run: str) -> None:
     """Compare a part on this machine with its checksums.
 
     Raises:
         DamagedCheckpoint: it is not what was written there.
     """
     for file, spans in part.manifest.ranges.items():
-        files = open_left(part.slot, file)
+        files = open_left(part.slot, file, run)
         if files.checksums({file: spans})[file] != part.manifest.checksums[file]:
             raise DamagedCheckpoint(f"{part.slot}/{file}: its checksum is wrong")
 
 
 @contextmanager
-def open_parts(file: str, parts: Sequence[Left], home: int, pull: Pull) -> Iterator[StoredFile]:
+def open_parts(
+    file: str, parts: Sequence[Left], home: int, pull: Pull, run: str
+) -> Iterator[StoredFile]:
     """A tensor file put together from slots.
 
     Args:
@@ -124,12 +182,13 @@ def open_parts(file: str, parts: Sequence[Left], home: int, pull: Pull) -> Itera
         parts: slots that make up the step.
         home: the node of the caller; slots of others are reached by `pull`.
         pull: fetches from other nodes.
+        run: the token of the run.
     """
-    yield _Parts(file, parts, home, pull)
+    yield _Parts(file, parts, home, pull, run)
 
 
 class _Parts:
-    def __init__(self, file: str, parts: Sequence[Left], home: int, pull: Pull) -> None:
+    def __init__(self, file: str, parts: Sequence[Left], home: int, pull: Pull, run: str) -> None:
         self._file, self._home, self._pull = file, home, pull
         self._spans = sorted(
             (start, stop, number)
@@ -138,7 +197,7 @@ class _Parts:
         )
         self._parts = parts
         self._maps = {
-            number: memoryview(open_left(part.slot, file).maps[file])
+            number: memoryview(open_left(part.slot, file, run).maps[file])
             for number, part in enumerate(parts)
             if part.home == home and file in part.manifest.ranges
         }

@@ -21,6 +21,7 @@ from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.layout import COMMIT_RECORD, LATEST, TensorFile, parse_step
 from checkpointing.objects import ObjectPath, Store, Upload, UploadWriter, store_of
 from checkpointing.owners import is_alive, owner
+from checkpointing.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class ObjectTarget:
             if is_alive(marker.name):
                 raise StorageError(
                     f"{self.place}: another process of this machine writes it at this moment "
-                    f"({marker.name}); end that run, or give this one a checkpoint.directory of "
-                    "its own"
+                    f"({printable(marker.name)}); end that run, or give this one a "
+                    "checkpoint.directory of its own"
                 )
         store.write(self.marker, b"")
         store.delete(others)

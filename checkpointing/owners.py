@@ -47,7 +47,7 @@ def _start_time(pid: int) -> int | None:
     there is no such process."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:  # it lives, under another user
         pass

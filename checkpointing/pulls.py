@@ -1,5 +1,6 @@
 """Bytes of slots on their way between nodes: a socket of their own, never a process group."""
 
+import logging
 import os
 import socket
 import struct
@@ -15,6 +16,8 @@ from typing import Any
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.slots import SlotFiles, open_left
+
+logger = logging.getLogger(__name__)
 
 Slot = int | tuple[int, tuple[int, int]] | str
 """Number of a slot in use; with the key of the save that it must hold; or the folder of one that a
@@ -123,7 +126,7 @@ class Puller:
 
 
 def serve_pulls(
-    connection: Connection, slots: Callable[[int, tuple[int, int] | None], SlotFiles]
+    connection: Connection, slots: Callable[[int, tuple[int, int] | None], SlotFiles], run: str
 ) -> None:
     """Answer a Puller until it leaves.
 
@@ -131,6 +134,7 @@ def serve_pulls(
         connection: of the Puller.
         slots: a slot in use, by number and the save that it must hold (None: any); raises EOFError
             if it holds another.
+        run: token of the run.
 
     Raises:
         EOFError, OSError: it has left, or asked for what is not there.
@@ -141,7 +145,11 @@ def serve_pulls(
         if isinstance(slot, str):
             path = f"{slot}/{file}"
             if path not in left:
-                left[path] = open_left(slot, file)
+                try:
+                    left[path] = open_left(slot, file, run)
+                except StorageError as error:
+                    logger.warning("refused to another node: %s", error)
+                    raise EOFError from error
             image = memoryview(left[path].maps[file])
         else:
             number, key = slot if isinstance(slot, tuple) else (slot, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.fill import read_tensors
 from checkpointing.layout import MODEL, OPTIMIZER, CommitRecord, StoredTensor
-from checkpointing.memory import Left, check, newest_whole, open_parts, survey, token
+from checkpointing.memory import Left, check, newest_whole, open_parts, survey
 from checkpointing.options import CheckpointOptions
 from checkpointing.pulls import Pull
 from checkpointing.ranks import RankError, Ranks
@@ -92,6 +92,8 @@ class Memory:
     step: int
     newest: int | None
     """Newest good step in storage."""
+    run: str
+    """The token of the run."""
     parts: list[Left]
     stored: dict[str, StoredTensor]
 
@@ -104,35 +106,44 @@ class Memory:
 def find_memory(
     ranks: Ranks,
     directory: Path,
+    run: str | None,
     paths: Sequence[Path],
     specs: tuple[Specs, Specs],
     options: CheckpointOptions,
+    held: ExitStack,
 ) -> Memory | None:
     """The step in memory that is whole and no older than storage, if there is one. On all ranks.
 
     Args:
         ranks: who loads.
         directory: of the checkpoints.
+        run: the token of the run; None: there is none.
         paths: the steps in storage, newest first.
         specs: of model and optimizer.
         options: the `checkpoint:` section.
+        held: until it is closed, nobody takes over or deletes what was found.
     """
+    if run is None:
+        return None
+    left = survey_all(ranks, directory, run, held)
+    if not left:
+        return None
+    newest = ranks.on_main(lambda: _newest_good(paths))
+    layout = plan_input(*specs, options.max_shard_bytes)
+    found = newest_whole(left, layout.tensors, newest)
+    if found is None:
+        return None
+    return Memory(found[0], newest, run, found[1], stored_by_name(layout.files))
+
+
+def survey_all(ranks: Ranks, directory: Path, run: str, held: ExitStack) -> list[Left]:
+    """What a run left in the memory of all machines. On all ranks; see `survey`."""
     ranks.nodes()
 
     def look() -> list[Left]:
-        return survey(str(directory), ranks.node) if ranks.first_of_node else []
+        return survey(str(directory), ranks.node, run, held) if ranks.first_of_node else []
 
-    left = [part for of_rank in ranks.together(look) for part in of_rank]
-    if not left:
-        return None
-    run, newest = ranks.on_main(lambda: (token(directory), _newest_good(paths)))
-    if run is None:
-        return None
-    layout = plan_input(*specs, options.max_shard_bytes)
-    found = newest_whole(left, run, layout.tensors, newest)
-    if found is None:
-        return None
-    return Memory(found[0], newest, found[1], stored_by_name(layout.files))
+    return [part for of_rank in ranks.together(look) for part in of_rank]
 
 
 def load_memory(
@@ -147,14 +158,14 @@ def load_memory(
     def check_mine() -> None:
         for part in memory.parts:
             if ranks.first_of_node and part.home == ranks.node:
-                check(part)
+                check(part, memory.run)
 
     try:
         ranks.together(check_mine)
         ranks.together(
             lambda: read_tensors(
                 Path("memory"),
-                lambda name: open_parts(name, memory.parts, ranks.node, pull),
+                lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
                 memory.stored,
                 by_section(*specs),
                 by_section(*targets),

@@ -10,14 +10,14 @@ object stores there are other rules, see checkpointing/object_target.py.
 
 import fcntl
 import itertools
-import json
 import logging
 import math
 import os
 import re
 import shutil
+import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +29,14 @@ from checkpointing.errors import (
     UnreadableCheckpoint,
     explain,
 )
-from checkpointing.layout import COMMIT_RECORD, TRAINER_STATE, parse_step
+from checkpointing.layout import COMMIT_RECORD, parse_step
 from checkpointing.object_target import collect_steps, delete_step
 from checkpointing.objects import ObjectPath
 from checkpointing.options import CheckpointOptions
 from checkpointing.owners import is_alive, owner
-from checkpointing.steps import list_steps, open_step, reading
-from checkpointing.storage import read_file, retrying
+from checkpointing.steps import list_steps, open_step, reading, step_state
+from checkpointing.storage import retrying
+from checkpointing.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
@@ -132,23 +133,24 @@ def survey(directory: Path, best_by: str, damaged: Collection[str] = ()) -> list
 def _look(path: Path, best_by: str, damaged: Collection[str]) -> Found:
     found = Found(path, parse_step(path.name) or 0)
     try:
-        record = open_step(path).record
-        with reading(path / TRAINER_STATE):
-            value = _number(json.loads(read_file(path / TRAINER_STATE)), best_by)
+        step = open_step(path)
+        value = _number(step_state(step), best_by)
     except UnreadableCheckpoint as error:
         return replace(found, unreadable=str(error))
     except DamagedCheckpoint as error:
         return replace(found, damage=str(error))
-    except (CheckpointError, ValueError) as error:  # no reason to delete it
+    except CheckpointError as error:  # no reason to delete it
         return replace(found, unreadable=explain(error))
     damage = "found so when it was loaded" if path.name in damaged else None
-    size = sum(file.size for file in record.files.values())
+    size = sum(file.size for file in step.record.files.values())
     return replace(found, value=value, size=size, damage=damage)
 
 
-def _number(state: Any, key: str) -> float | None:
-    value = state.get(key) if isinstance(state, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _number(state: Mapping[str, Any], key: str) -> float | None:
+    value = state.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= sys.float_info.max else math.inf
 
 
 # --- carrying it out -----------------------------------------------------------------------------
@@ -205,7 +207,8 @@ def _remove(aside: Path) -> None:
     """One file after the other, which a metadata server hardly notices."""
     shutil.rmtree(aside, ignore_errors=True)
     if aside.exists():
-        logger.warning("could not delete all of %s; tried again after the next save", aside)
+        where = printable(str(aside))
+        logger.warning("could not delete all of %s; tried again after the next save", where)
 
 
 def tmp_path(final: Path) -> Path:
@@ -229,7 +232,7 @@ def collect(directory: Path) -> None:
         if match["why"] == "trash" and path.name.endswith(f".trash-{owner()}"):
             _remove(path)
         elif _is_abandoned(path):
-            logger.info("removing %s, which a dead run left behind", path)
+            logger.info("removing %s, which a dead run left behind", printable(str(path)))
             _remove(path)
 
 
@@ -264,7 +267,7 @@ def reading_lock(path: Path) -> Iterator[None]:
         return
     where = path / COMMIT_RECORD
     with reading(where):
-        descriptor = retrying(os.open, where, os.O_RDONLY)
+        descriptor = retrying(os.open, where, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait
     try:
         _share(descriptor, where)
         yield

@@ -6,50 +6,46 @@ to where they lie in the finished file; a writer takes whole blocks from there, 
 I/O wants them; and what a checkpoint's reader can read, it can read from a slot. Pages that hold no
 piece of this node take no memory.
 
-    /dev/shm/perdure-<run>-<owner>/
-      slot-0.json               what slot 0 holds; replaced at once, never half written
-      peer-1-0/, peer-1-0.json  a copy of slot 0 of node 1, if asked for
+    /dev/shm/perdure-<run>-<pid>-<random>/      closed to other users; see folders.py
+      slot-0.manifest                   what slot 0 holds; replaced at once, never half written
+      peer-1-0/, peer-1-0.manifest      a copy of slot 0 of node 1, if asked for
+      shape.json                        for which plan the slots were made
       slot-0/model-00001-of-00004.safetensors …
 
 Memory is made once, touched in the background, and used again by every save. Where shared memory is
 small (64 MB in a container by default), the same files are anonymous and end with their writer.
+
+[Note: manifest] A manifest carries a MAC under the secret token of the run (memory.py): so a run
+takes nothing for its own that another run left, of the same user and under the same path. The
+checksums in it are CRC-32s, which find accidents: other users cannot write to these folders.
 """
 
 import ctypes
-import hashlib
+import hmac
 import json
-import logging
 import mmap
 import os
-import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from isal.isal_zlib import crc32
 
+from checkpointing import folders
 from checkpointing.errors import StorageError, explain
+from checkpointing.folders import Folder
 from checkpointing.layout import TensorFile
-from checkpointing.owners import is_alive, owner
 from checkpointing.plan import Piece, box_runs, merged
 
-logger = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
 RESERVE = 256 << 20
 """Bytes of memory that are left to others when slots are made."""
-FORGET_SECONDS = 3600
-"""A dead run's memory is kept so long for its restart; on the same run directory, a new start takes
-it over at once."""
-GONE = "perdure-gone-"
-"""Begins the name of memory that is being deleted."""
 
 Ranges = dict[str, list[tuple[int, int]]]
 """Bytes (start, stop) by file, in order, not touching each other."""
+Shape = list[object]
+"""What slots are made for: plan, node, ranges."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,6 @@ class Slots:
 class Manifest:
     """What a slot holds: one node's part of a step."""
 
-    run: str
-    """The token of the run; see `memory.token`."""
     attempt: str
     """The same on all nodes, until the run is started again: it may come to the same step again,
     and not to the same bits."""
@@ -105,11 +99,6 @@ def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
     return {file: merged(of_file) for file, of_file in spans.items()}
 
 
-def run_id(directory: str) -> str:
-    """What the memory of a run is found by: stands for its checkpoint directory."""
-    return hashlib.sha256(directory.encode()).hexdigest()[:12]
-
-
 # --- making memory ---------------------------------------------------------------------------
 
 
@@ -121,7 +110,7 @@ def make_slots(
     plan: str,
     node: int,
     disk: str | None = None,
-) -> tuple[Path | None, Slots]:
+) -> tuple[Folder | None, Slots]:
     """Make the slots of this node, or take over those that a dead run of the same plan left.
 
     Args:
@@ -142,16 +131,23 @@ def make_slots(
     nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
     if disk is not None:
         return None, _slots_on_disk(files, ranges, wanted, nbytes, disk)
-    folder = SHARED_MEMORY / f"perdure-{run_id(directory)}-{owner()}"
-    where, why = f"in {SHARED_MEMORY}", "less than one slot is free there"
+    spans = {file: [list(span) for span in of_file] for file, of_file in ranges.items()}
+    shape: Shape = [plan, node, spans]
+    shared = folders.SHARED_MEMORY
+    where, why = f"in {shared}", "less than one slot is free there"
+    folder = None
     try:
-        kept = _take_over(folder, directory, ranges, plan, node)
-        count = max(kept, min(wanted, kept + _fitting(nbytes, SHARED_MEMORY)))
-        paths = [_shared_slot(folder, slot, files, ranges) for slot in range(count)]
+        folder = _folder(directory, shape)
+        (folder.path / "shape.json").write_text(json.dumps(shape))
+        kept = len(list(folder.path.glob("slot-?/")))
+        count = max(kept, min(wanted, kept + _fitting(nbytes, shared)))
+        paths = [_shared_slot(folder.path, slot, files, ranges) for slot in range(count)]
     except OSError as error:  # it is not there, not for us, or was filled by others just now
         count, why = 0, explain(error)
     if not count:
-        forget(folder)
+        if folder:
+            folders.forget(folder)
+            folder = None
         where = f"in anonymous memory, not {where}: {why}"
     if not count and _fitting(nbytes, None):
         paths, count = [_anonymous_slot(files, ranges, None)], 1
@@ -164,8 +160,7 @@ def make_slots(
         )
     few = f"; {wanted} were asked for, but there is no memory for more" if count < wanted else ""
     note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB {where}{few}"
-    lasting = "anonymous" not in where
-    return (folder if lasting else None), Slots(paths, nbytes, note, lasting)
+    return folder, Slots(paths, nbytes, note, lasting=folder is not None)
 
 
 def _slots_on_disk(
@@ -206,7 +201,7 @@ def _shared_slot(
     for name, of_file in ranges.items():
         path = folder / f"slot-{slot}" / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             _reserve(descriptor, files[name].size, of_file)
         finally:
@@ -326,35 +321,36 @@ def _populate(region: mmap.mmap, start: int, stop: int) -> None:
 # --- what outlives a process -----------------------------------------------------------------
 
 
-def write_manifest(folder: Path, slot: str, manifest: Manifest | None) -> None:
-    """Say what a slot holds; None: nothing that may be used."""
-    path = folder / f"{slot}.json"
+def write_manifest(folder: Path, slot: str, manifest: Manifest | None, token: str) -> None:
+    """Say what a slot holds, under the token of the run; None: nothing that may be used."""
+    path = folder / f"{slot}.manifest"
     if manifest is None:
         path.unlink(missing_ok=True)
         return
-    body = asdict(manifest)
+    body = json.dumps(asdict(manifest)).encode()
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps({**body, "sha256": _digest(body)}))
+    aside.write_bytes(_mac(body, token) + b"\n" + body)
     os.replace(aside, path)
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """A slot's manifest; None if there is none, or it is damaged."""
+def read_manifest(path: Path, token: str) -> Manifest | None:
+    """A slot's manifest; None if there is none, it is damaged, or of another run."""
     try:
-        body = json.loads(path.read_text())
-        if body.pop("sha256") != _digest(body):
+        mac, _, body = path.read_bytes().partition(b"\n")
+        if not token or not hmac.compare_digest(mac, _mac(body, token)):
             return None
-        body["ranges"] = {
+        found = json.loads(body)
+        found["ranges"] = {
             file: [(start, stop) for start, stop in of_file]
-            for file, of_file in body["ranges"].items()
+            for file, of_file in found["ranges"].items()
         }
-        return Manifest(**body)
+        return Manifest(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _mac(body: bytes, token: str) -> bytes:
+    return hmac.digest(token.encode(), body, "sha256").hex().encode()
 
 
 def copy_slot(
@@ -363,6 +359,7 @@ def copy_slot(
     slot: int,
     manifest: Manifest,
     pull: Callable[[int, int, str, list[tuple[int, int]]], Iterator[bytes]],
+    token: str,
 ) -> None:
     """Keep a copy of a slot of another node.
 
@@ -372,20 +369,21 @@ def copy_slot(
         slot: its number.
         manifest: what it holds.
         pull: (node, slot, file, ranges) → the bytes of each range.
+        token: of the run.
 
     Raises:
         StorageError: there is no memory, the node does not answer, or has begun to overwrite it.
     """
     name = f"peer-{node}-{slot}"
-    write_manifest(folder, name, None)
+    write_manifest(folder, name, None, token)
     spans = [span for of_file in manifest.ranges.values() for span in of_file]
     nbytes = sum(stop - start for start, stop in spans)
-    if not (folder / name).exists() and not _fitting(nbytes, SHARED_MEMORY):
+    if not (folder / name).exists() and not _fitting(nbytes, folders.SHARED_MEMORY):
         raise StorageError(f"its {nbytes / 1e6:,.1f} MB do not fit into memory")
     for file, ranges in manifest.ranges.items():
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             for (start, stop), expected in zip(ranges, manifest.checksums[file], strict=True):
                 checksum = 0
@@ -398,76 +396,45 @@ def copy_slot(
                     raise StorageError(f"{file} changed while it was copied")
         finally:
             os.close(descriptor)
-    write_manifest(folder, name, manifest)
+    write_manifest(folder, name, manifest, token)
 
 
-def dead_folders(directory: str) -> list[Path]:
-    """Memory on this machine that dead processes of a run left."""
-    return [folder for folder in _folders(directory) if is_alive(folder.name) is False]
-
-
-def living_folders(directory: str) -> list[Path]:
-    """Memory on this machine that living processes of a run hold."""
-    return [folder for folder in _folders(directory) if is_alive(folder.name)]
-
-
-def _folders(directory: str) -> list[Path]:
-    return sorted(SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*"))
-
-
-def open_left(slot: str, file: str) -> SlotFiles:
-    """A file of a slot that a dead run left, to read from.
+def open_left(slot: str, file: str, token: str) -> SlotFiles:
+    """A file of a slot that a dead process of this run left, to read from.
 
     Args:
-        slot: folder of the slot.
+        slot: folder of the slot; perhaps another node's word.
         file: name in it.
+        token: of the run.
 
     Raises:
-        StorageError: it is not in memory of ours.
+        StorageError: that is no slot of this run, or it has no such file.
     """
-    path = (Path(slot) / file).resolve()
-    if not str(path).startswith(f"{SHARED_MEMORY}/perdure-"):
-        raise StorageError(f"{path} is not memory of a run")
-    return SlotFiles({file: str(path)}, writable=False)
+    path = Path(slot)
+    manifest = None
+    if path.parent.parent == folders.SHARED_MEMORY and ".." not in path.parts:
+        held = folders.hold(path.parent, to_read=True)
+        if held:
+            manifest = read_manifest(path.with_suffix(".manifest"), token)
+            held.close()
+    if manifest is None or file not in manifest.ranges:
+        raise StorageError(f"{slot} holds no {file} of this run")
+    return SlotFiles({file: str(path / file)}, writable=False)
 
 
-def _take_over(folder: Path, directory: str, ranges: Ranges, plan: str, node: int) -> int:
-    """Rename memory that a dead process of this run left, if it has the same shape, and delete
-    that of other plans; returns how many slots there are now."""
-    shape = [plan, node, {file: [list(span) for span in spans] for file, spans in ranges.items()}]
-    for old in dead_folders(directory):
-        try:
-            there = json.loads((old / "shape.json").read_text())
-            if there[0] != plan:
-                forget(old)
-            elif there == shape and not folder.exists():
-                os.rename(old, folder)  # of several that want it, one gets it
-        except (OSError, ValueError):
-            forget(old)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / "shape.json").write_text(json.dumps(shape))
-    return len(list(folder.glob("slot-?/")))
-
-
-def forget(folder: Path) -> None:
-    """Give a node's memory back. Its name goes first: who takes it over gets all of it or none."""
-    gone = folder.with_name(folder.name.replace("perdure-", GONE, 1))
-    with suppress(OSError):
-        os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def collect_memory(directory: str) -> None:
-    """Delete memory of dead processes: of this run, all that nobody took over; of other runs, what
-    was not used for FORGET_SECONDS."""
-    for folder in SHARED_MEMORY.glob("perdure-*"):
-        try:
-            if is_alive(folder.name) is not False:
-                continue
-            idle = time.time() - max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-            ours = folder.name.startswith((f"perdure-{run_id(directory)}-", GONE))
-            if ours or idle > FORGET_SECONDS:
-                logger.info("removing %s, which a dead run left behind", folder)
-                forget(folder)
-        except OSError:  # somebody else was faster
+def _folder(directory: str, shape: Shape) -> Folder:
+    """The folder for slots of a shape: one that a dead process of this run left, else a new one.
+    What was left for other plans is deleted."""
+    mine: Folder | None = None
+    for path in folders.of_run(directory):
+        there: Shape = [""]
+        with suppress(OSError, ValueError):
+            there = json.loads((path / "shape.json").read_text())
+        if there[0] == shape[0] and there != shape:  # that of another node, which may want it
             continue
+        left = folders.hold(path)
+        if left and there == shape and mine is None:
+            mine = folders.take_over(left, directory)
+        elif left:
+            folders.forget(left)
+    return mine or folders.make(directory)

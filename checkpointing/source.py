@@ -1,7 +1,6 @@
 """Tensors of a checkpoint read piece by piece, by one process: what verify, diff, export and import
 work on. Holds one block at a time."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,13 +15,18 @@ from checkpointing.layout import (
     COMMIT_RECORD,
     MODEL,
     OPTIMIZER,
-    TRAINER_STATE,
     FileRecord,
     StoredTensor,
 )
 from checkpointing.retention import reading_lock
-from checkpointing.steps import hugging_face_tensors, open_step, reading, stored_tensors
-from checkpointing.storage import StoredFile, block_buffer, open_file, read_file
+from checkpointing.steps import (
+    hugging_face_tensors,
+    open_step,
+    reading,
+    step_state,
+    stored_tensors,
+)
+from checkpointing.storage import StoredFile, block_buffer, open_file
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,7 @@ def open_source(path: Path) -> Iterator[Source]:
         model, optimizer = (
             stored_tensors(step, section, verify=True) for section in (MODEL, OPTIMIZER)
         )
-        with reading(path / TRAINER_STATE):
-            state = dict(json.loads(read_file(path / TRAINER_STATE)))
-        yield Source(path, model, optimizer, state, step.record.files)
+        yield Source(path, model, optimizer, step_state(step), step.record.files)
 
 
 class TensorReader:

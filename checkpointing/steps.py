@@ -1,11 +1,10 @@
 """The steps in a checkpoint directory, read without torch: which there are, which are good, what
 is in them."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from errno import EIO, EISDIR, ENOENT, ENOTDIR
+from errno import EFBIG, EIO, EISDIR, ELOOP, ENOENT, ENOTDIR, ENXIO
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,24 @@ from checkpointing.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
     MODEL,
+    OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
     FileRecord,
     Section,
     StoredTensor,
-    block_checksums,
     header_bytes,
     parse_header,
     parse_index,
+    parse_state,
     parse_step,
 )
 from checkpointing.object_target import committed
 from checkpointing.objects import ObjectPath
 from checkpointing.storage import StoredFile, block_buffer, file_sizes, open_file, read_file
+from checkpointing.untrusted import MAX_JSON_BYTES
 
-_DAMAGE = {ENOTDIR, EISDIR}
+_DAMAGE = {ENOTDIR, EISDIR, ELOOP, ENXIO, EFBIG}
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,7 @@ def open_step(path: Path) -> Step:
         DamagedCheckpoint: names the file.
         StorageError: it cannot be read.
     """
-    where = str(path / COMMIT_RECORD)
-    with reading(path / COMMIT_RECORD):
-        record = CommitRecord.decode(read_file(path / COMMIT_RECORD), where)
-    if parse_step(path.name) not in (None, record.step):
-        raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
+    record = read_record(path)
     with reading(path):
         for name, size in file_sizes(path, record.files):
             file, expected = path / name, record.files[name]
@@ -79,14 +76,32 @@ def open_step(path: Path) -> Step:
                 raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
             if not name.endswith(".safetensors"):
                 _check_small(file, expected)
-    if TRAINER_STATE not in record.files:
-        raise DamagedCheckpoint(f"{where}: names no {TRAINER_STATE}")
+    for name in (TRAINER_STATE, MODEL.index, OPTIMIZER.index):
+        if name not in record.files:
+            raise DamagedCheckpoint(f"{path / COMMIT_RECORD}: names no {name}")
     return Step(path, record)
 
 
+def read_record(path: Path) -> CommitRecord:
+    """The commit record of the step at `path`.
+
+    Raises:
+        DamagedCheckpoint: it is missing or malformed, or is that of another step.
+        StorageError: it cannot be read.
+    """
+    where = path / COMMIT_RECORD
+    with reading(where):
+        record = CommitRecord.decode(read_file(where, MAX_JSON_BYTES), str(where))
+    if parse_step(path.name) not in (None, record.step):
+        raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
+    return record
+
+
 def _check_small(file: Path, expected: FileRecord) -> None:
-    if block_checksums(read_file(file)) != expected.checksums:
-        raise DamagedCheckpoint(f"{file}: its checksum is wrong; it was changed after it was saved")
+    with open_file(file) as stored:
+        buffer = block_buffer(expected.size)
+        for block in range(len(expected.checksums)):
+            _check_block(stored, file, expected, block, buffer)
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
@@ -108,8 +123,18 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint, StorageError: as `open_step`.
     """
-    step = open_step(path)
-    return dict(json.loads(read_file(step.path / TRAINER_STATE)))
+    return step_state(open_step(path))
+
+
+def step_state(step: Step) -> dict[str, Any]:
+    """The `state` that was saved in a step.
+
+    Raises:
+        DamagedCheckpoint, StorageError: it is not a JSON object, or cannot be read.
+    """
+    where = step.path / TRAINER_STATE
+    with reading(where):
+        return parse_state(read_file(where, MAX_JSON_BYTES), str(where))
 
 
 def stored_tensors(step: Step, section: Section, *, verify: bool) -> dict[str, StoredTensor]:
@@ -123,7 +148,7 @@ def stored_tensors(step: Step, section: Section, *, verify: bool) -> dict[str, S
     Raises:
         DamagedCheckpoint: a header is damaged, or contradicts the index.
     """
-    return _indexed(step.path, section.index, step.record.files if verify else {})
+    return _indexed(step.path, section.index, step.record.files, verify=verify)
 
 
 def hugging_face_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -135,7 +160,7 @@ def hugging_face_tensors(path: Path) -> dict[str, StoredTensor]:
         StorageError: there is no safetensors model there.
     """
     if (path / MODEL.index).exists():
-        return _indexed(path, MODEL.index, {})
+        return _indexed(path, MODEL.index, None, verify=False)
     if (path / "model.safetensors").exists():
         return read_header(path, "model.safetensors", None)
     raise StorageError(
@@ -144,12 +169,19 @@ def hugging_face_tensors(path: Path) -> dict[str, StoredTensor]:
     )
 
 
-def _indexed(path: Path, index: str, records: dict[str, FileRecord]) -> dict[str, StoredTensor]:
+def _indexed(
+    path: Path, index: str, records: dict[str, FileRecord] | None, *, verify: bool
+) -> dict[str, StoredTensor]:
+    """Tensors by an index and the headers of its files, which must be in `records` if given."""
     with reading(path / index):
-        weight_map = parse_index(read_file(path / index), str(path / index))
+        weight_map = parse_index(read_file(path / index, MAX_JSON_BYTES), str(path / index))
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if records is not None and file not in records:
+            raise DamagedCheckpoint(f"{path / index}: names {file}, which was not saved with it")
     headers = {
-        file: read_header(path, file, records.get(file))
-        for file in sorted(set(weight_map.values()))
+        file: read_header(path, file, records[file] if records and verify else None)
+        for file in files
     }
     tensors = {}
     for name, file in weight_map.items():

@@ -4,6 +4,7 @@ must reach the disk when, and which errors are retried."""
 import errno
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,9 +77,9 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """A file descriptor; errors inside name the file. A new file's mode follows the umask."""
-    descriptor = retrying(os.open, path, flags, 0o666)
+def opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
+    """A file descriptor; errors inside name the file. A new file gets `mode`, less the umask."""
+    descriptor = retrying(os.open, path, flags, mode)
     try:
         yield descriptor
     except OSError as error:
@@ -124,8 +125,26 @@ def open_file(path: Path) -> Iterator[StoredFile]:
     if isinstance(path, ObjectPath):
         yield ObjectFile(path)
         return
-    with opened(path, os.O_RDONLY) as descriptor:
+    with _regular(path) as descriptor:
         yield _PosixFile(descriptor)
+
+
+@contextmanager
+def _regular(path: Path) -> Iterator[int]:
+    """A file opened for reading; whoever opens a pipe would wait for its other end."""
+    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
+        _require_regular(path, os.fstat(descriptor))
+        yield descriptor
+
+
+def _require_regular(path: Path, found: os.stat_result) -> None:
+    """Raises OSError: what is there holds no bytes of its own."""
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "a link, which is not followed", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.ENXIO, "not a regular file", str(path))
 
 
 class _PosixFile:
@@ -152,6 +171,7 @@ def file_sizes(directory: Path, names: Iterable[str]) -> Iterator[tuple[str, int
 
     Raises:
         FileNotFoundError: one is missing.
+        OSError: one is a link, so that its bytes lie elsewhere, or no regular file.
     """
     if isinstance(directory, ObjectPath):  # one request for a thousand files
         found = store_of(directory).walk(directory)
@@ -159,20 +179,56 @@ def file_sizes(directory: Path, names: Iterable[str]) -> Iterator[tuple[str, int
             yield name, (found[name] if name in found else (directory / name).stat()).st_size
         return
     for name in names:
-        yield name, (directory / name).stat().st_size
+        yield name, own_size(directory, name)
 
 
-def read_file(path: Path) -> bytes:
-    """All bytes of a small file."""
+def own_size(directory: Path, name: str) -> int:
+    """Bytes of a file that lies in a directory itself, not elsewhere behind a link.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        OSError: it is a link, or no regular file.
+    """
+    path = directory / name
     if isinstance(path, ObjectPath):
+        return path.stat().st_size
+    for folder in [directory / part for part in Path(name).parents][:-1]:
+        if folder.is_symlink():
+            _require_regular(folder, folder.lstat())
+    found = path.lstat()
+    _require_regular(path, found)
+    return found.st_size
+
+
+def read_file(path: Path, most: int | None = None) -> bytes:
+    """All bytes of a small file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it cannot be read, or has more.
+    """
+    if isinstance(path, ObjectPath):
+        if most is not None:
+            _require_small(path, path.stat().st_size, most)
         return store_of(path).read(path)
-    with opened(path, os.O_RDONLY) as descriptor:
-        buffer = bytearray(os.fstat(descriptor).st_size)
+    with _regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        _require_small(path, size, most)
+        buffer = bytearray(size)
         return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
 
 
-def create_file(path: Path, data: bytes) -> None:
-    """Make a small file that a power cut may take away.
+def _require_small(path: Path, size: int, most: int | None) -> None:
+    if most is not None and size > most:
+        raise OSError(errno.EFBIG, f"has {size} bytes, at most {most} are read", str(path))
+
+
+def create_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Make a small file, and see it and its name to the disk. A power cut before that may leave
+    it empty.
 
     Raises:
         FileExistsError: there is one.
@@ -180,13 +236,31 @@ def create_file(path: Path, data: bytes) -> None:
     if isinstance(path, ObjectPath):
         store_of(path).write_new(path, data)
         return
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-        retrying(os.write, descriptor, data)
+    write_file(path, data, mode)
+    sync_directory(path.parent)
 
 
-def write_file(path: Path, data: bytes) -> None:
+def remove_file(path: Path) -> None:
+    """Remove a file, if it is there."""
+    if isinstance(path, ObjectPath):
+        store_of(path).delete([path])
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, unless it is there, and see all names that lead to it to the disk."""
+    if isinstance(path, ObjectPath):
+        return
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_directory(place.parent)
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a new file and see it to the disk."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         sync(descriptor)
 

@@ -24,6 +24,7 @@ from checkpointing.objects import ObjectPath
 from checkpointing.retention import delete, tmp_path
 from checkpointing.steps import open_step
 from checkpointing.storage import (
+    make_directory,
     opened,
     replace_file,
     retrying,
@@ -109,10 +110,8 @@ class PosixTarget:
         """Make the directory and every tensor file at its final size. Nobody else creates files,
         so that one client alone loads the metadata server."""
         shutil.rmtree(self.tmp, ignore_errors=True)
-        missing = [parent for parent in self.tmp.parents if not parent.exists()]
-        self.tmp.mkdir(parents=True)
-        for parent in missing:  # what leads to the checkpoints must be as durable as they are
-            sync_directory(parent.parent)
+        make_directory(self.tmp.parent)
+        self.tmp.mkdir()
         kind = filesystem(self.tmp)
         if kind == "lustre":
             stripe(self.tmp)
@@ -249,8 +248,11 @@ SHARED = {"lustre", "nfs", "nfs4", "cifs", "smb3", "beegfs", "gpfs", "ceph", "we
 
 def filesystem(path: Path) -> str:
     """Type of the filesystem that holds `path`, as in /proc/self/mountinfo ("ext4", "lustre",
-    "fuse.glusterfs", …); "" where that cannot be told. `path` need not exist yet."""
-    path = path.absolute()
+    "fuse.glusterfs", …), behind symbolic links; "" where that cannot be told. `path` need not exist
+    yet."""
+    if isinstance(path, ObjectPath):
+        return ""
+    path = Path(os.path.realpath(path))
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

@@ -41,6 +41,7 @@ from checkpointing.coordinator import (
     failure_of,
 )
 from checkpointing.errors import explain
+from checkpointing.folders import Folder, collect_memory, forget
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import Nodes
 from checkpointing.pulls import Puller, call, serve_pulls, welcome
@@ -50,9 +51,7 @@ from checkpointing.slots import (
     SlotFiles,
     Slots,
     close_slots,
-    collect_memory,
     copy_slot,
-    forget,
     make_slots,
     write_manifest,
 )
@@ -125,7 +124,7 @@ class Writer:
         """Where the writers of all nodes listen."""
         self._plan: NodePlan | None = None
         self._slots: Slots | None = None
-        self._folder: Path | None = None
+        self._folder: Folder | None = None
         self._files: list[SlotFiles] = []
         self._current: _Current | None = None
         self._asked: set[int] = set()
@@ -221,7 +220,7 @@ class Writer:
             return
         try:
             if kind == "pull":
-                serve_pulls(connection, self._filled_slot)
+                serve_pulls(connection, self._filled_slot, self.setup.run)
                 return
             register, handle, lost = {
                 "rank": (self._ranks, self._on_rank, self._lost_rank),
@@ -336,7 +335,7 @@ class Writer:
                 self._current = _Current(key, slot, state.decode(), previous)
                 self._filled[slot] = key
                 if self._folder:
-                    write_manifest(self._folder, f"slot-{slot}", None)
+                    write_manifest(self._folder.path, f"slot-{slot}", None, self.setup.run)
                 for rank in self._lost:
                     self._miss(rank)
                 self.call_at(time.monotonic() + ANSWER_SECONDS, lambda: self._miss_absent(key))
@@ -364,7 +363,10 @@ class Writer:
                 logger.warning("node %d keeps no copy of node %d: %s", self.node, node, error)
             self._to_coordinator(("copied", node, key))
 
-        self.later(lambda: copy_slot(folder, node, slot, manifest, self._puller()), done)
+        self.later(
+            lambda: copy_slot(folder.path, node, slot, manifest, self._puller(), self.setup.run),
+            done,
+        )
 
     def _stop(self, key: Key) -> None:
         if self._current and self._current.key == key:
@@ -430,9 +432,10 @@ class Writer:
                 lambda: self._make(plan, digest), lambda result: self._made(plan, digest, result)
             )
 
-    def _make(self, plan: PlanInput, digest: str) -> tuple[NodePlan, Path | None, Slots]:
+    def _make(self, plan: PlanInput, digest: str) -> tuple[NodePlan, Folder | None, Slots]:
         if self._folder:
             forget(self._folder)
+            self._folder = None
         if self._slots:
             close_slots(self._slots)
         part = plan_node(plan, digest, self.nodes, self.node)
@@ -499,8 +502,8 @@ class Writer:
             return
         all_ranks = min(current.staged.values())
         if all_ranks == (len(plan.files), 0):
-            if self._folder:
-                self._remember(self._folder, plan, current)
+            if self._folder and self.setup.run:
+                self._remember(self._folder.path, plan, current)
             else:
                 self._to_coordinator(("remembered", key))
         self._to_coordinator(("staged", key, all_ranks))
@@ -518,12 +521,12 @@ class Writer:
                 self._to_coordinator(("remembered", current.key))
                 return
             manifest = Manifest(
-                self.setup.run, hashlib.sha256(self.setup.secret).hexdigest()[:16],
+                hashlib.sha256(self.setup.secret).hexdigest()[:16],
                 current.key[0], current.previous, plan.tensors,
                 self.node, len(self.nodes), plan.exact, checksums, current.state,
             )  # fmt: skip
             try:
-                write_manifest(folder, f"slot-{current.slot}", manifest)
+                write_manifest(folder, f"slot-{current.slot}", manifest, self.setup.run)
             except OSError as error:  # shared memory is full
                 logger.warning("a restart cannot use memory: %s", explain(error))
                 self._to_coordinator(("remembered", current.key))
@@ -553,6 +556,7 @@ class Writer:
     def _closed(self) -> None:
         if self._folder and not any(self._closing.values()):
             forget(self._folder)
+            self._folder = None
             collect_memory(str(self.directory))
         for rank, connection in self._ranks.items():
             if rank in self._closing:

@@ -69,11 +69,13 @@ def digest(identity: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Where two identities differ, for people: keys, and both values."""
+def differences(
+    ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
+) -> str:
+    """Where two identities differ, for people: keys, and the values of both."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     parts = [
-        f"{key} is {ours.get(key, 'not given')} here, {theirs.get(key, 'not given')} there"
+        f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"
         for key in keys
     ]
     if len(parts) > MOST_NAMED:

@@ -40,6 +40,8 @@ class Step(NamedTuple):
     skipped: bool
     line: int
     """Its number in the file."""
+    consumed: str | None = None
+    """Digest of what the ranks took for it."""
 
 
 @dataclass
@@ -180,8 +182,9 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         if kind == "step":
             first, after_last = map(int, values["sequences"])
             seconds, skipped = float(values["seconds"]), bool(values.get("skipped"))
+            done, consumed = int(values["step"]), values.get("consumed")
             attempt.steps.append(
-                Step(int(values["step"]), first, after_last, seconds, after, skipped, number)
+                Step(done, first, after_last, seconds, after, skipped, number, consumed)
             )
         elif kind == "save":
             attempt.saves.append({**values, "seconds": float(values["seconds"])})

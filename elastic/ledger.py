@@ -9,7 +9,7 @@ that a clock that is set does no harm.
 
     start   a `Start`: what was loaded, by which world, why
     phases  {phases: {name: seconds}}: the whole way to the first step, known after it
-    step    {step, sequences: [first, after_last], seconds, skipped?: true}
+    step    {step, sequences: [first, after_last], seconds, skipped?: true, consumed?: digest}
     save    {step, ok, seconds, stall?, error?}
     notice  {why, …} somebody was told to go
     event   {event: …, …} free-form
@@ -60,6 +60,8 @@ class Start:
     global_batch: int
     """Sequences per step."""
     world_size: int
+    data: str = ""
+    """Fingerprint of the data that the positions are in."""
     nodes: int = 1
     round: int = 0
     generation: int = 0
@@ -112,7 +114,14 @@ class Ledger:
         self._add("phases", phases={name: round(value, 4) for name, value in phases.items()})
 
     def step(
-        self, step: int, first: int, after_last: int, seconds: float, *, skipped: bool = False
+        self,
+        step: int,
+        first: int,
+        after_last: int,
+        seconds: float,
+        *,
+        skipped: bool = False,
+        consumed: str | None = None,
     ) -> None:
         """One optimizer step is done.
 
@@ -122,9 +131,12 @@ class Ledger:
             after_last: the one after the last.
             seconds: it took.
             skipped: it consumed its sequences and left the weights alone.
+            consumed: digest of what all ranks really took for it, so that a rank that took
+                something else than these sequences can be found out.
         """
         self._step = step
-        mark = {"skipped": True} if skipped else {}
+        mark: dict[str, Any] = {"skipped": True} if skipped else {}
+        mark |= {"consumed": consumed} if consumed else {}
         self._add(
             "step", step=step, sequences=[first, after_last], seconds=round(seconds, 4), **mark
         )

@@ -40,6 +40,7 @@ from elastic.facts import Facts, Program
 from elastic.membership import Closed, Failure, Membership, calm, leave, raise_alarm, stand
 from elastic.progress import PROGRESS, Progress
 from elastic.standin import NODE_SOCKET
+from elastic.vitals import Signs, Vigil
 from elastic.warm import Zygote, first_zygote
 from elastic.watchdog import PhaseTimes, Standing, blame, overdue, standings, take_dumps
 from elastic.world import CAUSE, GENERATION, ROUND
@@ -96,8 +97,8 @@ class Node:
 
     group: Group
     program: Program
-    leaving: int = 0
-    """This node was told to go, and leaves with this exit code."""
+    leaving: bool = False
+    """This node was told to go."""
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _generation: tuple[int, int] = (0, 0)
     """(round, generation) that the ranks are to be in."""
@@ -106,10 +107,11 @@ class Node:
     _asked: bool = False
     """The ranks are asked to pause."""
     _times: PhaseTimes = field(default_factory=PhaseTimes)
+    _vigil: Vigil = field(default_factory=Vigil)
     _reached: int = 0
     """Highest step in which a rank of this node has failed."""
-    _stood: bool = False
-    """This node has told where its ranks stand, since the alarm."""
+    _stood: dict[int, Progress] | None = None
+    """What the ranks had said when this node told where they stand, since the alarm."""
     _quiet_until: float = 0.0
     """No alarm before."""
     _last_dumps: dict[int, str] = field(default_factory=dict)
@@ -165,25 +167,19 @@ class Node:
         """torchrun is going to end the stand-ins: their SIGTERM is no notice to this node."""
         self._expecting_stop = True
 
-    def told_to_go(self, how: str, code: int = EXIT_REQUEUE) -> None:
-        """This machine is going to be taken away, and its ranks are to leave with `code`. From any
-        thread, or a signal handler."""
+    def told_to_go(self, how: str) -> None:
+        """This machine is going to be taken away. From any thread, or a signal handler."""
         if not self.leaving:
             logger.warning("this node was told to go (%s): saving after this step", how)
-        self.leaving = self.leaving or code
+        self.leaving = True
         self.wake()
-
-    @property
-    def busy(self) -> bool:
-        """Whether there are ranks."""
-        return bool(self._ranks)
 
     def pause(self) -> None:
         """Ask the ranks to pause: all ranks of the job end after the same step, with their state
         saved."""
         self._asked = True
         for local_rank in list(self._ranks):
-            self.page.ask_to_pause(local_rank, leaving=bool(self.leaving))
+            self.page.ask_to_pause(local_rank, leaving=self.leaving)
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -225,9 +221,8 @@ class Node:
         self._watch(state)
         if self.leaving:
             self.pause()
-            alone = state.round == self._generation[0] and len(state.members) < state.size
-            if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
-                # Nobody is left to finish the step with, or there is nothing to save.
+            if state.round == self._generation[0] and len(state.members) < state.size:
+                # Nobody is left to finish the step with.
                 for rank in self._ranks.values():
                     if rank.key is not None:
                         self._kill(rank)
@@ -235,7 +230,7 @@ class Node:
             if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
                 self.group.change(lambda state: leave(state, self.group.name))
                 for rank in list(self._ranks.values()):
-                    code = self.leaving if rank.code == EXIT_PAUSED else rank.code
+                    code = EXIT_REQUEUE if rank.code == EXIT_PAUSED else rank.code
                     self._dismiss(rank, code or 0)
 
     def _accept(self) -> None:
@@ -334,30 +329,34 @@ class Node:
         progress = {rank: self.page.read(running[rank].local_rank) for rank in running}
         now = time.monotonic()
         self._times.follow(progress, now)
+        signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
         if (state.round, state.generation) != self._generation or len(state.members) < state.size:
             return
         names = [node for node, _ in state.standings]
         if not state.alarm:
-            self._stood = False
-            if now > self._quiet_until and overdue(progress, now, self._times):
+            self._stood = None
+            if now > self._quiet_until and overdue(progress, now, self._times, signs):
                 self.group.change(lambda state: raise_alarm(state, *self._generation))
-        elif not self._stood:
-            self._stood = True
-            self._stand(running, progress)
+        elif self._stood is None:
+            self._stood = {}
+            self._stand(running, now, signs)
         elif set(names) >= set(state.members):
             self._judge(state, running)
 
-    def _stand(self, running: Mapping[int, Rank], progress: Mapping[int, Progress]) -> None:
+    def _stand(self, running: Mapping[int, Rank], now: float, signs: Mapping[int, Signs]) -> None:
         """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
         generation = self._generation
         ranks = {
             number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
             for number, rank in running.items()
+            if not signs[number].stopped
         }
 
         def work() -> None:
             self._last_dumps = take_dumps(ranks)
-            ours = standings(progress, time.monotonic(), self._times, self._last_dumps)
+            # Who has gone on meanwhile does not hang.
+            self._stood = {rank: self.page.read(one.local_rank) for rank, one in running.items()}
+            ours = standings(self._stood, now, self._times, self._last_dumps, signs)
             text = json.dumps([asdict(one) for one in ours])
             self.group.change(lambda state: stand(state, *generation, self.group.name, text))
 
@@ -371,9 +370,13 @@ class Node:
         if found is None:
             self.group.change(calm)
             return
+        mine = [rank for rank in found.ranks or sorted(running)[:1] if rank in running]
+        stood = self._stood or {}
+        if any(self.page.read(running[rank].local_rank) != stood.get(rank) for rank in mine):
+            self.group.change(calm)  # it has gone on after all
+            return
         logger.warning("a hang: %s", found.reason)
-        mine = [rank for rank in found.ranks if rank in running]
-        for rank in mine or ([] if found.ranks else sorted(running)[:1]):
+        for rank in mine:
             logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
             step = self.page.read(running[rank].local_rank).step
             failure = Failure(self.group.name, rank, step, f"hang: {found.reason}", time.time())
@@ -391,7 +394,7 @@ class Node:
             self.page.clear(local_rank)
             self._times.begin(rank.rank)
             if self._asked or self.leaving:
-                self.page.ask_to_pause(local_rank, leaving=bool(self.leaving))
+                self.page.ask_to_pause(local_rank, leaving=self.leaving)
             state = self.group.state
             cause = state.failures[-1] if generation else state.cause
             environment = {

@@ -11,15 +11,16 @@ from typing import Self
 RANKS = 64
 """Most ranks of one node."""
 _ENTRY = 256
-_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _ERROR = 0, 4, 8, 16, 20, 24, 32
+_ASKED, _NOTICED, _STEP, _PHASE, _AT, _ERROR = 0, 4, 8, 16, 24, 32
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
-    "start", "init", "load", "step", "reduce", "after", "save", "evaluate", "end", "failed",
+    "start", "init", "load", "data", "step", "reduce", "staging", "update", "after", "save",
+    "evaluate", "end", "failed",
 )  # fmt: skip
-"""What a rank does; "reduce" is from the step's all-reduce on, where it waits for the others,
-"after" is long work that follows only some steps, and "failed" from an error on, until its process
-has ended."""
+"""What a rank does; "data" is waiting for a batch, "reduce" is from the step's all-reduce on, where
+it waits for the others, "staging" is waiting for the copy of a save, "after" is long work that
+follows only some steps, and "failed" from an error on, until its process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20
@@ -38,8 +39,6 @@ class Progress:
     """It was told by a signal that its time is over."""
     error: str = ""
     """Why it failed, in a line."""
-    safe: bool = False
-    """Nothing is lost if it is ended now: what it knows is in storage."""
 
 
 class ProgressPage:
@@ -82,10 +81,9 @@ class ProgressPage:
         (noticed,) = struct.unpack_from("I", self._map, start + _NOTICED)
         (step,) = struct.unpack_from("Q", self._map, start + _STEP)
         (phase,) = struct.unpack_from("I", self._map, start + _PHASE)
-        (safe,) = struct.unpack_from("I", self._map, start + _SAFE)
         (at,) = struct.unpack_from("d", self._map, start + _AT)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
-        return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe))
+        return Progress(step, PHASES[phase], at, bool(noticed), error)
 
 
 class Pulse:
@@ -123,23 +121,9 @@ class Pulse:
         (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
         self.report(step, "failed")
 
-    def notice(self, number: int) -> None:
-        """Say that this rank was told to go, by a signal."""
-        struct.pack_into("I", self._map, self._start + _NOTICED, number)
-
-    @property
-    def noticed(self) -> int:
-        """The signal by which this rank was told to go; 0 if it was not."""
-        return int(struct.unpack_from("I", self._map, self._start + _NOTICED)[0])
-
-    @property
-    def safe(self) -> bool:
-        """See `Progress`. A rank that is told to go then goes at once, whatever it is doing."""
-        return bool(struct.unpack_from("I", self._map, self._start + _SAFE)[0])
-
-    @safe.setter
-    def safe(self, safe: bool) -> None:
-        struct.pack_into("I", self._map, self._start + _SAFE, safe)
+    def notice(self) -> None:
+        """Say that this rank was told to go."""
+        struct.pack_into("I", self._map, self._start + _NOTICED, 1)
 
     @property
     def asked_to_pause(self) -> int:

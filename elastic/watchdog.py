@@ -7,7 +7,12 @@ ranks for stack dumps and share where each rank stands (`Standing`); from the sa
 agent comes to the same `blame`.
 
 A dump is written by a signal handler in C, so a rank that waits in C++ for its peers writes one
-too; a rank that is stopped, or waits for a dead disk, does not, and that tells as much.
+too; a rank that waits for a dead disk does not, and that tells as much. A rank that is stopped is
+one by what the kernel says (vitals.py), in whatever phase and however busy the machine is.
+
+Nobody healthy is to be ended. So a rank says of every wait what it is for: data and storage have
+minutes. And time in which it was ready to run and got no core does not count against it, nor
+against those that may have waited for it.
 """
 
 import faulthandler
@@ -21,30 +26,37 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from elastic.progress import Progress
+from elastic.vitals import MOST, NO_SIGNS, Signs
 
 ORDER = (
-    "failed", "start", "init", "load", "step", "reduce", "after", "evaluate", "save", "end",
+    "failed", "start", "init", "load", "data", "step", "reduce", "staging", "update", "after",
+    "evaluate", "save", "end",
 )  # fmt: skip
-"""The phases as a rank goes through them; within a step, "step" to "save". A rank that failed is
+"""The phases as a rank goes through them; within a step, "data" to "save". A rank that failed is
 behind all others, which wait for it until its process has ended."""
-WITHIN_STEP = ("step", "reduce")
+WITHIN_STEP = ("step", "reduce", "update")
 
 FLOOR = 3.5
 """No time-out is shorter: steps of milliseconds are held up for seconds by a busy machine."""
 PATIENCE = 300.0
 """For what was not done often enough to know: importing, meeting, a first step that compiles, all
 from cold caches."""
-UNHURRIED = {"load": 2, "after": 2, "evaluate": 2, "save": 2, "end": 2}
+UNHURRIED = dict.fromkeys(
+    ("load", "data", "staging", "after", "evaluate", "save", "end", "first evaluate"), 2
+)
 """Times PATIENCE: as long as the state takes to cross a slow filesystem."""
-ONCE = ("start", "init", "load", "first step", "after", "save", "end")
-"""Done once in a process, or seldom, or with storage, which stalls when one of its servers is
-replaced: that it was quick before, perhaps in a smaller world or from memory, is no reason to hurry
-now."""
-FACTOR = 5
-"""A time-out is so many times what 99 of 100 took, as in NVIDIA's resiliency extension."""
+HURRIED = (*WITHIN_STEP, "evaluate")
+"""What is done again and again, and computes. All else is done once in a process, or seldom, or
+with storage, which stalls when one of its servers is replaced: that it was quick before, perhaps in
+a smaller world or from memory, is no reason to hurry now."""
+FACTOR = 12
+"""A time-out is so many times what 99 of 100 took: a step may well take ten times as long as those
+before, with other data or by the user's own schedule."""
+WORKING = 60.0
+"""No time-out of a rank that computes is shorter: it may compile again, or have met a hard case."""
 ENOUGH = 5
 """Durations from which a time-out is learned."""
 KEPT = 200
@@ -52,8 +64,8 @@ KEPT = 200
 AWAY = 1.0
 """Seconds between two looks after which we, and so perhaps the ranks, must have been stopped."""
 
-Where = Literal["silent", "elsewhere", "unclear", "collective", "unknown"]
-"""What a rank does, from its dump; the more suspicious first."""
+Where = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
+"""What a rank does, by the kernel or its dump; the more suspicious first."""
 
 
 class PhaseTimes:
@@ -63,8 +75,9 @@ class PhaseTimes:
         floor: shortest time-out, in seconds.
         patience: time-out, in seconds, of what happens once in a process.
 
-    The first step of a process always has at least `patience`: it is also the second try of a step
-    that was taken for a hang, and must not fail for the same reason.
+    The first step of a process, and its first validation, always have at least `patience`: they
+    compile. It is also the second try of a step that was taken for a hang, and must not fail for
+    the same reason.
     """
 
     def __init__(self, floor: float = FLOOR, patience: float = PATIENCE) -> None:
@@ -74,12 +87,13 @@ class PhaseTimes:
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._looked: float | None = None
         self._last: dict[int, Progress] = {}
-        self._first_step: dict[int, int] = {}
+        self._first: dict[tuple[int, str], int] = {}
+        """By rank and phase: the step in which this process was first in it."""
 
     def begin(self, rank: int) -> None:
         """A new process takes the place of a rank."""
         self._last.pop(rank, None)
-        self._first_step.pop(rank, None)
+        self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
     def follow(self, progress_by_rank: Mapping[int, Progress], now: float) -> None:
         """Take note of how far ranks are. At every look, so that a duration is known as well as
@@ -91,31 +105,32 @@ class PhaseTimes:
             before = self._last.get(rank)
             if before and progress.at != before.at and before.at >= self.woke:
                 self.add(self._kind(rank, before), progress.at - before.at)
-            if progress.phase in WITHIN_STEP:
-                self._first_step.setdefault(rank, progress.step)
+            if progress.phase in HURRIED:
+                self._first.setdefault((rank, _group(progress.phase)), progress.step)
             self._last[rank] = progress
 
     def forget_steps(self) -> None:
         """Steps, and all else that ranks share, are going to take longer from now on."""
-        for kind in (*WITHIN_STEP, "evaluate"):
+        for kind in HURRIED:
             self._durations.pop(kind, None)
 
     def add(self, kind: str, seconds: float) -> None:
-        """A phase, or a "first step", was completed."""
+        """A phase, a "first step" or "first evaluate", was completed."""
         self._durations[kind].append(seconds)
 
     def limit(self, rank: int, progress: Progress) -> float:
         """Seconds that a rank may stay where it is."""
         kind = self._kind(rank, progress)
-        if kind == "reduce":  # it may wait for a rank that uses all the time that a step has
-            return max(self._learned("reduce"), self._learned("step"))
+        if kind in WITHIN_STEP:  # it may wait for a rank that uses all the time that a step has
+            return max(self._learned(kind), self._learned("step"))
         return self._learned(kind)
 
     def _kind(self, rank: int, progress: Progress) -> str:
-        if progress.phase not in WITHIN_STEP:
+        if progress.phase not in HURRIED:
             return progress.phase
-        first = self._first_step.get(rank, progress.step)
-        return "first step" if progress.step <= first else progress.phase
+        group = _group(progress.phase)
+        first = self._first.get((rank, group), progress.step)
+        return f"first {group}" if progress.step <= first else progress.phase
 
     def _learned(self, kind: str) -> float:
         durations = sorted(self._durations[kind])
@@ -123,7 +138,11 @@ class PhaseTimes:
         if len(durations) < ENOUGH:
             return patience
         usual = durations[ceil(0.99 * len(durations)) - 1]
-        return max(patience if kind in ONCE else self.floor, FACTOR * usual)
+        return max(self.floor if kind in HURRIED else patience, FACTOR * usual)
+
+
+def _group(phase: str) -> str:
+    return "step" if phase in WITHIN_STEP else phase
 
 
 @dataclass(frozen=True)
@@ -138,11 +157,13 @@ class Standing:
     limit: float
     """Seconds that the phase may take."""
     where: Where = "unknown"
+    starved: float = 0.0
+    """Of `seconds`, what it waited for a core."""
 
     @property
     def overdue(self) -> bool:
-        """Its time is up."""
-        return self.seconds > self.limit
+        """Its own time is up."""
+        return self.seconds - self.starved > self.limit
 
     @property
     def position(self) -> tuple[int, int]:
@@ -155,6 +176,7 @@ def standings(
     now: float,
     times: PhaseTimes,
     dumps: Mapping[int, str] | None = None,
+    signs: Mapping[int, Signs] | None = None,
 ) -> list[Standing]:
     """Where the ranks of this node stand.
 
@@ -163,25 +185,35 @@ def standings(
         now: by time.monotonic().
         times: what is usual here.
         dumps: by rank, from `take_dumps`; a rank without one stays "unknown".
+        signs: by rank, what the kernel says.
     """
-    return [
-        Standing(
+    ranks = []
+    for rank, progress in sorted(progress_by_rank.items()):
+        sign = (signs or {}).get(rank, NO_SIGNS)
+        limit = times.limit(rank, progress)
+        one = Standing(
             rank,
             progress.step,
             progress.phase,
-            now - max(progress.at, times.woke),
-            times.limit(rank, progress),
+            max(0.0, now - max(progress.at, times.woke)),
+            max(limit, WORKING) if sign.busy else limit,
             where(dumps[rank]) if dumps and rank in dumps else "unknown",
+            sign.starved,
         )
-        for rank, progress in sorted(progress_by_rank.items())
-    ]
+        if sign.stopped > times.floor:
+            one = replace(one, limit=times.floor, where="stopped", starved=0.0)
+        ranks.append(one)
+    return ranks
 
 
 def overdue(
-    progress_by_rank: Mapping[int, Progress], now: float, times: PhaseTimes
+    progress_by_rank: Mapping[int, Progress],
+    now: float,
+    times: PhaseTimes,
+    signs: Mapping[int, Signs] | None = None,
 ) -> list[Standing]:
     """The ranks of this node whose time is up."""
-    return [one for one in standings(progress_by_rank, now, times) if one.overdue]
+    return [one for one in standings(progress_by_rank, now, times, signs=signs) if one.overdue]
 
 
 @dataclass(frozen=True)
@@ -199,11 +231,13 @@ def blame(standings: Sequence[Standing]) -> Blame | None:
     Args:
         standings: of all ranks of the job, with their dumps: one that is missing is not blamed.
 
-    A rank that gives no dump, though overdue, is to blame; within a step it is so as soon as one
-    that waits for it is, whose node may have learned the time of a step when its own has not.
+    A rank that is stopped is to blame, and so is one that gives no dump, though overdue; within a
+    step it is so as soon as one that waits for it is, whose node may have learned the time of a
+    step when its own has not.
     Otherwise it is among those that are the furthest behind: they did not enter the collective in
     which the others wait. FSDP has collectives in the forward and backward pass, where all ranks
-    report the same phase; there the dumps tell.
+    report the same phase; there the dumps tell. When all wait in the same place, each may wait for
+    what any of them had no core for.
     """
     waiting = [one.limit for one in standings if one.overdue and one.phase in WITHIN_STEP]
     silent = [
@@ -211,31 +245,36 @@ def blame(standings: Sequence[Standing]) -> Blame | None:
         if waiting and one.phase in WITHIN_STEP
         else one
         for one in standings
-        if one.where == "silent"
+        if one.where in ("stopped", "silent")
     ]
     silent = [one for one in silent if one.overdue]
     if silent:
-        return Blame(
-            _ranks(silent), f"{_describe(silent)}; no sign of life: it wrote no stack dump"
-        )
+        stopped = all(one.where == "stopped" for one in silent)
+        how = "stopped by a signal" if stopped else "no sign of life: it wrote no stack dump"
+        return Blame(_ranks(silent), f"{_describe(silent)}; {how}")
     behind = min(one.position for one in standings)
     last = [one for one in standings if one.position == behind]
-    if not any(one.overdue for one in last):
-        return None
     worst = min(_suspicion(one) for one in last)
     suspects = [one for one in last if _suspicion(one) == worst]
     if len(suspects) == len(standings) > 1:
+        starved = sum(one.starved for one in standings)
+        if not all(one.seconds - min(starved, MOST * one.seconds) > one.limit for one in standings):
+            return None
         return Blame(
             (), f"all {len(standings)} ranks stand in the same place: {_describe(last[:1])}"
         )
+    if not any(one.overdue for one in suspects):
+        return None
     how = "behind all others" if len(last) < len(standings) else "the others wait in a collective"
+    if len(standings) == 1:
+        how = "it is the only one"
     if suspects[0].where == "elsewhere":
-        how += "; by its stack dump it is not in one"
+        how += "; by its stack dump it is not in a collective"
     return Blame(_ranks(suspects), f"{_describe(suspects)}; {how}")
 
 
 def _suspicion(standing: Standing) -> int:
-    return ("silent", "elsewhere", "unclear", "collective", "unknown").index(standing.where)
+    return get_args(Where).index(standing.where)
 
 
 def _ranks(standings: Iterable[Standing]) -> tuple[int, ...]:
@@ -245,9 +284,10 @@ def _ranks(standings: Iterable[Standing]) -> tuple[int, ...]:
 def _describe(standings: Sequence[Standing]) -> str:
     one = standings[0]
     which = "rank" if len(standings) == 1 else "ranks"
+    without = f", {one.starved:.1f} s of them without a core" if one.starved > 0.1 else ""
     return (
         f"{which} {', '.join(map(str, _ranks(standings)))} in step {one.step}, phase {one.phase}, "
-        f"for {one.seconds:.1f} s (allowed: {one.limit:.1f} s)"
+        f"for {one.seconds:.1f} s{without} (allowed: {one.limit:.1f} s)"
     )
 
 
@@ -276,7 +316,7 @@ def take_dumps(ranks: Mapping[int, tuple[int, Path]], wait: float = 1.0) -> dict
         wait: seconds after which a rank is called silent; without silent ranks it takes 0.1 s.
 
     A rank that has not registered yet, which the signal would kill, or has ended, is left out of
-    the result.
+    the result; and so is one that would answer, but gets no core to do it.
     """
     asked = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
     sizes = {rank: path.stat().st_size for rank, path in asked.items()}
@@ -294,7 +334,7 @@ def take_dumps(ranks: Mapping[int, tuple[int, Path]], wait: float = 1.0) -> dict
             if dump != dumps[rank]:
                 dumps[rank], grown[rank] = dump, now
         if now > deadline or all(dumps[rank] and now - grown[rank] >= STILL for rank in asked):
-            return dumps
+            return {rank: dump for rank, dump in dumps.items() if dump or not _runs(ranks[rank][0])}
 
 
 def read_dump(path: Path, start: int = 0) -> str:
@@ -306,14 +346,23 @@ def read_dump(path: Path, start: int = 0) -> str:
 
 def _ready(pid: int) -> bool:
     """Whether a process runs, or is stopped, and has a handler for the signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    fields = dict(line.split(":", 1) for line in status.splitlines())
+    fields = _status(pid)
     if fields["State"].split()[0] in "ZX":  # it ended, though its handlers are still told
         return False
     return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has a core, or would take one."""
+    return _status(pid)["State"].split()[0] == "R"
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return {"State": "X"}
+    return dict(line.split(":", 1) for line in status.splitlines())
 
 
 FORWARDING = (

@@ -165,7 +165,8 @@ def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent
         os.environ.clear()
         os.environ.update({**job.environment, **environment, DUMPS: f"/proc/self/fd/{dumps}"})
         os.chdir(job.directory)
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C is for the agent, as before
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = [job.entry.partition(":")[0], *job.arguments]
         module, _, function = job.entry.partition(":")

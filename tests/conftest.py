@@ -9,8 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
-from checkpointing.owners import is_alive
-from checkpointing.slots import SHARED_MEMORY, forget
+from checkpointing.folders import SHARED_MEMORY, forget, hold
 
 # A busy machine is no failure.
 settings.register_profile("perdure", deadline=None)
@@ -32,6 +31,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Runs that tests kill leave their slots in memory, for a restart: not after the last test."""
     if hasattr(session.config, "workerinput"):  # other workers may still have tests to run
         return
-    for folder in set(SHARED_MEMORY.glob("perdure-*")) - _before:
-        if is_alive(folder.name) is False:
+    for path in set(SHARED_MEMORY.glob("perdure-*")) - _before:
+        if folder := hold(path):
             forget(folder)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from checkpointing.errors import CheckpointError
+from checkpointing.folders import run_id
 from checkpointing.inspect import find_checkpoint, table
 from checkpointing.layout import StoredTensor
-from checkpointing.slots import run_id
 from checkpointing.source import TensorReader, open_source
 from checkpointing.storage import location
 from checkpointing.tensors import TORCH_DTYPES

@@ -103,17 +103,25 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _tell(result: object) -> None:
+    """Print what stands in files of others: none of it may steer the terminal."""
+    from checkpointing.untrusted import printable
+
+    for line in str(result).split("\n"):
+        print(printable(line))
+
+
 def _ls(arguments: argparse.Namespace) -> int:
     from checkpointing.inspect import ls
 
-    print(ls(arguments.path))
+    _tell(ls(arguments.path))
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from checkpointing.inspect import show
 
-    print(show(arguments.path))
+    _tell(show(arguments.path))
     return 0
 
 
@@ -121,7 +129,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from checkpointing.inspect import verify
 
     result = verify(arguments.path)
-    print(result)
+    _tell(result)
     return EXIT_WRONG_INPUT if result.problems else 0
 
 
@@ -130,23 +138,37 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     _use_one_thread()
     result = diff(arguments.left, arguments.right)
-    print(result)
+    _tell(result)
     return 0 if result.equal else EXIT_DIFFERENT
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from checkpointing import CheckpointOptions
     from checkpointing.inspect import find_checkpoint, pruned
     from checkpointing.steps import read_state
 
-    recipe = read_state(find_checkpoint(arguments.path)).get("recipe", {})
-    trained = recipe.get("checkpoint", {"keep": 0})
-    names = ("keep", "keep_every", "keep_best", "best_by")
-    rules = {name: trained[name] for name in names if name in trained}
-    given = {name: getattr(arguments, name) for name in names}
-    rules |= {name: value for name, value in given.items() if value is not None}
-    print(pruned(arguments.path, CheckpointOptions(**rules), dry_run=arguments.dry_run))
+    options = _retention(read_state(find_checkpoint(arguments.path)), arguments)
+    _tell(pruned(arguments.path, options, dry_run=arguments.dry_run))
     return 0
+
+
+def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
+    """The rules that were given, else those that the run was trained with."""
+    from checkpointing import CheckpointOptions, StorageError
+
+    kinds = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
+    given = {name: getattr(arguments, name) for name in kinds}
+    rules = {name: value for name, value in given.items() if value is not None}
+    try:
+        trained = state.get("recipe", {}).get("checkpoint", {"keep": 0})
+        rules = {name: trained[name] for name in kinds if name in trained} | rules
+        if any(type(value) is not kinds[name] for name, value in rules.items()):
+            raise ValueError(f"{rules}")
+        return CheckpointOptions(**rules)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{arguments.path}: the newest checkpoint names no rules to prune by ({error}); give "
+            "--keep, --keep-every, --keep-best and --best-by"
+        ) from error
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -154,7 +176,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     _use_one_thread()
     size = arguments.max_shard_size
-    print(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
+    _tell(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
     return 0
 
 
@@ -168,7 +190,7 @@ def _import(arguments: argparse.Namespace) -> int:
         config=arguments.config,
         max_shard_bytes=arguments.max_shard_size,
     )
-    print(result)
+    _tell(result)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from checkpointing.slots import collect_memory
+from checkpointing.folders import collect_memory
 from checkpointing.storage import location
 from elastic.chaos import gone
 from elastic.history import LedgerError, Step, read_history

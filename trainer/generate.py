@@ -1,6 +1,5 @@
 """Sample text from a checkpoint: one of ours, or any Hugging Face directory of Llama or Qwen3."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +8,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from checkpointing import load_model
+from checkpointing.untrusted import read_object
 from trainer.architecture import Architecture
-from trainer.data.tokenizer import start_ids
 from trainer.models import TIED_COPIES, Decoder, read_config
 
 
@@ -35,8 +34,7 @@ def generate(
 
     Args:
         checkpoint_dir: directory with config.json, tokenizer.json and safetensors.
-        prompt: text, which may spell out special tokens; when it is empty, sampling starts after
-            what the tokenizer puts before a text, or an end-of-document token.
+        prompt: text; when it is empty, sampling starts after an end-of-document token.
         max_new_tokens: at most so many, fewer at an end-of-document token or at the model's
             max_position_embeddings.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -67,9 +65,7 @@ def generate(
     architecture = read_config(directory)
     tokenizer = _read_tokenizer(directory, architecture)
     eos_ids = _read_eos_ids(directory)
-    # As `perdure data prepare` begins a document.
-    prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    prompt_ids = prompt_ids or eos_ids[:1]
+    prompt_ids = tokenizer.encode(prompt).ids or eos_ids[:1]
     limit = architecture.max_position_embeddings
     if not prompt_ids:
         raise GenerateError(f"{directory}: names no eos_token_id to start from; give a prompt")
@@ -164,7 +160,7 @@ def _read_eos_ids(directory: Path) -> list[int]:
         file = directory / name
         if file.is_file():
             try:
-                eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+                eos = read_object(file.read_bytes()).get("eos_token_id")
             except ValueError as error:
                 raise GenerateError(f"{file}: not JSON: {error}; copy the file again") from error
             if eos is not None:

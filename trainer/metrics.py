@@ -222,11 +222,19 @@ class Metrics:
         print(text, flush=True)
         self._bar.refresh()
 
-    def done(self, step: int, first: int, after_last: int, seconds: float, skipped: bool) -> None:
+    def done(
+        self,
+        step: int,
+        first: int,
+        after_last: int,
+        seconds: float,
+        skipped: bool,
+        consumed: str | None,
+    ) -> None:
         """A step over the sequences from `first` to before `after_last` is done: move the progress
         bar, and tell the ledger."""
         self._bar.update(step - self._bar.n)
-        self.ledger.step(step, first, after_last, seconds, skipped=skipped)
+        self.ledger.step(step, first, after_last, seconds, skipped=skipped, consumed=consumed)
 
     def record(
         self,

@@ -48,11 +48,18 @@ def report(run: Path) -> str:
     return "\n\n".join(parts)
 
 
-def check(history: History) -> tuple[bool, str]:
-    """Whether every sequence was consumed exactly once, and the proof or the problems as text."""
-    if history.problems:
-        return False, "\n".join(f"problem: {problem}" for problem in history.problems)
-    lines = [history.summary()]
+def check(history: History, run: Path | None = None) -> tuple[bool, str]:
+    """Whether every sequence was consumed exactly once, and the proof or the problems as text. With
+    `run`, the directory, also whether the ranks took what its data says (which imports torch)."""
+    problems, proof = list(history.problems), ""
+    if run and any(step.consumed for attempt in history.attempts for step in attempt.steps):
+        from trainer.consumption import check_consumption
+
+        others, proof = check_consumption(run, history)
+        problems += others
+    if problems:
+        return False, "\n".join(f"problem: {problem}" for problem in problems)
+    lines = [history.summary(), *filter(None, [proof])]
     if history.unrecorded:
         lines.append(
             f"not recorded: {_count(history.unrecorded, 'step')}, whose line was lost when a "

@@ -3,7 +3,7 @@ update."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch.profiler import record_function
 
 from elastic import (
     BatchPlan,
+    MicroBatch,
     Pulse,
     Verdict,
     World,
     judge_step,
 )
+from trainer.data.loader import CONSUMED, MASK
 from trainer.exact import snap_loss, square_sums
 from trainer.optimizer import (
     AdamW,
@@ -80,6 +82,9 @@ class StepResult:
     """Rank 0 would save now."""
     pause: float
     """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
+    consumed: str | None
+    """Digest of what the ranks took for it, in 16 hexadecimal digits, see
+    `TokenStream.fetch_with_digest`."""
 
 
 def train_step(
@@ -97,19 +102,23 @@ def train_step(
     """
     model, optimizer, progress = state.model, state.optimizer, state.progress
     started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
+    pulse.report(step, "data")
     inputs = [next(batches) for _ in range(plan.passes)]
     data_wait = time.perf_counter() - started
-    found = gradients(state, inputs, plan, recipe, world, pulse)
+    digest = consumed(inputs, plan.micro_batches(world.rank, progress.sequences))
+    found = gradients(state, inputs, digest, plan, recipe, world, pulse)
     note = ""
     if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
         model.zero_gradients()
-        found, note = rerun(found, gradients(state, inputs, plan, recipe, world, pulse))
+        found, note = rerun(found, gradients(state, inputs, digest, plan, recipe, world, pulse))
     scale = progress.loss_scale.value  # of these gradients; the verdict may change it
     verdict = judge(progress, recipe, found, note)
 
     lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    pulse.report(step, "staging")
     with record_function("wait for checkpoint"):
         before_update()
+    pulse.report(step, "update")
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) / scale
@@ -125,8 +134,22 @@ def train_step(
     seconds = time.perf_counter() - started
     return StepResult(
         found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute,
-        found.save, found.pause,
+        found.save, found.pause, found.consumed if digest else None,
     )  # fmt: skip
+
+
+def consumed(
+    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch]
+) -> tuple[int, int] | None:
+    """Take the digests from the inputs of a step, and sum those that count; None without any."""
+    samples = contents = 0
+    for batch, made in zip(inputs, micro_batches, strict=True):
+        if CONSUMED not in batch:
+            return None
+        part = batch.pop(CONSUMED)
+        if made.real:
+            samples, contents = samples + part[0], contents + part[1]
+    return samples & MASK, contents & MASK
 
 
 @dataclass(frozen=True)
@@ -138,6 +161,7 @@ class Gradients:
     norm: float
     save: bool
     pause: float
+    consumed: str
     local_loss: torch.Tensor
     """This rank's part of the loss."""
     compute: float
@@ -152,6 +176,7 @@ class Gradients:
 def gradients(
     state: TrainState,
     inputs: Sequence[Mapping[str, torch.Tensor]],
+    digest: tuple[int, int] | None,
     plan: BatchPlan,
     recipe: Recipe,
     world: World,
@@ -162,6 +187,7 @@ def gradients(
     Args:
         state: its gradients are added to.
         inputs: the micro-batches of this rank.
+        digest: of what they hold, if known.
         plan: how the global batch is spread.
         recipe: of the run.
         world: this rank and its peers.
@@ -188,8 +214,8 @@ def gradients(
             (loss * progress.loss_scale.value).backward()
         loss_sum += snap_loss(loss.detach())
 
-    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good, and
-    # whether any rank is asked to pause.
+    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
+    # whether any rank is asked to pause, and what all have consumed.
     model.collect_gradients()
     pulse.report(step, "reduce")
     if recipe.exact:
@@ -197,14 +223,17 @@ def gradients(
     else:
         squares = square_sum(model.optimized.values(), world.world_size).to(world.device)
     asked = [  # filled on the device: a copy from the host would wait for all that was launched
-        loss_sum.new_full((1,), float(value)) for value in (pulse.wants_save, pulse.asked_to_pause)
+        loss_sum.new_full((1,), float(value))
+        for value in (pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
     ]
     word = torch.cat([loss_sum.reshape(1), squares, *asked])
     dist.all_reduce(word)
-    mean_loss, *square_parts, saving, pausing = word.tolist()
+    mean_loss, *square_parts, saving, pausing, samples, contents = word.tolist()
+    # Sums of numbers below 2**32 are exact in float64.
+    everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
     compute = sum(_seconds(*pair) for pair in marks) / plan.passes
-    return Gradients(mean_loss, norm, saving > 0, pausing, loss_sum, compute)
+    return Gradients(mean_loss, norm, saving > 0, pausing, everything, loss_sum, compute)
 
 
 def _mark(device: torch.device) -> Any:

@@ -17,14 +17,15 @@ import torch
 import torch._dynamo  # DTensor imports it on first use: once here rather than in each fork
 
 from elastic import (
+    EXIT_INTERRUPTED,
     EXIT_PAUSED,
+    EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
     Pulse,
     die_with_parent,
     register_dumps,
     watch_signals,
 )
-from elastic.exits import leaving_code
 from elastic.world import (
     join_world,
     leave_world,
@@ -34,10 +35,11 @@ from elastic.world import (
 )
 from elastic.zygote import DUMPS
 from trainer.failures import Telling
+from trainer.identity import check_agreement, identify
 from trainer.metrics import Startup
 from trainer.preflight import check_inputs
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
-from trainer.tasks import Task, build_task
+from trainer.tasks import Task, build_task, open_streams
 from trainer.train import train
 
 
@@ -61,7 +63,7 @@ def main(arguments: list[str]) -> NoReturn:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
         leave_world(EXIT_WRONG_INPUT)
     try:
-        recipe, ready = prepare(tuple(arguments))
+        recipe, ready, identity = prepare(tuple(arguments))
         task = ready or build_task(recipe)
         startup.mark("inputs")
         stale = refuse_stale_store()
@@ -73,16 +75,18 @@ def main(arguments: list[str]) -> NoReturn:
             prepare_run_directory(recipe)
         pulse.report(0, "init")
         world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
+        check_agreement(identity)
         startup.mark("rendezvous")
         if world.device.type == "cpu" and recipe.strategy.offload == "none":
             keep_freed_memory()
         code = train(recipe, task, world, pulse, startup, telling)
+    except KeyboardInterrupt:
+        leave_world(EXIT_INTERRUPTED)  # the launcher says so, once
     except Exception as error:
         # The first rank that leaves ends all. What is wrong for all is told by local rank 0, before
         # the others have waited; what is wrong for one of them alone, by that one afterwards.
         leave_world(telling.tell(error, wait=10 if local_rank else 0))
-    alone = code == EXIT_PAUSED and not supervised()
-    leave_world(leaving_code(pulse.noticed) if alone else code)
+    leave_world(EXIT_REQUEUE if code == EXIT_PAUSED and not supervised() else code)
 
 
 def keep_freed_memory() -> None:
@@ -97,8 +101,9 @@ def keep_freed_memory() -> None:
 
 
 @cache
-def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None]:
-    """Read a recipe and open what it names. The warm process does it once for all its forks.
+def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None, dict[str, str]]:
+    """Read a recipe, open what it names, and say what decides its steps (identity.py). The warm
+    process does it once for all its forks.
 
     A user's own model is left to them: its code may start threads or CUDA, which no fork survives.
 
@@ -106,7 +111,9 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None]:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
     """
     recipe = load_recipe(arguments[0], arguments[1:])
-    return recipe, None if recipe.model.factory else build_task(recipe)
+    task = None if recipe.model.factory else build_task(recipe)
+    stream = task.stream if task else open_streams(recipe)[0]
+    return recipe, task, identify(recipe, stream.fingerprint)
 
 
 def prepare_run_directory(recipe: Recipe) -> None:

@@ -1,8 +1,10 @@
 """What a killed run left in memory is where the next one starts from, in any world."""
 
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +13,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing import Checkpointer, CheckpointOptions, StorageError
 from checkpointing import checkpointer as checkpointer_module
+from checkpointing.folders import (
+    SHARED_MEMORY,
+    dead_folders,
+    forget,
+    hold,
+    living_folders,
+    run_id,
+)
 from checkpointing.link import Link
-from checkpointing.memory import Left, make_token, newest_whole
-from checkpointing.slots import Manifest, dead_folders, forget, living_folders, read_manifest
+from checkpointing.memory import TOKEN, Left, make_token, newest_whole, token
+from checkpointing.slots import Manifest, open_left, read_manifest
+from checkpointing.target import filesystem
 from tests.checkpointing.faults import children, until
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
 SLOW = CheckpointOptions(max_shard_size=700, max_bandwidth=1000)
 """A save of the test's state takes some seconds: it is in memory long before it is committed."""
+NEW_HOST_NAMES, NEW_USERS = 0x04000000, 0x10000000
+"""Of unshare(2)."""
 
 
 def parts(step: int, strategy: str) -> dict:
@@ -31,8 +44,9 @@ def parts(step: int, strategy: str) -> dict:
 
 def in_memory(run: Path) -> list[int]:
     """The steps in the slots of the living."""
-    paths = (path for folder in living_folders(str(run)) for path in folder.glob("*-?.json"))
-    return [manifest.step for path in paths if (manifest := read_manifest(path))]
+    run_token = token(run) or ""
+    paths = (path for folder in living_folders(str(run)) for path in folder.glob("*.manifest"))
+    return [found.step for path in paths if (found := read_manifest(path, run_token))]
 
 
 def leave(run: Path, ranks: Path, nodes: int = 1, *, peer_copy: bool = False) -> None:
@@ -123,11 +137,9 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
     leave(run, ranks)
     # A bit of it has flipped.
     (folder,) = left_behind(run, 1)
-    manifest = read_manifest(folder / "slot-0.json") or read_manifest(folder / "slot-1.json")
-    file, ranges = next(iter(manifest.ranges.items()))
-    (path,) = [
-        p for p in folder.glob(f"slot-?/{file}") if read_manifest(p.parents[0].with_suffix(".json"))
-    ]
+    (slot,) = folder.glob("slot-?.manifest")
+    file, ranges = next(iter(read_manifest(slot, token(run)).ranges.items()))
+    path = slot.with_suffix("") / file
     data = bytearray(path.read_bytes())
     data[ranges[0][0]] ^= 1
     path.write_bytes(data)
@@ -166,10 +178,104 @@ def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
     assert found() is None
 
 
+def test_memory_that_others_could_have_written_is_neither_read_nor_deleted(tmp_path, caplog):
+    """Whoever plants a folder under the run's name owns it, or has left it open."""
+    run = tmp_path / "run"
+    leave(run, tmp_path / "ranks")
+    (folder,) = left_behind(run, 1)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+    else:
+        folder.chmod(0o755)
+    assert load(run, tmp_path / "ranks", "rows-2", 2) == [(1, False)] * 2
+    assert dead_folders(str(run)) == []
+    assert f"{folder} (of user" in caplog.text
+    assert (folder / "shape.json").exists()
+    shutil.rmtree(folder)
+
+
+def test_nodes_are_given_only_slots_of_the_run(tmp_path):
+    run = tmp_path / "run"
+    leave(run, tmp_path / "ranks")
+    (folder,) = left_behind(run, 1)
+    (slot,) = (str(path.with_suffix("")) for path in folder.glob("*.manifest"))
+    (file, *_) = read_manifest(Path(f"{slot}.manifest"), token(run)).ranges
+    assert open_left(slot, file, token(run)).maps[file]
+    elsewhere = tmp_path / "perdure-planted"
+    shutil.copytree(folder, elsewhere)
+    for place, name, key in (
+        (slot, file, make_token(tmp_path / "another")),
+        (slot, "../shape.json", token(run)),
+        (f"{elsewhere}/{Path(slot).name}", file, token(run)),
+        (f"{folder}/../../{elsewhere}/{Path(slot).name}", file, token(run)),
+    ):
+        with pytest.raises(StorageError, match="of this run"):
+            open_left(place, name, key)
+
+
+def become_another_host() -> bool:
+    """As a container does; False where that is not allowed."""
+    uid, libc = os.geteuid(), ctypes.CDLL(None)
+    if libc.unshare(NEW_HOST_NAMES | (NEW_USERS if uid else 0)):
+        return False
+    if uid:
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    socket.sethostname("a-container-that-is-gone")
+    return True
+
+
+def test_memory_of_a_killed_container_is_found(tmp_path):
+    """Its host name and its process ids mean nothing to the next one."""
+    run, shut = tmp_path / "run", tmp_path / "shut"
+
+    def work(rank):
+        if not become_another_host():
+            shut.touch()
+            return
+        with Checkpointer(run, OPTIONS, None) as checkpointer:
+            checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
+            assert until(lambda: in_memory(run), 10)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_ranks(1, work, tmp_path / "ranks") == [None]
+    if shut.exists():
+        pytest.skip("makes namespaces")
+    assert load(run, tmp_path / "ranks", "replicated", 1) == [(2, True)]
+    with Checkpointer(run, OPTIONS, None) as checkpointer:
+        save_now(checkpointer, 3, **parts(3, "replicated"))
+    assert not dead_folders(str(run)), "it is given back"
+
+
+def test_a_token_that_a_power_cut_has_emptied_is_replaced(tmp_path, caplog):
+    (tmp_path / TOKEN).touch(0o600)
+    what = parts(1, "replicated")
+    with Checkpointer(tmp_path, OPTIONS, None) as checkpointer:
+        checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
+        assert checkpointer.memory_lasts
+    assert f"{tmp_path / TOKEN} is replaced: a power cut" in caplog.text
+    made = token(tmp_path)
+    assert len(made) == 64
+    assert (tmp_path / TOKEN).stat().st_mode & 0o777 == 0o600
+    (tmp_path / TOKEN).chmod(0o644)
+    assert token(tmp_path) is None, "others may have read it"
+    assert make_token(tmp_path) != made
+    (tmp_path / TOKEN).rename(tmp_path / "elsewhere")
+    (tmp_path / TOKEN).symlink_to(tmp_path / "elsewhere")
+    assert token(tmp_path) is None
+
+
+def test_a_linked_directory_is_the_one_that_it_leads_to(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(SHARED_MEMORY)
+    assert filesystem(link / "run") == filesystem(SHARED_MEMORY) != filesystem(tmp_path)
+    assert run_id(f"{link}/run") == run_id(f"{SHARED_MEMORY}/run") != run_id(f"{tmp_path}/run")
+    assert run_id("s3://bucket/run") != run_id("s3://bucket/other")
+
+
 def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
     leave(tmp_path / "run", tmp_path / "ranks", nodes=2, peer_copy=True)
     lost, _ = left_behind(tmp_path / "run", 2)
-    forget(lost)
+    forget(hold(lost))
     assert load(tmp_path / "run", tmp_path / "ranks", "replicated", 1) == [(2, True)]
 
 
@@ -200,21 +306,20 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
 def part(
     step: int, node: int, nodes: int, previous: int | None = None, tensors="t", attempt="a"
 ) -> Left:
-    return Left("", 0, Manifest("run", attempt, step, previous, tensors, node, nodes, {}, {}, "{}"))
+    return Left("", 0, Manifest(attempt, step, previous, tensors, node, nodes, {}, {}, "{}"))
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():
     both = [part(20, 0, 2, 10), part(20, 1, 2, 10)]
     torn = [*both, part(30, 0, 2, 10)]
-    assert newest_whole(torn, "run", "t", 10) == (20, both)
-    assert newest_whole([*torn, part(30, 1, 2, 10)], "run", "t", 10)[0] == 30
-    assert newest_whole(both, "run", "t", 20)[0] == 20, "storage has the same step"
-    assert newest_whole(both, "run", "t", 15) is None, "storage went on without this memory"
-    assert newest_whole(both, "run", "t", 30) is None
-    assert newest_whole(both, "run", "other", 10) is None
-    assert newest_whole(both, "run", "t", None) is None, "the checkpoints were deleted"
-    assert newest_whole([part(5, 0, 1)], "run", "t", None)[0] == 5, "the first was never committed"
-    assert newest_whole(both, "another", "t", 10) is None, "this memory is of another run"
+    assert newest_whole(torn, "t", 10) == (20, both)
+    assert newest_whole([*torn, part(30, 1, 2, 10)], "t", 10)[0] == 30
+    assert newest_whole(both, "t", 20)[0] == 20, "storage has the same step"
+    assert newest_whole(both, "t", 15) is None, "storage went on without this memory"
+    assert newest_whole(both, "t", 30) is None
+    assert newest_whole(both, "other", 10) is None
+    assert newest_whole(both, "t", None) is None, "the checkpoints were deleted"
+    assert newest_whole([part(5, 0, 1)], "t", None)[0] == 5, "the first was never committed"
     stale = part(20, 0, 2, 10, attempt="before")
-    assert newest_whole([*both, stale], "run", "t", 10) == (20, both), "never of two attempts"
-    assert newest_whole([stale, both[1]], "run", "t", 10) is None
+    assert newest_whole([*both, stale], "t", 10) == (20, both), "never of two attempts"
+    assert newest_whole([stale, both[1]], "t", 10) is None

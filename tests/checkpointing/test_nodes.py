@@ -216,7 +216,7 @@ def test_bytes_of_another_save_are_not_sent():
         for _ in range(2):
             with listener.accept() as connection, suppress(EOFError):
                 assert connection.recv()[0] == "pull"
-                serve_pulls(connection, slot)
+                serve_pulls(connection, slot, "")
 
     server = threading.Thread(target=serve)
     server.start()

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from checkpointing.slots import living_folders, read_manifest
+from checkpointing.folders import living_folders
+from checkpointing.memory import token
+from checkpointing.slots import read_manifest
 
 ROOT = Path(__file__).parents[2]
 soak = pytest.mark.skipif(
@@ -147,9 +149,9 @@ def wait_for_memory(run: Path, step: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while True:
         manifests = [
-            read_manifest(path)
+            read_manifest(path, token(run / "checkpoints") or "")
             for folder in living_folders(directory)
-            for path in folder.glob("slot-*.json")
+            for path in folder.glob("slot-*.manifest")
         ]
         if any(found and found.step >= step for found in manifests):
             return

@@ -15,7 +15,7 @@ from itertools import count
 import pytest
 import torch
 
-from checkpointing.slots import SHARED_MEMORY, run_id
+from checkpointing.folders import SHARED_MEMORY, run_id
 from elastic import Pulse, plan_batch
 from elastic.chaos import gone, processes_with
 from elastic.history import Step

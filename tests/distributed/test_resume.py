@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from elastic.history import read_history
 from elastic.local_nodes import children
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory, wait_for_step
+from trainer.report import check
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
@@ -47,6 +50,31 @@ def test_sums_over_three_ranks_are_rounded_as_they_were(workspace, train):
     output = train(3, "run.dir=three", "run.steps=6", *command)
     assert "resuming after step 3 of 6 from storage" in output
     assert_same(workspace, "three-whole", "three")
+
+
+def test_a_rank_that_goes_its_own_way_is_found_out(workspace, start, train):
+    program = ("tests.distributed.stray", "recipe")
+    code, output = start(2, "run.dir=strange", "run.steps=6", program=program).wait()
+    assert code == 2
+    assert "optimizer.lr is 0.001 on rank 1, 0.003 on rank 0" in output
+    assert "step 1/6" not in output
+
+    program = ("tests.distributed.stray", "data")
+    code, output = start(2, "run.dir=stray", "run.steps=6", program=program).wait()
+    assert code == 0, output
+    # Three ranks, of which the last has less to do, on workers.
+    train(3, "run.dir=straight", "run.steps=6", "data.workers=1")
+    found = {}
+    for run in ("stray", "straight"):
+        recipe = workspace / run / "recipe.yaml"
+        recipe.write_text(recipe.read_text().replace("path: data", f"path: {workspace / 'data'}"))
+        found[run] = check(read_history(workspace / run), workspace / run)
+    assert found["straight"][0], found["straight"]
+    assert "samples of all 6 steps, tokens of all 6 steps" in found["straight"][1]
+    assert not found["stray"][0]
+    samples, tokens = found["stray"][1].splitlines()
+    assert re.search(r"step 3 .* sequences 16 to 23: a rank took other sequences", samples)
+    assert re.search(r"step 3 .*: a rank took other tokens than the data holds there", tokens)
 
 
 @pytest.mark.timeout(1200)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,20 +51,27 @@ class Node:
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
+    def cores(self) -> set[int]:
+        """Those that the ranks of a job may use."""
+        warm = [pid for pid, command in self._commands().items() if "elastic.zygote" in command]
+        return set.intersection(*map(os.sched_getaffinity, warm))
+
     def left(self) -> list[str]:
         """What a job has left on it: processes, and names in shared memory."""
-        root = self.first_process()
-        namespace = os.readlink(f"/proc/{root}/ns/pid")
-        memory = Path(f"/proc/{root}/root/dev/shm")
-        found = [str(path.name) for path in memory.iterdir()]
+        memory = Path(f"/proc/{self.first_process()}/root/dev/shm")
+        of_jobs = re.compile("python|slurmstepd|slurm_script")
+        running = [command for command in self._commands().values() if of_jobs.search(command)]
+        return [*(path.name for path in memory.iterdir()), *running]
+
+    def _commands(self) -> dict[int, str]:
+        """Command lines of all its processes."""
+        namespace = os.readlink(f"/proc/{self.first_process()}/ns/pid")
+        found = {}
         for path in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):
                 command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                ours = os.readlink(path / "ns/pid") == namespace
-            except OSError:
-                continue
-            if ours and re.search("python|slurmstepd|slurm_script", command):
-                found.append(command)
+                if os.readlink(path / "ns/pid") == namespace:
+                    found[int(path.name)] = command
         return found
 
 
@@ -83,6 +91,8 @@ def main(scratch: Path) -> None:
     job = Job(scratch, submit(scratch, log))
     say(f"job {job.number}: a time limit of two minutes, SIGUSR1 45 s before it")
     job.wait_for_steps(20)
+    for node in nodes:
+        assert len(node.cores()) == 2, f"{node.name}: its ranks share core {node.cores()}"
     job.wait_for_requeue(1)
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     assert job.wait_for_start() == 0, "steps lost"

@@ -9,15 +9,21 @@ import json
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trainer.data.order import ORDER_VERSION, Order
+from trainer.data.order import ORDER_VERSION, Order, sample_digest
 from trainer.data.shards import DataError, Reader, TokenDataset
 from trainer.data.stream import Stream
+
+CONSUMED = "consumed"
+"""Name under which a micro-batch carries the digest of its samples, for the step."""
+MASK = 0xFFFFFFFF
 
 
 class TokenStream(Dataset):
@@ -99,8 +105,17 @@ class TokenStream(Dataset):
 
     def fetch(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
         """input_ids and labels, (B, T) int64, and document_ids (B, T) int32 where asked for."""
+        return self.fetch_with_digest(positions)[0]
+
+    def fetch_with_digest(
+        self, positions: Sequence[int]
+    ) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+        """What `fetch` gives, and a digest of it: two numbers below 2**32. The first tells which
+        samples stand at these positions, the second which tokens they hold. The digests of parts
+        sum, modulo 2**32, to that of the whole, however it was cut."""
         length = self.seq_len
-        sources, samples = self._locate(np.asarray(positions, dtype=np.int64))
+        numbers = np.asarray(positions, dtype=np.int64)
+        sources, samples = self.locate(numbers)
         tokens = np.empty((len(positions), length + 1), dtype=np.int64)
         documents = np.empty((len(positions), length), dtype=np.int32)
         for row, (source, sample) in enumerate(zip(sources, samples, strict=True)):
@@ -117,14 +132,16 @@ class TokenStream(Dataset):
         }
         if self._document_mask:
             batch["document_ids"] = torch.from_numpy(documents)
-        return batch
+        contents = sum(crc32(row.data) for row in tokens) & MASK
+        return batch, (sample_digest(numbers, sources, samples), contents)
 
     def describe(self, global_batch: int) -> str:
         """See `Stream`."""
         tokens = global_batch * self.seq_len
         return f"of {self.seq_len} tokens = {tokens:,} tokens per step"
 
-    def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample) of each position, (N,) int64 each."""
         if self._order:
             sources, _, samples = self._order.locate(positions)
             return sources, samples
@@ -144,8 +161,27 @@ class TokenStream(Dataset):
         return self.fetch([position])
 
 
+class _Accounted(Dataset):
+    """A stream whose micro-batches say what they are made of, under CONSUMED."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
+
+    def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
+        try:
+            batch, digest = self._stream.fetch_with_digest(positions)
+        except DataError as error:
+            return error
+        return {**batch, CONSUMED: digest}
+
+
 def load(
-    stream: Stream, requests: Iterable[Sequence[int]], *, workers: int, pin_memory: bool
+    stream: Stream,
+    requests: Iterable[Sequence[int]],
+    *,
+    workers: int,
+    pin_memory: bool,
+    account: bool = False,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Fetch each request, in order. Closing or dropping the iterator ends the workers.
 
@@ -154,6 +190,8 @@ def load(
         requests: positions of each micro-batch; may be endless.
         workers: background processes that read ahead, started at once; 0 reads when asked.
         pin_memory: give page-locked tensors, for asynchronous copies to a GPU.
+        account: give digests too, as CONSUMED (see `TokenStream.fetch_with_digest`); not of other
+            streams.
 
     Raises:
         DataError: when it is asked for a batch whose shard is damaged.
@@ -163,7 +201,7 @@ def load(
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
-            stream,
+            _Accounted(stream) if account and isinstance(stream, TokenStream) else stream,
             batch_sampler=requests,
             num_workers=workers,
             collate_fn=_identity,

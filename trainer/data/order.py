@@ -96,7 +96,7 @@ class Permutation:
         return (high << self._low_bits) | low
 
 
-def _mix(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+def _mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
     mixed = (half ^ key) * _U(0xFF51AFD7ED558CCD)
     mixed ^= mixed >> _U(33)
     mixed *= _U(0xC4CEB9FE1A85EC53)
@@ -172,6 +172,15 @@ class Order:
         sources = np.searchsorted(self._ends, slots, side="right")
         before = blocks * self._counts[sources] + slots - self._starts[sources]
         return sources, before
+
+
+def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int:
+    """Of which sample stands at which position, (N,) int64 each: the sum, modulo 2**32, of a hash
+    of each, so that the digests of parts sum to that of the whole."""
+    with np.errstate(over="ignore"):
+        found = _mix(np.asarray(positions).astype(np.uint64), _U(1))
+        found = _mix(_mix(sources.astype(np.uint64), found), samples.astype(np.uint64))
+        return int((found >> _U(32)).sum()) & 0xFFFFFFFF
 
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:

@@ -41,8 +41,6 @@ class Vocabulary:
     file: str
     size: int
     eos_id: int
-    start_ids: tuple[int, ...]
-    """What the tokenizer puts before a document."""
 
     @property
     def dtype(self) -> str:
@@ -120,27 +118,27 @@ class _UnitWriter:
             for kind in ("tokens", "ends")
         }
         self._tokens = dict.fromkeys(SPLITS, 0)
-        self._batch: list[tuple[str, str, bool, bool]] = []  # (text, split, begins, ends)
+        self._batch: list[tuple[str, str, bool]] = []  # (text, split, whether a document ends)
         self._characters = 0
         self._split = ""  # of the document that goes on
         self.documents = 0
 
     def add(self, text: str, goes_on: bool) -> None:
         """A document, or the next part of one."""
-        begins = not self._split
-        if text and begins:
+        if text and not self._split:
             self._split = _split_of(text, self._job.settings.validation_fraction)
             self.documents += 1
         if not self._split:
             return
-        parts = segments(text)
-        for number, part in enumerate(parts, 1):
-            self._put(part, begins and number == 1, number == len(parts) and not goes_on)
+        *parts, last = segments(text)
+        for part in parts:
+            self._put(part, ends=False)
+        self._put(last, ends=not goes_on)
         if not goes_on:
             self._split = ""
 
-    def _put(self, text: str, begins: bool, ends: bool) -> None:
-        self._batch.append((text, self._split, begins, ends))
+    def _put(self, text: str, ends: bool) -> None:
+        self._batch.append((text, self._split, ends))
         self._characters += len(text)
         if len(self._batch) == _BATCH or self._characters >= _CHARACTERS:
             self.flush()
@@ -149,14 +147,10 @@ class _UnitWriter:
         """Write what was added."""
         vocabulary = self._job.vocabulary
         encodings = self._tokenizer.encode_batch_fast(
-            [text for text, *_ in self._batch], add_special_tokens=False
+            [text for text, _, _ in self._batch], add_special_tokens=False
         )
-        for (_, split, begins, ends), encoding in zip(self._batch, encodings, strict=True):
-            ids = [
-                *(vocabulary.start_ids if begins else ()),
-                *encoding.ids,
-                *([vocabulary.eos_id] if ends else []),
-            ]
+        for (_, split, ends), encoding in zip(self._batch, encodings, strict=True):
+            ids = [*encoding.ids, vocabulary.eos_id] if ends else encoding.ids
             self._tokens[split] += len(ids)
             self._files[split, "tokens"].write(np.asarray(ids, vocabulary.dtype).tobytes())
             if ends:

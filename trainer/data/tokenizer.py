@@ -1,11 +1,11 @@
 """Where the tokenizer of a data set comes from: a Hugging Face file, training, or plain bytes."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from checkpointing.untrusted import read_object
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -87,9 +87,13 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
     names = [wanted] if wanted else list(_KNOWN_ENDS)
     config = directory / "tokenizer_config.json" if directory and not wanted else None
     if config and config.is_file():
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        if named:
-            names.append(named["content"] if isinstance(named, dict) else named)
+        try:
+            named = read_object(config.read_bytes()).get("eos_token")
+        except ValueError as error:
+            raise DataError(f"{config}: not a JSON object: {error}; copy the file again") from error
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str):
+            names.append(named)
     for name in names:
         token = tokenizer.token_to_id(name)
         if token is not None:
@@ -97,16 +101,6 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
     raise DataError(
         f"--eos: the tokenizer has none of {', '.join(names)}; name the token that ends a document"
     )
-
-
-def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer, by its own rule (the post-processor), puts before a text, such as the
-    <|begin_of_text|> of Llama 3. What it would put after one is not asked: documents end in the
-    end-of-document token."""
-    bare, whole = (tokenizer.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
-    places = range(len(whole) - len(bare) + 1)
-    found = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
-    return tuple(whole[:found])
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

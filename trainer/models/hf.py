@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from checkpointing.untrusted import read_object
 from trainer.architecture import Architecture, RopeScaling
 from trainer.models.family import Family
 from trainer.models.llama import LLAMA
@@ -51,16 +52,14 @@ def read_config(path: str | Path) -> Architecture:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_object(file.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); give the directory of a Hugging Face "
             "checkpoint"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{file}: not JSON: {error}; copy the file again") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: holds no JSON object; copy the file again")
+        raise ConfigError(f"{file}: not a JSON object: {error}; copy the file again") from error
     try:
         return _architecture(config)
     except ValueError as error:

@@ -96,8 +96,8 @@ if "root" in faults:
             os.supports_dir_fd.add(watcher)
         setattr(os, name, watcher)
 if "shared_memory" in faults:
-    from checkpointing import slots
+    from checkpointing import folders, slots
 
-    slots.SHARED_MEMORY = Path(faults["shared_memory"])
+    folders.SHARED_MEMORY = Path(faults["shared_memory"])
     if "free" in faults:
         slots.available_bytes = lambda: faults["free"]

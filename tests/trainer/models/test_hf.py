@@ -196,10 +196,10 @@ def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: not JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json: not a JSON object: Expecting"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"config\.json: holds no JSON object"):
+    with pytest.raises(ConfigError, match=r"config\.json: not a JSON object: \[\] where an obj"):
         read_config(tmp_path)
 
 
