@@ -47,7 +47,7 @@ from checkpointing.plan import (
 )
 from checkpointing.pulls import Puller
 from checkpointing.ranks import RankError, Ranks, specs_digest
-from checkpointing.restore import find_memory, load_memory, load_step
+from checkpointing.restore import find_memory, load_memory, load_step, survey_all
 from checkpointing.retention import collect
 from checkpointing.sections import by_section, plan_input, stored_by_name
 from checkpointing.slots import Slots
@@ -116,7 +116,7 @@ class Checkpointer:
         """How the last save ended, once `outcomes` has given that out."""
         self._damaged: set[str] = set()
         self._newest: int | None = None
-        """Newest committed step, as far as is known here."""
+        """Newest step in storage, good or not, as far as is known here."""
         self.loaded_from: Literal["memory", "storage"] | None = None
         """Where `load` found what it loaded."""
         self.newer_than_storage = False
@@ -124,6 +124,8 @@ class Checkpointer:
         self.memory_lasts = False
         """Whether what `save` copies to memory outlives this process, on all ranks; known after
         `prepare`."""
+        self._loaded = self._put_off = False
+        """Whether `load` was called, and whether `prepare` waits for that."""
         self._has_token = False
         """Whether a restart can tell whose memory it finds."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -154,12 +156,26 @@ class Checkpointer:
         """Plan saves of these tensors, start the writers, and make the memory that saves are copied
         into; the first `save` does it otherwise. Returns what to tell people about that memory.
 
+        If the run before has left memory that `load` is yet to read, `load` does all this.
+
         Raises:
             StorageError: there is not enough memory.
             ValueError: the tensors cannot be saved, on whatever rank; says which and why.
         """
+        try:
+            self._put_off = self._staging is None and not self._loaded and self._finds_memory()
+        except RankError as failed:
+            raise failed.kind(failed.message) from failed.__cause__
+        if self._put_off:
+            return "checkpoint slots are made when what the run before left in memory is loaded"
         self._prepared(model, optimizer)
         return self._note
+
+    def _finds_memory(self) -> bool:
+        """Whether the run before has left any. On all ranks."""
+        run = self._ranks.on_main(lambda: token(self.directory))
+        with ExitStack() as held:
+            return run is not None and bool(survey_all(self._ranks, self.directory, run, held))
 
     def save(
         self,
@@ -199,7 +215,7 @@ class Checkpointer:
         payload = None
         if self._ranks.is_main:
             payload = _payload(plan, state, files)
-            payload |= {"damaged": sorted(self._damaged), "previous": self._newest}
+            payload |= {"damaged": sorted(self._damaged), "newest": self._newest}
             payload |= {"memory_only": memory_only}
         wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
@@ -307,38 +323,49 @@ class Checkpointer:
 
         Raises:
             WrongModel: the newest good checkpoint has other tensors.
-            DamagedCheckpoint: there are checkpoints, but no good one.
+            DamagedCheckpoint: there are checkpoints, but no good one; or memory was lost while it
+                was loaded, and there is no checkpoint. The targets may hold parts of it.
             StorageError: a checkpoint cannot be read, and is not known to be damaged.
         """
         with ExitStack() as held:
-            return self._load((model, optimizer), held)
+            state = self._load((model, optimizer), held)
+        self._loaded = True
+        if self._put_off:
+            self._put_off = False
+            self._prepared(model, optimizer)
+        return state
 
     def _load(
         self, targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], held: ExitStack
     ) -> dict[str, Any] | None:
         damage: list[DamagedCheckpoint] = []
+        torn = ""
         try:
             specs = self._ranks.specs(targets[0]), self._ranks.specs(targets[1])
             paths, run = self._ranks.on_main(
                 lambda: (list_steps(self.directory), token(self.directory))
             )
-            if self._link is None:  # else this run has saved already, and storage is what counts
+            self._newest = parse_step(paths[0].name) if paths else None
+            if self._staging is None:  # else its memory is for saves; nothing else was there
                 memory = find_memory(
                     self._ranks, self.directory, run, paths, specs, self.options, held
                 )
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
-                secret = self._link.secret if self._link else b""
-                if memory and load_memory(
-                    self._ranks, memory, Puller(self._addresses, secret), specs, targets
-                ):
-                    self._newest, self.loaded_from = memory.newest, "memory"
-                    self.newer_than_storage = memory.step != memory.newest
-                    return memory.state
+                pull = Puller(self._addresses, self._link.secret if self._link else b"")
+                try:
+                    if memory and load_memory(self._ranks, memory, pull, specs, targets):
+                        self.loaded_from = "memory"
+                        self.newer_than_storage = memory.step != memory.newest
+                        return memory.state
+                except RankError as failed:
+                    torn = f"what was left in memory was lost while it was loaded: {failed.message}"
+                    if self._ranks.is_main:
+                        logger.warning("%s; going on from storage", torn)
             for path in paths:
                 try:
                     state = load_step(self._ranks, path, specs, targets, self.options.verify)
-                    self._newest, self.loaded_from = parse_step(path.name), "storage"
+                    self.loaded_from = "storage"
                     return state
                 except RankError as failed:
                     if not issubclass(failed.kind, DamagedCheckpoint):
@@ -359,6 +386,8 @@ class Checkpointer:
                 f"{self.directory}: all checkpoints are damaged, the newest so: {damage[0]}; "
                 "bring a good copy back, or move them away to start afresh"
             )
+        if torn:  # nothing has overwritten its parts
+            raise DamagedCheckpoint(f"{torn}; {self.directory} has no checkpoint: start again")
         return None
 
     # --- saving ------------------------------------------------------------------------------
@@ -513,7 +542,7 @@ class Checkpointer:
                 return
             self._outcomes.append(outcome)
             if outcome.path:
-                self._newest = outcome.step
+                self._newest = max(outcome.step, self._newest or 0)
                 self._damaged.discard(step_name(outcome.step))
 
     def _lost_writer(self) -> None:

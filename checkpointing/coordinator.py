@@ -193,6 +193,8 @@ class Coordinator:
         self._closing: set[int] = set()
         self._claim: Path | None = None
         """Stands for the right to commit, from the first save on."""
+        self._failed: _Save | None = None
+        """The save that failed last; its copy may yet become whole."""
         self._newest: int | None = None
         """Step that was committed last, since this process began."""
 
@@ -267,9 +269,11 @@ class Coordinator:
             return  # one that waits is considered again when that save ends
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.payload, self._slot, time.monotonic())
+        self._failed = None
         # Rank 0 has asked, perhaps, before it heard of the last commit.
-        previous = save.payload["previous"] if self._newest is None else self._newest
-        self._answer(key, ("go", key, save.slot, save.payload["state"], previous))
+        known = [step for step in (save.payload["newest"], self._newest) if step is not None]
+        newest = max(known, default=None)
+        self._answer(key, ("go", key, save.slot, save.payload["state"], newest))
         self._maybe_prepare()
 
     def _wait_for_nodes(self, key: Key) -> None:
@@ -365,11 +369,13 @@ class Coordinator:
     def _on_remembered(self, node: int, key: Key) -> None:
         """A node's slot holds all of its part, its checksums are known, and the node after it has
         its copy, if it is to."""
-        save = self._save
+        save = self._save or self._failed
         if save is None or save.key != key:
             return
         save.remembered.add(node)
-        if save.memory_only and len(save.remembered) == self._nodes:
+        if save is self._failed and self._save is None and len(save.remembered) == self._nodes:
+            self._slot = save.slot  # now the other slot is the one to give up
+        elif save.memory_only and len(save.remembered) == self._nodes:
             self._end(save, SaveOutcome(save.step, None, memory_only=True))
 
     @property
@@ -537,9 +543,10 @@ class Coordinator:
     def _end(self, save: _Save, outcome: SaveOutcome) -> None:
         self._save = None
         if outcome.path:
-            self._newest = save.step
+            self._newest = max(save.step, self._newest or 0)
         elif len(save.remembered) < self._nodes:
             self._slot -= 1  # the next save gets this slot again: others may be whole
+            self._failed = save
         message = "outcome", save.key, outcome
         self._answers.get(save.key, []).append(message)
         self._tell(message)

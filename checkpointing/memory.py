@@ -134,21 +134,20 @@ def survey(directory: str, home: int, run: str, held: ExitStack) -> list[Left]:
 
 
 def newest_whole(
-    left: Sequence[Left], tensors: str, newest: int | None
+    left: Sequence[Left], tensors: str, listed: int | None, good: int | None
 ) -> tuple[int, list[Left]] | None:
     """The newest step that is whole, and its parts, one for each node of the run that left it.
 
     Args:
         left: of all machines.
         tensors: digest of what is to be loaded.
-        newest: newest good step in storage.
+        listed: newest step in storage, whether it is good or not.
+        good: newest good one.
     """
     parts: dict[tuple[int, int, str], dict[int, Left]] = {}
     for part in left:
         found = part.manifest
-        follows = found.step == newest or (
-            found.previous == newest and (newest is None or found.step > newest)
-        )
+        follows = listed in (found.committed, found.step) and (good is None or found.step >= good)
         if found.tensors == tensors and follows:
             key = found.step, found.nodes, found.attempt
             parts.setdefault(key, {})[found.node] = part

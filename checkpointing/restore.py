@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.fill import read_tensors
-from checkpointing.layout import MODEL, OPTIMIZER, CommitRecord, StoredTensor
+from checkpointing.layout import MODEL, OPTIMIZER, CommitRecord, StoredTensor, parse_step
 from checkpointing.memory import Left, check, newest_whole, open_parts, survey
 from checkpointing.options import CheckpointOptions
 from checkpointing.pulls import Pull
@@ -129,8 +129,9 @@ def find_memory(
     if not left:
         return None
     newest = ranks.on_main(lambda: _newest_good(paths))
+    listed = parse_step(paths[0].name) if paths else None
     layout = plan_input(*specs, options.max_shard_bytes)
-    found = newest_whole(left, layout.tensors, newest)
+    found = newest_whole(left, layout.tensors, listed, newest)
     if found is None:
         return None
     return Memory(found[0], newest, run, found[1], stored_by_name(layout.files))
@@ -153,7 +154,12 @@ def load_memory(
     specs: tuple[Specs, Specs],
     targets: tuple[Tensors, Tensors],
 ) -> bool:
-    """Load what `find_memory` found; False if it is not what was left there. On all ranks."""
+    """Load what `find_memory` found; False, and the targets are as they were, if it is not what was
+    left there. On all ranks.
+
+    Raises:
+        RankError: on all ranks: some was loaded, and the rest cannot be.
+    """
 
     def check_mine() -> None:
         for part in memory.parts:
@@ -162,22 +168,22 @@ def load_memory(
 
     try:
         ranks.together(check_mine)
-        ranks.together(
-            lambda: read_tensors(
-                Path("memory"),
-                lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
-                memory.stored,
-                by_section(*specs),
-                by_section(*targets),
-                {},
-                ranks.group,
-                ranks.nodes(),
-            )
-        )
     except RankError as failed:
         if ranks.is_main:
             logger.warning("memory of step %d is not used: %s", memory.step, failed.message)
         return False
+    ranks.together(
+        lambda: read_tensors(
+            Path("memory"),
+            lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
+            memory.stored,
+            by_section(*specs),
+            by_section(*targets),
+            {},
+            ranks.group,
+            ranks.nodes(),
+        )
+    )
     if ranks.is_main:
         logger.warning(
             "restored step %d from memory; storage has %s",

@@ -72,9 +72,9 @@ class Manifest:
     """The same on all nodes, until the run is started again: it may come to the same step again,
     and not to the same bits."""
     step: int
-    previous: int | None
-    """Newest committed step when this one was copied: by it a restart knows that nobody has
-    deleted or added checkpoints since."""
+    committed: int | None
+    """The newest step in storage when this one was copied, or this one, once it is committed: by
+    it a restart knows that nobody has deleted or added checkpoints since."""
     tensors: str
     """Digest of names, dtypes, shapes and file sizes, from which follows where every byte lies."""
     node: int

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -98,7 +98,8 @@ class _Current:
     key: Key
     slot: int
     state: str
-    previous: int | None
+    newest: int | None
+    """Newest step in storage when it began."""
     staged: dict[int, Position] = field(default_factory=dict)
     """Up to where each rank has copied its pieces."""
     stopped: bool = False
@@ -131,8 +132,12 @@ class Writer:
         """Ranks that wait for the slots."""
         self._owed: dict[int, str] = {}
         """Why slots were refused, by rank of this node that has not asked yet."""
-        self._filled: dict[int, Key] = {}
-        """Which save was the last to be copied into a slot."""
+        self._filled: dict[int, _Current] = {}
+        """Which save was the last to be copied into a slot: to its end, even if it failed."""
+        self._said: dict[str, Manifest] = {}
+        """What a restart is told of each slot, and of copies of others."""
+        self._committed: int | None = None
+        """Newest step that was committed."""
         self._begun: dict[Key, tuple[bool, dict[str, Any] | None]] = {}
         """Requests to save that the coordinator has not answered."""
         self._answered = 0
@@ -238,7 +243,7 @@ class Writer:
         """A slot that a save is copied into; a process that was started again in the middle of it
         has nothing of that."""
         held = self._filled.get(slot)
-        if held is None or key not in (None, held):
+        if held is None or key not in (None, held.key):
             raise EOFError
         return self._files[slot]
 
@@ -319,6 +324,8 @@ class Writer:
             if self._current and self._current.key == key:  # else it was told before
                 self._current.stopped = True
                 self._current = None
+                if outcome.path:
+                    self._confirm(key[0])
                 self._tell(key, ("outcome", outcome))
         else:
             key = arguments[0]
@@ -331,10 +338,10 @@ class Writer:
             self._answered = key[1]
             self._begun.pop(key, None)
             if kind == "go":
-                _, slot, state, previous = arguments
-                self._current = _Current(key, slot, state.decode(), previous)
-                self._filled[slot] = key
+                _, slot, state, newest = arguments
+                self._current = self._filled[slot] = _Current(key, slot, state.decode(), newest)
                 if self._folder:
+                    self._said.pop(f"slot-{slot}", None)
                     write_manifest(self._folder.path, f"slot-{slot}", None, self.setup.run)
                 for rank in self._lost:
                     self._miss(rank)
@@ -353,14 +360,18 @@ class Writer:
 
     def _copy(self, node: int, key: Key, slot: int, manifest: Manifest) -> None:
         """Keep a copy of what another node has staged."""
-        folder = self._folder
+        folder, name = self._folder, f"peer-{node}-{slot}"
         if folder is None:
             self._to_coordinator(("copied", node, key))
             return
+        self._said.pop(name, None)
 
         def done(error: Any) -> None:
             if isinstance(error, Exception):
                 logger.warning("node %d keeps no copy of node %d: %s", self.node, node, error)
+            else:
+                self._said[name] = manifest
+                self._confirm(self._committed)
             self._to_coordinator(("copied", node, key))
 
         self.later(
@@ -427,6 +438,7 @@ class Writer:
             self._give_slots()
         elif plan is not None:
             self._filled.clear()
+            self._said.clear()
             self._files = []  # their memory is free only when nobody maps it
             self.later(
                 lambda: self._make(plan, digest), lambda result: self._made(plan, digest, result)
@@ -494,8 +506,9 @@ class Writer:
             self._to_coordinator(("begin", key, wait, payload))
 
     def _on_rank_staged(self, rank: int, key: Key, position: Position) -> None:
-        current, plan = self._current, self._plan
-        if current is None or plan is None or current.key != key:
+        plan = self._plan
+        current = next((held for held in self._filled.values() if held.key == key), None)
+        if current is None or plan is None:
             return
         current.staged[rank] = position
         if len(current.staged) < len(self.nodes[self.node]):
@@ -514,7 +527,7 @@ class Writer:
 
         def remember(checksums: Any) -> None:
             # Checksums that took long may be those of bytes of two saves.
-            if self._filled.get(current.slot) != current.key:
+            if self._filled.get(current.slot) is not current:
                 return
             if isinstance(checksums, Exception):
                 logger.warning("a restart cannot use memory: %s", explain(checksums))
@@ -522,7 +535,7 @@ class Writer:
                 return
             manifest = Manifest(
                 hashlib.sha256(self.setup.secret).hexdigest()[:16],
-                current.key[0], current.previous, plan.tensors,
+                current.key[0], current.newest, plan.tensors,
                 self.node, len(self.nodes), plan.exact, checksums, current.state,
             )  # fmt: skip
             try:
@@ -531,12 +544,26 @@ class Writer:
                 logger.warning("a restart cannot use memory: %s", explain(error))
                 self._to_coordinator(("remembered", current.key))
                 return
+            self._said[f"slot-{current.slot}"] = manifest
+            self._confirm(self._committed)
             if self.setup.options.peer_copy and len(self.nodes) > 1:
                 self._to_coordinator(("peer", (current.key, current.slot, manifest)))
             else:
                 self._to_coordinator(("remembered", current.key))
 
         self.later(lambda: files.checksums(plan.exact), remember)
+
+    def _confirm(self, step: int | None) -> None:
+        """Say in memory that a step is committed: should somebody delete it, memory of it is not
+        to bring it back."""
+        self._committed = step
+        for slot, manifest in self._said.items():
+            if self._folder and manifest.step == step != manifest.committed:
+                self._said[slot] = replace(manifest, committed=step)
+                try:
+                    write_manifest(self._folder.path, slot, self._said[slot], self.setup.run)
+                except OSError:  # shared memory is full
+                    write_manifest(self._folder.path, slot, None, self.setup.run)
 
     def _on_rank_failed(self, rank: int, key: Key, message: str) -> None:
         failure = Failure(f"rank {rank} could not copy its tensors: {message}")

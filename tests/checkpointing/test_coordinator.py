@@ -110,6 +110,8 @@ class World:
         self.outcomes: list[SaveOutcome] = []
         self.remembered: defaultdict[Key, set[int]] = defaultdict(set)
         self.slots: dict[Key, int] = {}
+        self.last: Key | None = None
+        """That went last."""
         self.whole_slot: int | None = None
         """Of two: the one that holds the last save that was committed, or remembered by all."""
         self.staged: defaultdict[Key, dict[int, Position]] = defaultdict(dict)
@@ -146,10 +148,11 @@ class World:
         kind, *arguments = message
         if kind == "go":
             self.went.add(arguments[0])
-            committed = [outcome.step for outcome in self.outcomes if outcome.path]
-            assert [arguments[3]] == (committed or [None])[-1:], "else memory is not believed"
+            committed = (outcome.step for outcome in self.outcomes if outcome.path)
+            assert arguments[3] == max(committed, default=None), "else memory is not believed"
             assert arguments[1] != self.whole_slot, "a save that fails at once spares what is whole"
             self.slots[arguments[0]] = arguments[1]
+            self.last = arguments[0]
         if kind == "outcome" and not any(arguments[1] is known for known in self.outcomes):
             self.outcomes.append(arguments[1])
             if arguments[1].path or len(self.remembered[arguments[0]]) == NODES:
@@ -247,7 +250,7 @@ class World:
                 "state": b"",
                 "files": {},
                 "damaged": [],
-                "previous": None,
+                "newest": None,
                 "memory_only": False,
             }
             wait = self.saves[node.asked - 1][1]
@@ -278,6 +281,9 @@ class World:
             self.staged[message[1]][node.number] = message[2]
         if message[0] == "remembered":
             self.remembered[message[1]].add(node.number)
+            ended = len(self.outcomes) == len(self.went)
+            if ended and message[1] == self.last and len(self.remembered[self.last]) == NODES:
+                self.whole_slot = self.slots[self.last]
         self.coordinator.on_message(node.number, message)
 
     def receive(self, node: Node) -> None:

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, CheckpointOptions, StorageError
+from checkpointing import (
+    Checkpointer,
+    CheckpointOptions,
+    DamagedCheckpoint,
+    SaveFailed,
+    StorageError,
+    restore,
+)
 from checkpointing import checkpointer as checkpointer_module
 from checkpointing.folders import (
     SHARED_MEMORY,
@@ -24,7 +31,7 @@ from checkpointing.folders import (
     run_id,
 )
 from checkpointing.link import Link
-from checkpointing.memory import TOKEN, Left, make_token, newest_whole, token
+from checkpointing.memory import TOKEN, Left, check, make_token, newest_whole, token
 from checkpointing.slots import Manifest, open_left, read_manifest
 from checkpointing.target import filesystem
 from tests.checkpointing.faults import children, until
@@ -42,9 +49,9 @@ def parts(step: int, strategy: str) -> dict:
     return {"model": model, "optimizer": optimizer, "state": {"step": step}, "files": {}}
 
 
-def in_memory(run: Path) -> list[int]:
+def in_memory(run: Path, run_token: str | None = None) -> list[int]:
     """The steps in the slots of the living."""
-    run_token = token(run) or ""
+    run_token = run_token or token(run) or ""
     paths = (path for folder in living_folders(str(run)) for path in folder.glob("*.manifest"))
     return [found.step for path in paths if (found := read_manifest(path, run_token))]
 
@@ -151,6 +158,101 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
     with Checkpointer(tmp_path / "again", OPTIONS, None) as checkpointer:
         model, optimizer = whole_state()
         assert checkpointer.load(model=model, optimizer=optimizer) is None
+
+
+@pytest.mark.parametrize("peer_copy", [False, True])
+def test_a_step_that_was_deleted_does_not_come_back_from_memory(peer_copy, tmp_path):
+    run, nodes = tmp_path / "run", 1 + peer_copy
+    options = replace(OPTIONS, peer_copy=peer_copy)
+
+    def work(rank):
+        os.environ["GROUP_RANK"] = str(rank)
+        with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+            for step in (1, 2):
+                save_now(checkpointer, step, **parts(step, "replicated"))
+            assert until(lambda: in_memory(run).count(2) == nodes * nodes, 10)
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_ranks(nodes, work, tmp_path / "ranks") == [None] * nodes
+    left_behind(run, nodes)
+    shutil.rmtree(run / "step-00000002")
+    assert load(run, tmp_path / "ranks", "replicated", 1) == [(1, False)]
+
+
+def test_memory_is_there_for_load_if_slots_are_prepared_before(tmp_path):
+    run = tmp_path / "run"
+    leave(run, tmp_path / "ranks")
+
+    def work(rank):
+        what = parts(0, "rows-2")
+        targets = {key: what[key] for key in ("model", "optimizer")}
+        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+            note = checkpointer.prepare(**targets)
+            assert checkpointer.load(**targets) == {"step": 2}
+            assert checkpointer.memory_lasts, "the slots are made"
+            assert checkpointer.load(**targets) == {"step": 1}, "the memory is this run's now"
+            return note, checkpointer.prepare(**targets)
+
+    for note, later in run_ranks(2, work, tmp_path / "ranks"):
+        assert note.startswith("checkpoint slots are made when")
+        assert later.startswith("2 checkpoint slot(s) of")
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_memory_that_is_lost_while_it_is_loaded_leaves_no_mixture(committed, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+
+    def work(rank):
+        with Checkpointer(run, OPTIONS, None) as checkpointer:
+            if committed:
+                save_now(checkpointer, 1, **parts(1, "replicated"))
+            checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
+            assert until(lambda: 2 in in_memory(run), 10)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def check_and_lose(left, *arguments):
+        check(left, *arguments)
+        Path(left.slot, max(left.manifest.ranges)).unlink()
+
+    assert run_ranks(1, work, tmp_path / "ranks") == [None]
+    left_behind(run, 1)
+    monkeypatch.setattr(restore, "check", check_and_lose)
+    model, optimizer = whole_state()
+    with Checkpointer(run, OPTIONS, None) as checkpointer:
+        if not committed:
+            with pytest.raises(
+                DamagedCheckpoint, match=r"lost while .* no checkpoint: start again"
+            ):
+                checkpointer.load(model=model, optimizer=optimizer)
+            return
+        assert checkpointer.load(model=model, optimizer=optimizer) == {"step": 1}
+    for found, wanted in zip((model, optimizer), whole_state(seed=1), strict=True):
+        assert all(same_bits(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_copy_is_there_for_a_restart_though_it_could_not_be_written(tmp_path):
+    """Storage fails at once, long before the copy is whole: the save after it takes the slot that
+    holds less."""
+    run = tmp_path / "run"
+
+    def work(rank):
+        with Checkpointer(run, OPTIONS, None) as checkpointer:
+            save_now(checkpointer, 1, **parts(1, "replicated"))
+            key, away = token(run), run.rename(tmp_path / "away")
+            run.touch()
+            for step in (2, 3):
+                checkpointer.save(step, **parts(step, "replicated"))
+                with pytest.raises(SaveFailed):
+                    checkpointer.wait()
+                assert until(lambda step=step: step in in_memory(run, key), 10)
+            assert sorted(in_memory(run, key)) == [2, 3]
+            run.unlink()
+            away.rename(run)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_ranks(1, work, tmp_path / "ranks") == [None]
+    assert load(run, tmp_path / "ranks", "replicated", 1) == [(3, True)]
 
 
 def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
@@ -304,22 +406,31 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
 
 
 def part(
-    step: int, node: int, nodes: int, previous: int | None = None, tensors="t", attempt="a"
+    step: int, node: int, nodes: int, committed: int | None = None, tensors="t", attempt="a"
 ) -> Left:
-    return Left("", 0, Manifest(attempt, step, previous, tensors, node, nodes, {}, {}, "{}"))
+    return Left("", 0, Manifest(attempt, step, committed, tensors, node, nodes, {}, {}, "{}"))
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():
+    def taken(left, storage, good=..., tensors="t"):
+        return newest_whole(left, tensors, storage, storage if good is ... else good)
+
     both = [part(20, 0, 2, 10), part(20, 1, 2, 10)]
     torn = [*both, part(30, 0, 2, 10)]
-    assert newest_whole(torn, "t", 10) == (20, both)
-    assert newest_whole([*torn, part(30, 1, 2, 10)], "t", 10)[0] == 30
-    assert newest_whole(both, "t", 20)[0] == 20, "storage has the same step"
-    assert newest_whole(both, "t", 15) is None, "storage went on without this memory"
-    assert newest_whole(both, "t", 30) is None
-    assert newest_whole(both, "other", 10) is None
-    assert newest_whole(both, "t", None) is None, "the checkpoints were deleted"
-    assert newest_whole([part(5, 0, 1)], "t", None)[0] == 5, "the first was never committed"
+    assert taken(torn, 10) == (20, both)
+    assert taken([*torn, part(30, 1, 2, 10)], 10)[0] == 30
+    assert taken(both, 20)[0] == 20, "storage has the same step"
+    assert taken(both, 15) is None, "storage went on without this memory"
+    assert taken(both, 30) is None
+    assert taken(both, 10, tensors="other") is None
+    assert taken(both, None) is None, "the checkpoints were deleted"
+    assert taken([part(5, 0, 1)], None)[0] == 5, "the first was never committed"
+    both_committed = [part(20, 0, 2, 20), part(20, 1, 2, 20)]
+    assert taken(both_committed, 20) == (20, both_committed)
+    assert taken(both_committed, 10) is None, "somebody has deleted it"
+    assert taken([both[0], both_committed[1]], 10) is None
+    assert taken(both, 10, good=5)[0] == 20, "that it went on from was found damaged"
+    assert taken(both, 30, good=25) is None
     stale = part(20, 0, 2, 10, attempt="before")
-    assert newest_whole([*both, stale], "t", 10) == (20, both), "never of two attempts"
-    assert newest_whole([stale, both[1]], "t", 10) is None
+    assert taken([*both, stale], 10) == (20, both), "never of two attempts"
+    assert taken([stale, both[1]], 10) is None
