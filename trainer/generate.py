@@ -10,6 +10,7 @@ from torch import Tensor
 from checkpointing import load_model
 from checkpointing.untrusted import read_object
 from trainer.architecture import Architecture
+from trainer.data.tokenizer import start_ids
 from trainer.models import TIED_COPIES, Decoder, read_config
 
 
@@ -34,7 +35,8 @@ def generate(
 
     Args:
         checkpoint_dir: directory with config.json, tokenizer.json and safetensors.
-        prompt: text; when it is empty, sampling starts after an end-of-document token.
+        prompt: text, which may spell out special tokens; when it is empty, sampling starts after
+            what the tokenizer puts before a text, or an end-of-document token.
         max_new_tokens: at most so many, fewer at an end-of-document token or at the model's
             max_position_embeddings.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -65,7 +67,9 @@ def generate(
     architecture = read_config(directory)
     tokenizer = _read_tokenizer(directory, architecture)
     eos_ids = _read_eos_ids(directory)
-    prompt_ids = tokenizer.encode(prompt).ids or eos_ids[:1]
+    # As `perdure data prepare` begins a document.
+    prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    prompt_ids = prompt_ids or eos_ids[:1]
     limit = architecture.max_position_embeddings
     if not prompt_ids:
         raise GenerateError(f"{directory}: names no eos_token_id to start from; give a prompt")

@@ -3,6 +3,7 @@
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -20,7 +21,7 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     index = read_index(directory)
     lines = [
         f"{directory}: {index['dtype']} tokens, vocabulary {index['vocab_size']:,}, "
-        f"documents end in token {index['eos_id']}",
+        f"documents {_begin(index)}end in token {index['eos_id']}",
         f"fingerprint {index['fingerprint']}",
         f"tokenizer   sha256:{index['tokenizer']['sha256']}",
         "",
@@ -55,3 +56,8 @@ def _first_rejects(path: Path, count: int = 3) -> list[str]:
         rejects = [json.loads(line) for line in islice(file, count)]
     lines = [f"  {reject['file']}:{reject['line']}: {reject['problem']}" for reject in rejects]
     return [*lines, f"  see {path}"]
+
+
+def _begin(index: dict[str, Any]) -> str:
+    ids = index.get("start_ids")  # of data sets that are older there are none
+    return f"begin with token {', '.join(map(str, ids))} and " if ids else ""

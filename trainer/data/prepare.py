@@ -43,6 +43,7 @@ from trainer.data.tokenizer import (
     byte_tokenizer,
     find_eos,
     read_tokenizer,
+    start_ids,
     tokenizer_file,
     train_bpe,
     vocabulary_size,
@@ -198,7 +199,7 @@ def _make_tokenizer(units: list[Unit], settings: PrepareOptions, work: Path) -> 
         output.write(content)
     tokenizer = read_tokenizer(file)
     eos_id = find_eos(tokenizer, settings.eos, home)
-    return Vocabulary(str(file), vocabulary_size(tokenizer), eos_id)
+    return Vocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
 
 
 def _training_texts(units: list[Unit], settings: PrepareOptions) -> Iterator[str]:
@@ -255,6 +256,7 @@ def _join(
         "dtype": vocabulary.dtype,
         "vocab_size": vocabulary.size,
         "eos_id": vocabulary.eos_id,
+        "start_ids": vocabulary.start_ids,
         "tokenizer": {
             "file": "tokenizer.json",
             "sha256": hashlib.sha256(content).hexdigest(),

@@ -41,6 +41,8 @@ class Vocabulary:
     file: str
     size: int
     eos_id: int
+    start_ids: tuple[int, ...]
+    """What the tokenizer puts before a document."""
 
     @property
     def dtype(self) -> str:
@@ -118,27 +120,27 @@ class _UnitWriter:
             for kind in ("tokens", "ends")
         }
         self._tokens = dict.fromkeys(SPLITS, 0)
-        self._batch: list[tuple[str, str, bool]] = []  # (text, split, whether a document ends)
+        self._batch: list[tuple[str, str, bool, bool]] = []  # (text, split, begins, ends)
         self._characters = 0
         self._split = ""  # of the document that goes on
         self.documents = 0
 
     def add(self, text: str, goes_on: bool) -> None:
         """A document, or the next part of one."""
-        if text and not self._split:
+        begins = not self._split
+        if text and begins:
             self._split = _split_of(text, self._job.settings.validation_fraction)
             self.documents += 1
         if not self._split:
             return
-        *parts, last = segments(text)
-        for part in parts:
-            self._put(part, ends=False)
-        self._put(last, ends=not goes_on)
+        parts = segments(text)
+        for number, part in enumerate(parts, 1):
+            self._put(part, begins and number == 1, number == len(parts) and not goes_on)
         if not goes_on:
             self._split = ""
 
-    def _put(self, text: str, ends: bool) -> None:
-        self._batch.append((text, self._split, ends))
+    def _put(self, text: str, begins: bool, ends: bool) -> None:
+        self._batch.append((text, self._split, begins, ends))
         self._characters += len(text)
         if len(self._batch) == _BATCH or self._characters >= _CHARACTERS:
             self.flush()
@@ -147,10 +149,14 @@ class _UnitWriter:
         """Write what was added."""
         vocabulary = self._job.vocabulary
         encodings = self._tokenizer.encode_batch_fast(
-            [text for text, _, _ in self._batch], add_special_tokens=False
+            [text for text, *_ in self._batch], add_special_tokens=False
         )
-        for (_, split, ends), encoding in zip(self._batch, encodings, strict=True):
-            ids = [*encoding.ids, vocabulary.eos_id] if ends else encoding.ids
+        for (_, split, begins, ends), encoding in zip(self._batch, encodings, strict=True):
+            ids = [
+                *(vocabulary.start_ids if begins else ()),
+                *encoding.ids,
+                *([vocabulary.eos_id] if ends else []),
+            ]
             self._tokens[split] += len(ids)
             self._files[split, "tokens"].write(np.asarray(ids, vocabulary.dtype).tobytes())
             if ends:

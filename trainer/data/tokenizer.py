@@ -103,6 +103,16 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
     )
 
 
+def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer, by its own rule (the post-processor), puts before a text, such as the
+    <|begin_of_text|> of Llama 3. What it would put after one is not asked: documents end in the
+    end-of-document token."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    found = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
+    return tuple(whole[:found])
+
+
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """One more than the largest id."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -20,6 +20,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from trainer.data import blocks, corpora, records, sources, tokenise
 from trainer.data import text as text_module
@@ -570,7 +571,9 @@ def test_a_given_tokenizer_is_copied_and_used_without_its_truncation(tmp_path, d
     given = tmp_path / "given"
     given.mkdir()
     tokenizer = train_bpe(documents, 300)
-    tokenizer.add_special_tokens(["[END]"])
+    tokenizer.add_special_tokens(["[END]", "[BEGIN]"])
+    begin = [("[BEGIN]", 301)]
+    tokenizer.post_processor = TemplateProcessing(single="[BEGIN] $A", special_tokens=begin)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(given / "tokenizer.json"))
@@ -580,10 +583,10 @@ def test_a_given_tokenizer_is_copied_and_used_without_its_truncation(tmp_path, d
     index = prepare([file], tmp_path / "out", **options, eos="[END]")
     copy = tmp_path / "out" / "tokenizer.json"
     assert copy.read_bytes() == (given / "tokenizer.json").read_bytes()
-    assert (index["vocab_size"], index["eos_id"]) == (301, 300)
+    assert (index["vocab_size"], index["eos_id"]) == (302, 300)
     dataset = TokenDataset(tmp_path / "out", "train")
     ids = dataset.read(0, dataset.tokens).tolist()
-    assert ids.count(300) == 1
+    assert (ids[0], ids[-1], ids.count(300), ids.count(301)) == (301, 300, 1, 1)
     assert 0 not in ids  # <|endoftext|> in a text is letters
     assert tokenizer.decode(ids, skip_special_tokens=True) == Path(file).read_text()
 
