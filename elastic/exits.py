@@ -1,4 +1,9 @@
-"""Exit codes of a run, as schedulers see them."""
+"""Exit codes of a run, as schedulers see them, and the signals that lead to some of them."""
+
+import os
+import signal
+import sys
+from typing import NoReturn
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -13,4 +18,22 @@ EXIT_PEER_GONE = 77
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not mend it: no progress, bad numbers that persist."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C."""
+"""Ctrl-C; state saved if there was time for it."""
+
+
+def leaving_code(number: int) -> int:
+    """How a process leaves that was told to go by a signal."""
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
+
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+"""By which a process is told to go. SIGUSR1 is what Slurm's `--signal=USR1@60` sends, SIGINT is
+Ctrl-C."""
+
+
+def leave_at_once(number: int, _: object = None) -> NoReturn:
+    """Leave as when told to go, with nothing to save; a handler of SIGNALS. What this process has
+    started dies with it."""
+    name = signal.Signals(number).name
+    os.write(sys.stderr.fileno(), f"{name}: ended, with nothing to save\n".encode())
+    os._exit(leaving_code(number))

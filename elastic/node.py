@@ -97,8 +97,8 @@ class Node:
 
     group: Group
     program: Program
-    leaving: bool = False
-    """This node was told to go."""
+    leaving: int = 0
+    """This node was told to go, and leaves with this exit code."""
     _ranks: dict[int, Rank] = field(default_factory=dict)
     _generation: tuple[int, int] = (0, 0)
     """(round, generation) that the ranks are to be in."""
@@ -167,19 +167,25 @@ class Node:
         """torchrun is going to end the stand-ins: their SIGTERM is no notice to this node."""
         self._expecting_stop = True
 
-    def told_to_go(self, how: str) -> None:
-        """This machine is going to be taken away. From any thread, or a signal handler."""
+    def told_to_go(self, how: str, code: int = EXIT_REQUEUE) -> None:
+        """This machine is going to be taken away, and its ranks are to leave with `code`. From any
+        thread, or a signal handler."""
         if not self.leaving:
             logger.warning("this node was told to go (%s): saving after this step", how)
-        self.leaving = True
+        self.leaving = self.leaving or code
         self.wake()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are ranks."""
+        return bool(self._ranks)
 
     def pause(self) -> None:
         """Ask the ranks to pause: all ranks of the job end after the same step, with their state
         saved."""
         self._asked = True
         for local_rank in list(self._ranks):
-            self.page.ask_to_pause(local_rank, leaving=self.leaving)
+            self.page.ask_to_pause(local_rank, leaving=bool(self.leaving))
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -221,8 +227,9 @@ class Node:
         self._watch(state)
         if self.leaving:
             self.pause()
-            if state.round == self._generation[0] and len(state.members) < state.size:
-                # Nobody is left to finish the step with.
+            alone = state.round == self._generation[0] and len(state.members) < state.size
+            if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
+                # Nobody is left to finish the step with, or there is nothing to save.
                 for rank in self._ranks.values():
                     if rank.key is not None:
                         self._kill(rank)
@@ -230,7 +237,7 @@ class Node:
             if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
                 self.group.change(lambda state: leave(state, self.group.name))
                 for rank in list(self._ranks.values()):
-                    code = EXIT_REQUEUE if rank.code == EXIT_PAUSED else rank.code
+                    code = self.leaving if rank.code == EXIT_PAUSED else rank.code
                     self._dismiss(rank, code or 0)
 
     def _accept(self) -> None:
@@ -394,7 +401,7 @@ class Node:
             self.page.clear(local_rank)
             self._times.begin(rank.rank)
             if self._asked or self.leaving:
-                self.page.ask_to_pause(local_rank, leaving=self.leaving)
+                self.page.ask_to_pause(local_rank, leaving=bool(self.leaving))
             state = self.group.state
             cause = state.failures[-1] if generation else state.cause
             environment = {

@@ -11,7 +11,7 @@ from typing import Self
 RANKS = 64
 """Most ranks of one node."""
 _ENTRY = 256
-_ASKED, _NOTICED, _STEP, _PHASE, _AT, _ERROR = 0, 4, 8, 16, 24, 32
+_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _ERROR = 0, 4, 8, 16, 20, 24, 32
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
@@ -39,6 +39,8 @@ class Progress:
     """It was told by a signal that its time is over."""
     error: str = ""
     """Why it failed, in a line."""
+    safe: bool = False
+    """Nothing is lost if it is ended now: what it knows is in storage."""
 
 
 class ProgressPage:
@@ -81,9 +83,10 @@ class ProgressPage:
         (noticed,) = struct.unpack_from("I", self._map, start + _NOTICED)
         (step,) = struct.unpack_from("Q", self._map, start + _STEP)
         (phase,) = struct.unpack_from("I", self._map, start + _PHASE)
+        (safe,) = struct.unpack_from("I", self._map, start + _SAFE)
         (at,) = struct.unpack_from("d", self._map, start + _AT)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
-        return Progress(step, PHASES[phase], at, bool(noticed), error)
+        return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe))
 
 
 class Pulse:
@@ -121,9 +124,23 @@ class Pulse:
         (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
         self.report(step, "failed")
 
-    def notice(self) -> None:
-        """Say that this rank was told to go."""
-        struct.pack_into("I", self._map, self._start + _NOTICED, 1)
+    def notice(self, number: int) -> None:
+        """Say that this rank was told to go, by a signal."""
+        struct.pack_into("I", self._map, self._start + _NOTICED, number)
+
+    @property
+    def noticed(self) -> int:
+        """The signal by which this rank was told to go; 0 if it was not."""
+        return int(struct.unpack_from("I", self._map, self._start + _NOTICED)[0])
+
+    @property
+    def safe(self) -> bool:
+        """See `Progress`. A rank that is told to go then goes at once, whatever it is doing."""
+        return bool(struct.unpack_from("I", self._map, self._start + _SAFE)[0])
+
+    @safe.setter
+    def safe(self, safe: bool) -> None:
+        struct.pack_into("I", self._map, self._start + _SAFE, safe)
 
     @property
     def asked_to_pause(self) -> int:

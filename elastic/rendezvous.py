@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.cloud import Notice, parse_sources, watch
-from elastic.exits import EXIT_REQUEUE, EXIT_WRONG_INPUT
+from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, leaving_code
 from elastic.facts import Facts, differences, digest, torchrun_program
 from elastic.health import check_node
 from elastic.membership import (
@@ -298,7 +298,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._round, self._size, self._identity = 0, 0, ""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
-        self._stopped = False
+        self._stopped = self._interrupted = False
         name = f"{socket.gethostname()}/{local_address}/{os.getpid()}"
         self._member = Member(client, f"perdure/{run_id}", name, limits, self._wake_node, lease)
         self._node = Node(self._member, torchrun_program())
@@ -306,15 +306,26 @@ class PerdureRendezvous(RendezvousHandler):
         self._node.start()
         self._end = threading.Event()
         if threading.current_thread() is threading.main_thread():
-            # torchrun would answer SIGTERM with a traceback and exit code 1.
-            os.environ[TORCHRUN_SIGNALS] = "SIGINT,SIGHUP,SIGQUIT"
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            # torchrun would answer with a traceback and exit code 1, and save nothing.
+            os.environ[TORCHRUN_SIGNALS] = "SIGHUP,SIGQUIT"
+            for number in SIGNALS:
                 signal.signal(number, self._told)
         watch(parse_sources(os.environ.get(NOTICES, "auto")), self._noticed, self._end)
         atexit.register(self.shutdown)
 
     def _told(self, number: int, _: FrameType | None) -> None:
-        self._node.told_to_go(signal.Signals(number).name)
+        """A signal: the first is a notice, the second Ctrl-C ends all at once."""
+        if self._interrupted and number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)  # the kernel ends what this process has started
+        self._interrupted = self._interrupted or number == signal.SIGINT
+        idle = not self._node.busy and not self._member.state.closed
+        how = "Ctrl-C; the next one ends it at once" if self._interrupted else ""
+        self._node.told_to_go(how or signal.Signals(number).name, leaving_code(number))
+        if idle:
+            raise self._gone()
+
+    def _gone(self) -> "JobClosed":
+        return JobClosed(Closed(self._node.leaving, "this node has left; the same command resumes"))
 
     def _noticed(self, notice: Notice) -> None:
         """The cloud says that this machine will be taken away, or may be."""
@@ -443,7 +454,7 @@ class PerdureRendezvous(RendezvousHandler):
         """Wait for a round after `before`."""
         member, name = self._member, self._member.name
         if self._node.leaving:
-            raise JobClosed(Closed(EXIT_REQUEUE, "this node was told to go"))
+            raise self._gone()
 
         def in_next(state: Membership) -> bool:
             return state.round > before and name in state.members
@@ -472,7 +483,7 @@ class PerdureRendezvous(RendezvousHandler):
                     "have left", self._run_id, ended.reason,
                 )  # fmt: skip
             if self._node.leaving:
-                raise JobClosed(Closed(EXIT_REQUEUE, "this node was told to go"))
+                raise self._gone()
             if name in state.arrived and state.members and not room(state, member.limits):
                 deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
                 if not spare:
@@ -585,6 +596,9 @@ class PerdureRendezvous(RendezvousHandler):
             self._end.set()
             self._node.stop()
             self._member.stop(lambda state: leave(state, self._member.name), timeout=2.0)
+            if threading.current_thread() is threading.main_thread():
+                for number in SIGNALS:  # Python gives them back their default action as it ends
+                    signal.signal(number, signal.SIG_IGN)
         return True
 
 

@@ -7,10 +7,10 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from elastic.exits import EXIT_INTERRUPTED
 from elastic.process import die_with_parent
 from elastic.zygote import MAX_MESSAGE, Job
 
@@ -26,11 +26,11 @@ def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
     agent.connect(os.environ[NODE_SOCKET])
 
     def told(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            os._exit(EXIT_INTERRUPTED)  # and the agent kills the training process
-        agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
+        with suppress(OSError):  # it has left, or said how to leave
+            agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent as well
+    for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, told)
     job = Job(entry, prepare, arguments, dict(os.environ), os.getcwd())
     socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])

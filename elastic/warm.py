@@ -30,6 +30,7 @@ class Zygote:
             [sys.executable, "-m", "elastic.zygote", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno(), page.descriptor],
             stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C is for the agent
         )
         theirs.close()
         preload = os.environ.get(PRELOAD, "").split(",")

@@ -165,8 +165,7 @@ def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent
         os.environ.clear()
         os.environ.update({**job.environment, **environment, DUMPS: f"/proc/self/fd/{dumps}"})
         os.chdir(job.directory)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C is for the agent, as before
             signal.signal(number, signal.SIG_DFL)
         sys.argv = [job.entry.partition(":")[0], *job.arguments]
         module, _, function = job.entry.partition(":")

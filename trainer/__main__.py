@@ -6,16 +6,21 @@ stands in for it; so nothing heavy is imported before that is known.
 """
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank; never returns."""
+    from elastic.exits import SIGNALS, leave_at_once
     from elastic.standin import NODE_SOCKET, stand_in
 
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
         stand_in("trainer.worker:main", "trainer.worker:prepare", arguments)
+    if "RANK" not in os.environ:  # else torchrun decides
+        for number in SIGNALS:
+            signal.signal(number, leave_at_once)
     from trainer.worker import main as work
 
     work(arguments)

@@ -5,17 +5,21 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias, get_args
+from typing import NoReturn, TypeAlias, get_args
 
 from elastic.exits import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
+    SIGNALS,
+    leave_at_once,
 )
 from elastic.process import usable_cores
 from elastic.warm import start_early
@@ -39,7 +43,7 @@ examples:
 
 Starting the same recipe again resumes from the newest checkpoint in run.dir.
 exit codes: 0 done; 2 wrong recipe or input; 75 told to go, state saved (requeue); 93 stopped for
-good (do not requeue); 130 Ctrl-C; 1 anything else
+good (do not requeue); 130 Ctrl-C (once: state saved); 1 anything else
 """
 DATA_EXAMPLES = """\
 examples:
@@ -71,6 +75,9 @@ def main() -> None:
     except known_errors() as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -165,6 +172,8 @@ def _command(
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    for number in SIGNALS:  # until the node's agent takes them
+        signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.worker")
     # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
@@ -213,18 +222,13 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
         elastic_launch(config, command)(*command_arguments)
     except ChildFailedError as failed:
         codes = {failure.exitcode for failure in failed.failures.values()}
-        known = {EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE} & codes
+        known = {EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE, EXIT_INTERRUPTED} & codes
         return min(known, default=EXIT_FAILED)
     except RendezvousError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except SignalException as stopped:
-        if stopped.sigval == signal.SIGINT:
-            print("stopped by SIGINT; the same command resumes from the newest checkpoint")
-            return 128 + stopped.sigval
-        print(
-            f"{signal.Signals(stopped.sigval).name}: this node has left; the same command resumes"
-        )
+    except SignalException as stopped:  # SIGHUP or SIGQUIT
+        print(f"ended by {signal.Signals(stopped.sigval).name}; the same command resumes")
         return EXIT_REQUEUE
     return EXIT_DONE
 
@@ -279,8 +283,15 @@ def _add_data_commands(commands: Commands) -> None:
 
 
 def _data_prepare(arguments: argparse.Namespace) -> int:
+    from multiprocessing.resource_tracker import ensure_running
+
     from trainer.data.prepare import prepare
 
+    # Blocked, here and in the workers: they end with this process, without tracebacks of their own.
+    # The tracker comes first, as its start would unblock it.
+    ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    threading.Thread(target=_stop_preparing, daemon=True).start()
     options = {key: value for key, value in vars(arguments).items() if key != "run"}
     index = prepare(options.pop("inputs"), options.pop("out"), progress=True, **options)
     train, validation = index["splits"]["train"], index["splits"]["validation"]
@@ -291,6 +302,12 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
         + (f", see {arguments.out / 'rejects.jsonl'}" if index["rejected"] else "")
     )
     return 0
+
+
+def _stop_preparing() -> NoReturn:
+    signal.sigwait({signal.SIGINT})
+    os.write(sys.stderr.fileno(), b"\nstopped by Ctrl-C; the same command goes on where it was\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _data_inspect(arguments: argparse.Namespace) -> int:

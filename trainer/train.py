@@ -28,7 +28,7 @@ from elastic import (
     plan_batch,
 )
 from trainer.data.loader import load
-from trainer.evaluate import evaluate
+from trainer.evaluate import asked_to_pause, evaluate
 from trainer.metrics import (
     Metrics,
     Startup,
@@ -76,6 +76,7 @@ def train(
         startup.mark("model")
         pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe, task)
+        pulse.safe = not checkpointer.newer_than_storage
         state = TrainState(model, optimizer, progress)
         memory = checkpointer.prepare(
             model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
@@ -98,17 +99,26 @@ def train(
                 account=True,
             )
             startup.mark("data")
+            if progress.step < recipe.run.steps and (asked := asked_to_pause(pulse)):
+                return stop_together(
+                    checkpointer, state, recipe, task, world, metrics, pulse, asked,
+                    saved=not checkpointer.newer_than_storage,
+                )  # fmt: skip
             if checkpointer.newer_than_storage:
                 save(checkpointer, state, recipe, task, world)
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
             window, pace, clock, owed = Window(), Pace(), save_clock(recipe, world), False
+
+            def before_update() -> None:
+                pulse.safe = False
+                checkpointer.wait_staged()
+
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.wants_save = clock is not None and clock.due(time.monotonic())
-                result = train_step(
-                    state, batches, plan, recipe, world, pulse, checkpointer.wait_staged
-                )
+                result = train_step(state, batches, plan, recipe, world, pulse, before_update)
+                asked = result.pause
                 pulse.report(progress.step, "after")
                 warn(metrics, progress.step, result.verdict.reason)
                 if result.verdict.action == "stop" and not roll_back(
@@ -152,12 +162,20 @@ def train(
                     check_replicas(model, mesh, progress, metrics)
                 if task.validation and due(progress.step, recipe.run.evaluate_every, last_step):
                     began = time.perf_counter()
-                    values = evaluate(model, task.validation, recipe, world, pulse, progress.step)
+                    validation = None
+                    if asked < PAUSE_TO_LEAVE:
+                        validation = evaluate(
+                            model, task.validation, recipe, world, pulse, progress.step
+                        )
                     pulse.report(progress.step, "save")
                     window.leave_out(time.perf_counter() - began)
-                    progress.validation_loss = values.get("validation_loss")
-                    if metrics:
-                        metrics.record(progress.step, values, validation_line(values))
+                    if validation is None:
+                        asked = PAUSE_TO_LEAVE
+                        say(metrics, f"step {progress.step} is not validated, as a node leaves")
+                    else:
+                        progress.validation_loss = validation.get("validation_loss")
+                    if metrics and validation:
+                        metrics.record(progress.step, validation, validation_line(validation))
                 # While steps are being skipped, what came before them must stay to roll back to.
                 worth_saving = not progress.skipped_in_row or progress.step == last_step
                 owed = owed or result.save or due(progress.step, save_every, last_step)
@@ -178,15 +196,35 @@ def train(
                     began = time.perf_counter()
                     profiler.step_done()
                     window.leave_out(time.perf_counter() - began)
-                if result.pause and progress.step < last_step:
-                    pulse.report(progress.step, "end")
-                    leaving = result.pause >= PAUSE_TO_LEAVE
-                    pause(checkpointer, state, recipe, task, world, metrics, leaving)
-                    return end(metrics, EXIT_PAUSED, "a node leaves" if leaving else "a node joins")
+                if asked and progress.step < last_step:
+                    return stop_together(
+                        checkpointer, state, recipe, task, world, metrics, pulse, asked
+                    )
             pulse.report(progress.step, "end")
             batches.close()
             finish_saves(checkpointer, progress, metrics)
             return end(metrics, EXIT_DONE, "finished")
+
+
+def stop_together(
+    checkpointer: Checkpointer,
+    state: TrainState,
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    metrics: Metrics | None,
+    pulse: Pulse,
+    asked: float,
+    *,
+    saved: bool = False,
+) -> int:
+    """End this world after the step just done, unless `saved` with its state made safe; returns the
+    exit code. On all ranks, that have agreed on `asked`, the sum of their `asked_to_pause`."""
+    pulse.report(state.progress.step, "end")
+    leaving = asked >= PAUSE_TO_LEAVE
+    if not saved:
+        pause(checkpointer, state, recipe, task, world, metrics, leaving)
+    return end(metrics, EXIT_PAUSED, "a node leaves" if leaving else "a node joins")
 
 
 def name_stragglers(

@@ -17,15 +17,14 @@ import torch
 import torch._dynamo  # DTensor imports it on first use: once here rather than in each fork
 
 from elastic import (
-    EXIT_INTERRUPTED,
     EXIT_PAUSED,
-    EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
     Pulse,
     die_with_parent,
     register_dumps,
     watch_signals,
 )
+from elastic.exits import leaving_code
 from elastic.world import (
     join_world,
     leave_world,
@@ -80,13 +79,12 @@ def main(arguments: list[str]) -> NoReturn:
         if world.device.type == "cpu" and recipe.strategy.offload == "none":
             keep_freed_memory()
         code = train(recipe, task, world, pulse, startup, telling)
-    except KeyboardInterrupt:
-        leave_world(EXIT_INTERRUPTED)  # the launcher says so, once
     except Exception as error:
         # The first rank that leaves ends all. What is wrong for all is told by local rank 0, before
         # the others have waited; what is wrong for one of them alone, by that one afterwards.
         leave_world(telling.tell(error, wait=10 if local_rank else 0))
-    leave_world(EXIT_REQUEUE if code == EXIT_PAUSED and not supervised() else code)
+    alone = code == EXIT_PAUSED and not supervised()
+    leave_world(leaving_code(pulse.noticed) if alone else code)
 
 
 def keep_freed_memory() -> None:

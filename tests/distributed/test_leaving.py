@@ -1,0 +1,119 @@
+"""Runs that are told to go, at any moment: what they save, and the code they leave with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.local_nodes import LocalNode
+from tests.distributed.jobs import ROOT
+from trainer.data.sources import UNIT_BYTES
+
+PERDURE = Path(sys.executable).parent / "perdure"
+LONG_EVALUATION = ["run.evaluate_every=2", "data.validation_sequences=800", "batch.micro_batch=1"]
+
+
+@pytest.fixture
+def launch(workspace, tmp_path):
+    """launch(*words) → a `perdure` command as leader of a process group, as a shell starts it."""
+    started = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
+    def launch(*words):
+        log = tmp_path / f"{len(started)}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [PERDURE, *words],
+                cwd=workspace,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        started.append(LocalNode(0, process, log))
+        return started[-1]
+
+    yield launch
+    for one in started:
+        one.kill()
+
+
+def until(condition, node, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert node.process.poll() is None, node.text()
+        assert time.monotonic() < deadline, node.text()
+        time.sleep(0.01)
+
+
+def ends(node, code, seconds=20):
+    """The node, and all that it has started, ends in this way."""
+    family = node.family()
+    assert node.process.wait(seconds) == code, node.text()
+    assert "Traceback" not in node.text()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in family):
+        assert time.monotonic() < deadline, family
+        time.sleep(0.01)
+
+
+def evaluating(node, step):
+    """Whether both ranks are in the evaluation after a step."""
+    found = [node.progress(local_rank) for local_rank in range(2)]
+    return all(one and (one.step, one.phase) == (step, "evaluate") for one in found)
+
+
+def test_ctrl_c_and_notices_in_every_phase(launch, workspace):
+    train = ["train", "recipe.yaml", "run.dir=leaving", *LONG_EVALUATION]
+    node = launch(*train)
+    until(node.zygote, node)  # it still imports what an agent needs
+    node.process.send_signal(signal.SIGTERM)
+    ends(node, 75)
+    assert not (workspace / "leaving").exists()
+
+    node = launch(*train)
+    until(lambda: evaluating(node, 2), node)
+    os.killpg(node.process.pid, signal.SIGINT)
+    ends(node, 130)
+    assert "step 2 is not validated, as a node leaves" in node.text()
+    assert (workspace / "leaving/checkpoints/step-00000002").exists()
+
+    node = launch(*train)
+    until(lambda: evaluating(node, 4), node)
+    os.kill(node.trainers()[1], signal.SIGSTOP)  # it will not save
+    os.killpg(node.process.pid, signal.SIGINT)
+    until(lambda: "the next one ends it at once" in node.text(), node)
+    os.killpg(node.process.pid, signal.SIGINT)
+    ends(node, 130, seconds=5)
+
+
+def test_a_process_without_an_agent_leaves_likewise(start, workspace):
+    job = start(1, "run.dir=leaving-alone", *LONG_EVALUATION)
+    node = LocalNode(0, job.ranks[0], Path())
+    deadline = time.monotonic() + 60
+    while not ((found := node.progress(0)) and found.phase == "evaluate"):
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.01)
+    os.kill(job.ranks[0].pid, signal.SIGINT)
+    code, output = job.wait()
+    assert code == 130, output
+    assert "step 2 is not validated" in output
+    assert "Traceback" not in output
+    assert (workspace / "leaving-alone/checkpoints/step-00000002").exists()
+
+
+def test_ctrl_c_while_data_is_prepared(launch, tmp_path):
+    """The workers still import what they need."""
+    line = json.dumps({"text": "The quick brown fox. " * 50_000})
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n" * 2 * (UNIT_BYTES // len(line)))
+    words = ["data", "prepare", f"{tmp_path}/rows.jsonl", "--out", f"{tmp_path}/cut"]
+    node = launch(*words, "--tokenizer", "bytes", "--workers", "2")
+    until(lambda: len(node.family()) > 2, node)  # a tracker of resources is the third
+    os.killpg(node.process.pid, signal.SIGINT)
+    ends(node, 130)
+    assert "the same command goes on where it was" in node.text()
