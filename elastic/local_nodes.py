@@ -18,6 +18,7 @@ from elastic.machine import Machine
 from elastic.progress import Progress, ProgressPage
 
 RUN = sys.executable, "-m", "elastic.process"
+LOOPBACK = "127.0.0.1"
 NETWORK = "10.77.0"
 """Addresses of nodes with interfaces of their own; seen by them alone."""
 
@@ -160,8 +161,9 @@ class LocalNodes:
     def start_store(self) -> None:
         """Start the store, unless it runs."""
         if not self._store:
+            run = self._network.run if self._network else RUN
             self._store = subprocess.Popen(
-                [*(self._network.run if self._network else RUN), "elastic.store", str(self.port)],
+                [*run, "elastic.store", str(self.port), *([] if self._network else [LOOPBACK])],
                 stdout=subprocess.PIPE,
                 text=True,
                 env=self._environment(),

@@ -60,7 +60,8 @@ class Membership:
     """The document."""
 
     version: int = 0
-    """Raised by every change, so that it is known which of two copies is the newer."""
+    """Raised by every change, so that it is known which of two copies is the newer. A job begins at
+    its time of birth in ms of Unix time: what was recorded of one before it does not win."""
     round: int = 0
     """Number of the newest round; 0: none yet."""
     first: int = 1
@@ -156,16 +157,20 @@ def strange(state: Membership, node: str, identity: str) -> bool:
     return bool(others) and not state.closed and state.identity != identity
 
 
-def begin(state: Membership, node: str, ranks: int = 1, identity: str = "") -> Membership:
-    """`node`, which was in no round yet, wants to be in the next one. If nobody else is left, it
-    begins a new job of this name; while others are there that has ended, nothing changes."""
+def begin(
+    state: Membership, node: str, now: float, ranks: int = 1, identity: str = ""
+) -> Membership:
+    """`node`, which was in no round yet, wants to be in the next one; `now` is Unix time. If nobody
+    else is left, it begins a new job of this name; while others are there that has ended, nothing
+    changes."""
     others = {*state.members, *state.arrived} - {node}
     if node in state.members or node in state.arrived:
         return state
     if others:
         return state if state.closed else arrive(state, node, ranks, identity)
     lost = None if state.closed else state.lost
-    fresh = Membership(version=state.version, round=state.round, first=state.round + 1, lost=lost)
+    version = max(state.version, int(now * 1000))
+    fresh = Membership(version=version, round=state.round, first=state.round + 1, lost=lost)
     return arrive(fresh, node, ranks, identity)
 
 
@@ -344,14 +349,14 @@ def watched(state: Membership, node: str) -> list[str]:
 class Leases:
     """Counters of other nodes, as one node saw them change."""
 
-    seen: dict[str, tuple[bytes | None, float]] = field(default_factory=dict)
-    """By node: the counter, and when it was first seen in this value."""
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By node: the highest counter, and when it was first seen."""
 
-    def lapsed(self, counters: Mapping[str, bytes | None], now: float, seconds: float) -> list[str]:
-        """Nodes whose counter has stood still for `seconds`."""
+    def lapsed(self, counters: Mapping[str, int], now: float, seconds: float) -> list[str]:
+        """Nodes whose counter (0: none) has not risen for `seconds`."""
         self.seen = {
             node: self.seen[node]
-            if node in self.seen and self.seen[node][0] == counter
+            if node in self.seen and counter <= self.seen[node][0]
             else (counter, now)
             for node, counter in counters.items()
         }

@@ -9,7 +9,8 @@ and membership.py says who is in it.
 `--rdzv-conf` takes: is_host (0 or 1: host the store here; default: if the endpoint is an address of
 this machine and nobody hosts one there), join_timeout (seconds, default 600; a job that was trained
 before waits an hour), first_call (seconds, default 3), lease (seconds, default 1.2),
-restarts (failures of one hour that are answered by a new generation, default 30).
+restarts (failures of one hour that are answered by a new generation, default 30), secret (file with
+the secret of the job; see secret.py).
 """
 
 import atexit
@@ -22,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -64,6 +66,7 @@ from elastic.membership import (
     watched,
 )
 from elastic.node import Node
+from elastic.secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.store import LOST, StoreClient, StoreLostError, host_store
 from elastic.world import ROUND
 
@@ -79,6 +82,9 @@ TICK_SECONDS = 0.05
 ALONE_SECONDS = 0.4
 """The same, where there can only be one node."""
 REJOIN_SECONDS = 3600.0
+OTHER_SECRET_SECONDS = 3.0
+"""Who finds another secret in the store looks again after so long whether its job runs."""
+LOOPBACK = "127.0.0.1"
 TELL_SECONDS = 10.0
 MEET_SECONDS = 3600.0
 """How long a store that is away may keep a round from beginning."""
@@ -97,7 +103,10 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
     host, _, port = parameters.endpoint.rpartition(":")
     if not host:
         raise ValueError(f"--rdzv-endpoint {parameters.endpoint!r}: give HOST:PORT")
-    hosted = _host_if_ours(host, int(port), parameters.get_as_bool("is_host"))
+    alone = parameters.max_nodes == 1
+    hosted = _host_if_ours(host, int(port), parameters.get_as_bool("is_host"), alone)
+    if hosted and alone:
+        host = LOOPBACK
     limits = Limits(
         parameters.min_nodes,
         parameters.max_nodes,
@@ -108,8 +117,11 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
         run_id=parameters.run_id,
         client=StoreClient(host, hosted.port if hosted else int(port), STORE_PATIENCE),
         hosted=hosted,
+        secret_file=parameters.get("secret"),
         limits=limits,
-        local_address=parameters.local_addr or _reachable(host, parameters.max_nodes),
+        local_address=LOOPBACK
+        if alone
+        else parameters.local_addr or _reachable(host, parameters.max_nodes),
         join_timeout=float(parameters.get("join_timeout", 600)),
         lease=float(parameters.get("lease", 0)) or None,
     )
@@ -135,7 +147,7 @@ class Member:
 
     Args:
         client: of the store; used by the thread only.
-        prefix: of the job's keys.
+        run_id: name of the job.
         name: of this node; unique in the job.
         limits: of the job.
         changed: called from the thread after the document has changed.
@@ -145,7 +157,7 @@ class Member:
     def __init__(
         self,
         client: StoreClient,
-        prefix: str,
+        run_id: str,
         name: str,
         limits: Limits,
         changed: Callable[[], None],
@@ -154,7 +166,11 @@ class Member:
         self.name, self.limits = name, limits
         self.state = Membership()
         self.unreachable_since: float | None = None
-        self._client, self._prefix, self._changed = client, prefix, changed
+        self.dropped: Counter[str] = Counter()
+        """How often a key held what was not sealed by the job's secret."""
+        self._client, self._changed, self._run_id = client, changed, run_id
+        self._secret = Secret(b"")
+        self._prefix = ""
         self._lease = lease
         self._known: Membership | None = None
         self._wanted: list[Change] = []
@@ -167,8 +183,11 @@ class Member:
         self._connections = 0
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
-    def start(self) -> None:
-        """Begin to follow the document."""
+    def start(self, secret: Secret) -> None:
+        """Begin to follow the document; what is not sealed by `secret` is dropped."""
+        self._secret = secret.derive("membership")
+        self._fingerprint = secret.fingerprint
+        self._prefix = key_prefix(self._run_id, secret)
         self._thread.start()
 
     def change(self, change: Change) -> None:
@@ -196,7 +215,8 @@ class Member:
             time.sleep(0.01)
         self._end = True
         self._wake.set()
-        self._thread.join(timeout=1)
+        if self._thread.is_alive():
+            self._thread.join(timeout=1)
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -228,7 +248,8 @@ class Member:
             lapsed = self._beat(now)
         key = f"{self._prefix}/state"
         data = self._client.get(key)
-        stored = Membership.decode(data) if data else None
+        text = self._open(key, data)
+        stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
         with self._lock:
             wanted = list(self._wanted)
@@ -244,9 +265,9 @@ class Member:
         if self.name in state.arrived:
             state = complete(state, self.limits, now - self._arrivals[1])
         if state != best or (stored is None or best.version > stored.version):
-            state = replace(state, version=best.version + 1)
-            written = self._client.swap(key, data, state.encode())
-            if written != state.encode():
+            state = replace(state, version=max(best.version, state.version) + 1)
+            sealed = self._secret.seal(key, state.encode())
+            if self._client.swap(key, data, sealed) != sealed:
                 self._wake.set()  # another was faster
                 return
         with self._lock:
@@ -265,9 +286,16 @@ class Member:
         seconds = beat_seconds(self.state.size)
         self._next_beat = now + seconds
         self._beats += 1
-        self._client.set(f"{self._prefix}/beat/{self.name}", str(self._beats))
+        mine = f"{self._prefix}/beat/{self.name}"
+        self._client.set(mine, self._secret.seal(mine, str(self._beats).encode()))
+        if self.name in self.state.members[:1]:
+            self._client.set(
+                last_secret(self._run_id), f"{self._fingerprint} {self._beats}".encode()
+            )
         others = watched(self.state, self.name)
-        counters = self._client.get_all([f"{self._prefix}/beat/{node}" for node in others])
+        keys = [f"{self._prefix}/beat/{node}" for node in others]
+        texts = map(self._open, keys, self._client.get_all(keys))
+        counters = [int(text or 0) for text in texts]
         late = time.monotonic() - now > seconds
         if self._client.connections != self._connections or late:
             self._connections = self._client.connections
@@ -276,6 +304,29 @@ class Member:
         return self._leases.lapsed(
             dict(zip(others, counters, strict=True)), time.monotonic(), lease
         )
+
+    def _open(self, key: str, data: bytes | None) -> bytes | None:
+        """What a node of this job has put there."""
+        text = self._secret.open(key, data) if data else None
+        if data and text is None:
+            self.dropped[key] += 1
+            if self.dropped[key] == 1:
+                logger.warning(
+                    "the store's key %s holds what no node of this job has written (%d bytes): it "
+                    "is dropped, and so is what comes there after it", key, len(data),
+                )  # fmt: skip
+        return text
+
+
+def key_prefix(run_id: str, secret: Secret) -> str:
+    """Of a job's keys in the store. Another secret is another job, also under the same name."""
+    return f"perdure/{run_id}/{secret.fingerprint}"
+
+
+def last_secret(run_id: str) -> str:
+    """The key that says by which secret a job of this name is running, to those who have another:
+    its fingerprint and a counter. Anybody could write that, so it decides about no running node."""
+    return f"perdure/{run_id}/secret"
 
 
 class PerdureRendezvous(RendezvousHandler):
@@ -287,22 +338,22 @@ class PerdureRendezvous(RendezvousHandler):
         run_id: str,
         client: StoreClient,
         hosted: dist.TCPStore | None,
+        secret_file: str | None,
         limits: Limits,
         local_address: str,
         join_timeout: float,
         lease: float | None,
     ) -> None:
-        self._run_id, self._hosted = run_id, hosted
+        self._run_id, self._hosted, self._secret_file = run_id, hosted, secret_file
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
-        self._round, self._size, self._identity = 0, 0, ""
+        self._round, self._size, self._identity, self._secret = 0, 0, "", Secret(b"")
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._stopped = self._interrupted = False
         name = f"{socket.gethostname()}/{local_address}/{os.getpid()}"
-        self._member = Member(client, f"perdure/{run_id}", name, limits, self._wake_node, lease)
+        self._member = Member(client, run_id, name, limits, self._wake_node, lease)
         self._node = Node(self._member, torchrun_program())
-        self._member.start()
         self._node.start()
         self._end = threading.Event()
         if threading.current_thread() is threading.main_thread():
@@ -351,7 +402,8 @@ class PerdureRendezvous(RendezvousHandler):
         """Wait for the next round that this node is in. See RendezvousHandler."""
         if not self._round:  # others pause when we arrive: only once we can start
             self._check_health()
-            self._read_facts()
+            self._secret = self._read_facts()
+            self._member.start(self._secret)
         elif self._sent_away():
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
@@ -364,8 +416,9 @@ class PerdureRendezvous(RendezvousHandler):
                 os.environ[ROUND] = str(state.round)
                 return info
 
-    def _read_facts(self) -> None:
-        """Wait until our zygote is warm, and knows what this node is going to train."""
+    def _read_facts(self) -> Secret:
+        """Wait until our zygote is warm, and knows what this node is going to train; returns the
+        secret of the job."""
         facts = self._node.facts(self._timeout)
         if facts is None:
             raise RendezvousTimeoutError(
@@ -376,11 +429,14 @@ class PerdureRendezvous(RendezvousHandler):
             raise self._refused(facts.error)
         member = self._member
         member.limits = replace(member.limits, most_ranks=facts.most_ranks)
+        secret = self._find_secret(facts)
         if facts.identity:
             self._identity = digest(facts.identity)
+            key, text = self._identity_key(self._identity), json.dumps(facts.identity).encode()
             with suppress(StoreLostError):  # it only helps to tell what differs
                 client = StoreClient(*self._store_address, STORE_PATIENCE)
-                client.set(self._identity_key(self._identity), json.dumps(facts.identity))
+                client.set(key, secret.seal(key, text))
+        return secret
 
     def _identity_key(self, identity: str) -> str:
         """Where the store holds what a digest of `Facts.identity` stands for."""
@@ -388,10 +444,10 @@ class PerdureRendezvous(RendezvousHandler):
 
     def _strange(self) -> "JobClosed":
         """This node would train something else than the job."""
-        theirs = None
+        theirs, key = None, self._identity_key(self._member.state.identity)
         with suppress(StoreLostError):
             client = StoreClient(*self._store_address, STORE_PATIENCE)
-            theirs = client.get(self._identity_key(self._member.state.identity))
+            theirs = self._secret.open(key, client.get(key) or b"")
         facts = self._node.facts(0) or Facts()
         differing = differences(facts.identity, json.loads(theirs or b"{}"))
         return self._refused(
@@ -427,6 +483,31 @@ class PerdureRendezvous(RendezvousHandler):
                 f"this node does not join: {'; '.join(map(str, problems))}"
             )
 
+    def _find_secret(self, facts: Facts) -> Secret:
+        """The secret of the job; refuses to be a second job beside the one that was meant."""
+        if self._hosted and self._member.limits.maximum == 1 and not self._secret_file:
+            return Secret(os.urandom(32))  # nobody else is to know it
+        try:
+            secret = find_secret(self._secret_file, facts.directory)
+            key = last_secret(self._run_id)
+            client = StoreClient(*self._store_address, self._timeout)
+            found = [client.get(key)]
+            if found[0] and not found[0].startswith(secret.fingerprint.encode()):
+                time.sleep(OTHER_SECRET_SECONDS)
+                found.append(client.get(key))
+            client.close()
+            if len(set(found)) > 1:
+                raise SecretError(
+                    f"a job named {self._run_id!r} runs on this store with another secret than "
+                    f"that of {os.environ[SECRET_FILE]}; give its nodes one file ({SECRET_FILE}), "
+                    "or this job another name (--rdzv-id)"
+                )
+        except StoreLostError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        except SecretError as error:
+            raise self._refused(str(error)) from error
+        return secret
+
     def _sent_away(self) -> bool:
         """Whether this node is out for its failures."""
         state, name = self._member.state, self._member.name
@@ -459,15 +540,19 @@ class PerdureRendezvous(RendezvousHandler):
         def in_next(state: Membership) -> bool:
             return state.round > before and name in state.members
 
-        come, ranks = arrive if before else begin, self._node.program.ranks
+        ranks, identity = self._node.program.ranks, self._identity
+
+        def come(state: Membership) -> Membership:
+            if in_next(state):
+                return state
+            if before:
+                return arrive(state, name, ranks, identity)
+            return begin(state, name, time.time(), ranks, identity)
+
         here, ended, spare = bool(before), None, False
         while True:
             if name not in member.state.arrived:  # or not any more: it may have lost its lease
-                member.change(
-                    lambda state: (
-                        state if in_next(state) else come(state, name, ranks, self._identity)
-                    )
-                )
+                member.change(come)
             if member.wait_for(in_next, 0.5):
                 return member.state
             state = member.state
@@ -602,14 +687,14 @@ class PerdureRendezvous(RendezvousHandler):
         return True
 
 
-def _host_if_ours(host: str, port: int, wanted: bool | None) -> dist.TCPStore | None:
-    """Host the store, if it is for this node to do."""
+def _host_if_ours(host: str, port: int, wanted: bool | None, alone: bool) -> dist.TCPStore | None:
+    """Host the store, if it is for this node to do; `alone`: for nobody else."""
     if wanted is False:
         return None
     if wanted is None and port and (not _is_ours(host) or _answers(host, port)):
         return None
     try:
-        return host_store(host, port)
+        return host_store(LOOPBACK if alone else host, port)
     except OSError:
         if wanted or not _answers(host, port):
             raise

@@ -1,8 +1,9 @@
 """The small key-value store through which the nodes of a job find each other.
 
-It is torch's TCPStore, on a node of the job or outside of it (`perdure store`). A client outlives
-the host: it connects again when the host is back, also to an empty store; what must not be lost is
-then put back by those who know it (rendezvous.py).
+It is torch's TCPStore, on a node of the job or outside of it (`perdure store`). It believes
+everybody; its readers do not (secret.py [Note: trust]). A client outlives the host: it connects
+again when the host is back, also to an empty store; what must not be lost is then put back by those
+who know it (rendezvous.py).
 """
 
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -21,6 +23,8 @@ from tenacity.wait import wait_random_exponential
 T = TypeVar("T")
 
 CONNECT_SECONDS = ANSWER_SECONDS = 5.0
+NOTHING = "\0nothing"
+"""No key has this value."""
 LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
 """Errors of a store that is not there, or not there any more."""
 
@@ -48,18 +52,26 @@ class StoreClient:
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, None if it has none."""
-        return self._retried(lambda store: store.get(key) if store.check([key]) else None)
 
-    def set(self, key: str, value: str) -> None:
+        def read(store: dist.TCPStore) -> bytes | None:
+            # For a key without a value the store answers with what was expected: one way there and
+            # back, where `check` and `get` take two.
+            found = store.compare_set(key, NOTHING, NOTHING)
+            return None if found == NOTHING.encode() else found
+
+        return self._retried(read)
+
+    def set(self, key: str, value: bytes) -> None:
         """Give a key a value."""
-        self._retried(lambda store: store.set(key, value))
+        self._retried(lambda store: store.set(key, cast(str, value)))
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
         """Replace `old` (None: no value) by `new` unless the value is another by now; returns the
         value that the key has afterwards."""
 
         def swap(store: dist.TCPStore) -> bytes | None:
-            found = store.compare_set(key, (old or b"").decode(), new.decode())
+            # torch declares text, and takes bytes; what strangers have written may be no text.
+            found = store.compare_set(key, cast(str, old or b""), cast(str, new))
             # For a key without a value the store answers with what was expected.
             return store.get(key) if store.check([key]) else None if found != new else new
 
@@ -175,27 +187,38 @@ def host_store(host: str, port: int) -> dist.TCPStore:
     """Host a store in this process, for as long as the result lives.
 
     Args:
-        host: address to tell clients; the store listens on every interface.
+        host: address to tell clients. A store that is told as a loopback address listens there
+            only, any other on every interface.
         port: 0 for a free one; `.port` tells.
 
     Raises:
         OSError: the port is taken.
     """
-    try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if ip_address(address[0]).is_loopback:
+        listener = socket.create_server((address[0], port), family=family)
+    else:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    port = listener.getsockname()[1]
+    try:  # the store closes the listener's descriptor
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
     except (dist.DistNetworkError, RuntimeError) as error:
         raise OSError(
             f"cannot host a store on port {port}: {str(error).splitlines()[0]}"
         ) from error
 
 
-def serve(port: int) -> None:
+def serve(port: int, host: str = "0.0.0.0") -> None:
     """Host a store until the process is ended."""
-    store = host_store("0.0.0.0", port)
+    store = host_store(host, port)
     print(f"store: listening on port {store.port}", flush=True)
     while True:
         time.sleep(3600)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), *sys.argv[2:])

@@ -20,6 +20,9 @@ GENERATION = "PERDURE_GENERATION"
 CAUSE = "PERDURE_CAUSE"
 """Environment variable: the failure because of which this process was started, as JSON."""
 
+INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables: where torch's process groups listen."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -73,6 +76,9 @@ def join_world(device: str, timeout_seconds: float) -> World:
     if device == "cuda":
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
+    if local_world_size == world_size:
+        for variable in INTERFACES:  # nobody on other machines needs to reach these ranks
+            os.environ.setdefault(variable, "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_seconds),

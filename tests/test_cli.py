@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from elastic.local_nodes import children
 from tests.distributed.jobs import RECIPE
 
 PERDURE = Path(sys.executable).parent / "perdure"
@@ -24,18 +27,46 @@ def folder(tmp_path_factory):
     return folder
 
 
-def perdure(folder, *arguments, code=0):
-    done = subprocess.run(
+def perdure(folder, *arguments, code=0, meanwhile=lambda pid: None):
+    with subprocess.Popen(
         [PERDURE, *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    ) as process:
+        deadline = time.monotonic() + 120
+        while True:
+            meanwhile(process.pid)
+            try:
+                output, _ = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < deadline or process.kill()
+    assert process.returncode == code, output
+    return output
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses that a process and all that it has started listen on, in hexadecimal, as Linux
+    writes them."""
+    inodes, todo = set(), [pid]
+    while todo:
+        one = todo.pop()
+        todo += children(one)
+        with suppress(OSError):
+            for path in Path(f"/proc/{one}/fd").iterdir():
+                with suppress(OSError):
+                    inodes.add(os.readlink(path).removeprefix("socket:[").rstrip("]"))
+    listening = "0A"
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = line.split()
+            if state == listening and fields[9] in inodes:
+                found.add(local.partition(":")[0])
+    return found
 
 
 def test_from_text_to_text(folder):
@@ -49,7 +80,9 @@ def test_from_text_to_text(folder):
     assert not (folder / "run").exists()
     command = ["train", "recipe.yaml", "run.steps=6", "schedule={}", "checkpoint.every=3"]
     command += ["tracking.tensorboard=true", "tracking.wandb=offline", "run.evaluate_every=3"]
-    output = perdure(folder, *command)
+    heard: set[str] = set()
+    output = perdure(folder, *command, meanwhile=lambda pid: heard.update(listeners(pid)))
+    assert heard == {"0100007F"}, "only this machine, 127.0.0.1, can reach a job of this machine"
     assert "FULL_SHARD over 2 rank(s)" in output
     assert "first step after" in output
     assert list((folder / "run" / "tensorboard").glob("events*"))

@@ -22,6 +22,7 @@ from elastic.exits import (
     leave_at_once,
 )
 from elastic.process import usable_cores
+from elastic.secret import SECRET_FILE
 from elastic.warm import start_early
 from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
@@ -108,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
         help="failures of one hour that are answered by starting the ranks again (default 30)",
     )
     train.add_argument("--local-addr", metavar="ADDRESS", help="of this node, as others reach it")
+    train.add_argument(
+        "--secret",
+        metavar="FILE",
+        help="of the nodes (default: one in run.dir; see docs/elastic.md)",
+    )
     train.add_argument("--rdzv-conf", metavar="K=V,…", help="see elastic/rendezvous.py")
     train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
     train.set_defaults(run=_train)
@@ -178,6 +184,8 @@ def _train(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.worker")
     # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if arguments.secret:
+        os.environ[SECRET_FILE] = arguments.secret
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         print(dump_recipe(recipe), end="")

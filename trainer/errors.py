@@ -9,6 +9,7 @@ _HOMES = {
     "DataError": "trainer.data.shards",
     "CheckpointError": "checkpointing.errors",
     "LedgerError": "elastic.history",
+    "SecretError": "elastic.secret",
     "GenerateError": "trainer.generate",
 }
 

@@ -91,12 +91,12 @@ def test_nodes_without_work_are_spares_from_the_first_moment():
 def test_who_would_train_something_else_does_not_get_in():
     state = arrive(Membership(), "a", identity="x")
     assert strange(state, "b", "y")
-    assert newcomer(state, "b", identity="y") == state
+    assert newcomer(state, "b", 1.0, identity="y") == state
     state = complete(state, Limits(1, 3), quiet=99)
     assert arrive(state, "b", identity="y") == state
     assert room(arrive(state, "b", identity="x"), Limits(1, 3)) == 1
     # The nodes of the job are gone: it is begun anew.
-    anew = newcomer(lose(state, "a", now=0.0), "b", identity="y")
+    anew = newcomer(lose(state, "a", now=0.0), "b", 1.0, identity="y")
     assert (anew.identity, anew.arrived) == ("y", ("b",))
     assert Membership.decode(anew.encode()) == anew
 
@@ -188,13 +188,14 @@ def test_a_failure_while_others_have_ended_their_round_ends_it_for_this_node_too
 
 def test_a_store_outlives_a_job():
     ended = replace(begin("a", "b"), closed=Closed(0, "finished"), failures=(failure(),))
-    assert newcomer(ended, "c") == ended, "a and b are still there"
+    assert newcomer(ended, "c", 1.0) == ended, "a and b are still there"
     nobody = leave(leave(ended, "a"), "b")
-    fresh = newcomer(nobody, "c")
+    fresh = newcomer(nobody, "c", 1.0)
     assert (fresh.closed, fresh.failures, fresh.arrived) == (None, (), ("c",))
-    assert newcomer(fresh, "c") == fresh
-    assert complete(newcomer(fresh, "d"), LIMITS, quiet=1).round == 1, "the first call is made"
-    again = complete(newcomer(fresh, "d"), LIMITS, quiet=4)
+    assert fresh.version == 1000, "newer than all of an earlier job"
+    assert newcomer(fresh, "c", 1.0) == fresh
+    assert complete(newcomer(fresh, "d", 1.0), LIMITS, quiet=1).round == 1, "the first call is made"
+    again = complete(newcomer(fresh, "d", 1.0), LIMITS, quiet=4)
     assert (again.round, again.first, again.cause) == (2, 2, None)
 
 
@@ -232,13 +233,14 @@ def test_nobody_is_sent_away_who_is_needed():
     assert (state.members, state.generation) == (("a", "b"), 1)
 
 
-def test_leases_lapse_when_a_counter_stands_still_and_not_when_we_were_away():
+def test_leases_lapse_when_a_counter_does_not_rise_and_not_when_we_were_away():
     leases = Leases()
-    assert leases.lapsed({"a": b"1", "b": None}, now=0, seconds=1) == []
-    assert leases.lapsed({"a": b"2", "b": None}, now=0.9, seconds=1) == []
-    assert leases.lapsed({"a": b"2", "b": None}, now=1.1, seconds=1) == ["b"]
+    assert leases.lapsed({"a": 1, "b": 0}, now=0, seconds=1) == []
+    assert leases.lapsed({"a": 2, "b": 0}, now=0.9, seconds=1) == []
+    assert leases.lapsed({"a": 2, "b": 0}, now=1.1, seconds=1) == ["b"]
+    assert leases.lapsed({"a": 1, "b": 1}, now=2.0, seconds=1) == ["a"], "an old beat, once more"
     leases.forgive()
-    assert leases.lapsed({"a": b"2", "b": None}, now=9, seconds=1) == []
+    assert leases.lapsed({"a": 2, "b": 0}, now=9, seconds=1) == []
 
 
 def test_everybody_is_watched_by_somebody():
