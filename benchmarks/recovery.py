@@ -26,6 +26,8 @@ from benchmarks.support.elastic_job import Job, Recovery
 from benchmarks.support.faults import SCENARIOS, join
 from checkpointing.folders import run_id
 from elastic.local_nodes import LocalNodes
+from elastic.rendezvous import key_prefix
+from elastic.secret import SECRET_FILE, make_secret, read_secret
 from trainer.data.prepare import prepare
 
 TITLE = "Recovery from faults: this trainer, torchrun with DCP"
@@ -87,7 +89,7 @@ class System:
     title: str
     backend: str
     register: str
-    """Key of the store under which nodes register."""
+    """Key of the store under which nodes register; ours depends on the job's secret."""
     store_outside: bool = True
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -113,6 +115,9 @@ class System:
             directory=str(folder / "checkpoints"),
             timeout=self.timeout,
         )
+        secret = folder / ".secret"
+        make_secret(secret)
+        register = self.register or f"{key_prefix('local', read_secret(secret))}/state"
         peer = str(ROOT / "benchmarks/peers/stock_elastic.py")
         (folder / "data").symlink_to(folder.parent / "data")
         (folder / "recipe.yaml").write_text(json.dumps(RECIPE), encoding="utf-8")
@@ -121,7 +126,12 @@ class System:
             folder=folder,
             nnodes=f"1:{most_nodes}",
             logs=folder,
-            environment={"PYTHONPATH": str(ROOT), "TMPDIR": str(folder.parent), **self.environment},
+            environment={
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": str(folder.parent),
+                SECRET_FILE: str(secret),
+                **self.environment,
+            },
             options=self.options,
             backend=self.backend,
             store_outside=self.store_outside,
@@ -130,7 +140,7 @@ class System:
         run = folder / "run"
         return Job(
             nodes,
-            register=self.register,
+            register=register,
             memory=memory if self.ours else "",
             ledger=run / "ledger.jsonl" if self.ours else None,
         )
@@ -151,7 +161,7 @@ SYSTEMS = {
         environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         timeout=10.0,
     ),
-    "perdure": System("Perdure", "perdure", "perdure/local/state", hang_limit=30.0),
+    "perdure": System("Perdure", "perdure", "", hang_limit=30.0),
 }
 
 
