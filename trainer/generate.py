@@ -10,7 +10,8 @@ from torch import Tensor
 from checkpointing import load_model
 from checkpointing.untrusted import read_object
 from trainer.architecture import Architecture
-from trainer.data.tokenizer import start_ids
+from trainer.data.shards import DataError
+from trainer.data.tokenizer import read_tokenizer, start_ids
 from trainer.models import TIED_COPIES, Decoder, read_config
 
 
@@ -147,9 +148,9 @@ def _read_tokenizer(directory: Path, architecture: Architecture) -> Tokenizer:
             f"{directory}: has no tokenizer.json; copy the one the model was trained with there"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise GenerateError(f"{file}: not a tokenizer: {error}; copy it there again") from error
+        tokenizer = read_tokenizer(file)
+    except DataError as error:
+        raise GenerateError(f"{error}; copy it there again") from error
     if tokenizer.get_vocab_size() > architecture.vocab_size:
         raise GenerateError(
             f"{file}: has {tokenizer.get_vocab_size()} tokens, more than the model's vocab_size="

@@ -256,7 +256,7 @@ def _join(
         "dtype": vocabulary.dtype,
         "vocab_size": vocabulary.size,
         "eos_id": vocabulary.eos_id,
-        "start_ids": vocabulary.start_ids,
+        "start_ids": list(vocabulary.start_ids),
         "tokenizer": {
             "file": "tokenizer.json",
             "sha256": hashlib.sha256(content).hexdigest(),

@@ -25,6 +25,7 @@ from trainer.data.options import PrepareOptions
 from trainer.data.records import read_piece
 from trainer.data.shards import SPLITS, DataError
 from trainer.data.sources import Unit, lines_before
+from trainer.data.tokenizer import read_tokenizer
 from trainer.data.writer import atomic, synced
 
 PROGRESS = "progress"
@@ -169,11 +170,9 @@ class _UnitWriter:
 @lru_cache(maxsize=1)
 def _tokenizer(file: str, modified: int) -> Tokenizer:
     """From a file of that age; to read one may take longer than a unit."""
-    tokenizer = Tokenizer.from_file(file)
+    tokenizer = read_tokenizer(file)
     # A document that spells out a special token means the letters, not the token.
     tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
 
 

@@ -61,15 +61,18 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def read_tokenizer(file: str | Path) -> Tokenizer:
-    """A Hugging Face tokenizer.json.
+    """A Hugging Face tokenizer.json, without the truncation and padding that many carry.
 
     Raises:
         DataError: it cannot be read.
     """
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
         raise DataError(f"{file}: not a tokenizer.json: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -> int:
