@@ -74,6 +74,34 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
     assert sorted(folder.rglob("*")) == before
 
 
+MISFIT = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(17, 257)
+
+    def forward(self, input_ids, labels, document_ids=None):
+        logits = self.head(self.embed(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
+
+
+def test_a_model_that_does_not_fit_is_told_before_anything_is_started(folder, monkeypatch, capsys):
+    (folder / "misfit_model.py").write_text(MISFIT)
+    monkeypatch.syspath_prepend(folder)
+    overrides = ["model.architecture=null", "model.factory=misfit_model:Model"]
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", *overrides)
+    assert error == (
+        f"error: model.factory: the forward pass of misfit_model:Model fails at "
+        f"{folder / 'misfit_model.py'}:10: RuntimeError: mat1 and mat2 shapes cannot be multiplied "
+        "(32x16 and 17x257)\n"
+    )
+    assert code == 2
+    assert not (folder / "run").exists()
+
+
 def test_missing_recipe(folder, monkeypatch, capsys):
     code, error = perdure(monkeypatch, capsys, "train", "nowhere.yaml")
     assert code == 2

@@ -193,12 +193,11 @@ def _train(arguments: argparse.Namespace) -> int:
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
     if not arguments.dry_run:
         start_early()
-    from trainer.preflight import check_inputs, default_ranks
-    from trainer.tasks import build_task
+    from trainer.preflight import check_launch, default_ranks
 
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     nodes = int(arguments.nnodes.split(":")[0])
-    check_inputs(recipe, build_task(recipe), 0, nodes * ranks, ranks)
+    check_launch(recipe, nodes * ranks, ranks)
     if arguments.dry_run:
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0

@@ -7,10 +7,12 @@ from pathlib import Path
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage import location
 from elastic import plan_batch, usable_cores
+from trainer.data.shards import DataError
+from trainer.own_model import check_forward
 from trainer.parallel.mesh import mesh_shape
 from trainer.provenance import check_resume
 from trainer.recipe import Recipe, RecipeError
-from trainer.tasks import Task
+from trainer.tasks import Task, build_task
 
 
 def check_inputs(
@@ -50,6 +52,21 @@ def check_inputs(
     newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
     if newest:
         check_resume(read_state(newest), recipe, task, newest)
+
+
+def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> None:
+    """Refuse what cannot work before anything is started; a user's own model does a pass.
+
+    Raises:
+        RecipeError, DataError, ConfigError: what is wrong, in one line.
+    """
+    task = build_task(recipe)
+    check_inputs(recipe, task, 0, world_size, local_world_size)
+    if recipe.model.factory:
+        inputs = task.stream.__getitems__([0])
+        if isinstance(inputs, DataError):
+            raise inputs
+        check_forward(recipe, task.model, inputs)
 
 
 def default_ranks(device: str) -> int:

@@ -27,6 +27,7 @@ from trainer.models import (
     tokenizer_files,
 )
 from trainer.models.kgat import KGAT, Adjacency, initial_tensor
+from trainer.own_model import check_signature
 from trainer.recipe import Recipe, RecipeError
 
 Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -85,6 +86,7 @@ def build_task(recipe: Recipe) -> Task:
     stream, validation = open_streams(recipe)
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
+        check_signature(recipe, model)
         parameters = sum(p.numel() for p in model.parameters())
         return Task(
             type(model).__name__,

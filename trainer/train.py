@@ -41,6 +41,7 @@ from trainer.metrics import (
     warn,
 )
 from trainer.optimizer import build_optimizer
+from trainer.own_model import refusing_misfits
 from trainer.parallel.mesh import REPLICATE, build_mesh
 from trainer.parallel.parallelize import ParallelModel, parallelize
 from trainer.profile import StepProfiler
@@ -117,7 +118,8 @@ def train(
             save_every = 0 if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
             while progress.step < last_step:
                 pulse.wants_save = clock is not None and clock.due(time.monotonic())
-                result = train_step(state, batches, plan, recipe, world, pulse, before_update)
+                with refusing_misfits(recipe, pulse, progress.step == world.generation == 0):
+                    result = train_step(state, batches, plan, recipe, world, pulse, before_update)
                 asked = result.pause
                 pulse.report(progress.step, "after")
                 warn(metrics, progress.step, result.verdict.reason)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from elastic.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT
 from trainer.recipe import load_recipe
 from trainer.tasks import bare_model
@@ -92,3 +93,26 @@ def test_a_model_that_comes_in_eval_mode_is_trained(workspace, monkeypatch):
     )
     model, *_ = bare_model(recipe)
     assert all(module.training for module in model.modules())
+
+
+def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp_path):
+    """Where nobody has tried it before, as `perdure train` does."""
+    text = FACTORY.replace("self.layers[0](input_ids)", "self.layers[0](input_ids) @ self.trained")
+    (workspace / "misfit.py").write_text(text)
+    factory = ["model.architecture=null", "model.factory=misfit:published"]
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", "run.dir=misfit", *factory],
+        folder=workspace,
+        nnodes="1",
+        logs=tmp_path,
+        ranks=2,
+        environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+    ) as nodes:
+        node = nodes.add()
+        assert nodes.wait(60) == [2], node.text()
+    place = f"{workspace / 'misfit.py'}:{text[: text.index(' @ ')].count(chr(10)) + 1}"
+    assert f"error: model.factory: the forward pass of misfit:published fails at {place}: " in (
+        node.text()
+    )
+    assert "resuming" not in node.text()
+    assert node.text().count("on cpu") == 1, "started once"

@@ -49,10 +49,7 @@ class ParallelModel:
     def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean loss over the labels of one micro-batch, a float32 scalar. On all ranks."""
         with self.autocast():
-            result = self.module(**inputs)
-        if isinstance(result, dict):
-            return result["loss"]
-        return getattr(result, "loss", result)
+            return mean_loss(self.module(**inputs))
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -94,6 +91,13 @@ class ParallelModel:
         """Free all gradients."""
         for parameter in (*self.parameters.values(), *self.optimized.values()):
             parameter.grad = None
+
+
+def mean_loss(result: Any) -> torch.Tensor:
+    """The loss in what a model returns."""
+    if isinstance(result, dict):
+        return result["loss"]
+    return getattr(result, "loss", result)
 
 
 def parallelize(
