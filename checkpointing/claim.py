@@ -14,7 +14,8 @@ from pathlib import Path
 
 from checkpointing.errors import StorageError
 from checkpointing.owners import owner
-from checkpointing.storage import create_file, read_file, remove_file
+from checkpointing.retention import collect
+from checkpointing.storage import create_file, make_directory, read_file, remove_file
 from checkpointing.untrusted import printable
 
 _MOST_BYTES = 4096
@@ -22,14 +23,16 @@ _CLAIM = re.compile(r"\.writer-(\d+)")
 
 
 def hold(directory: Path, mine: Path | None) -> Path:
-    """Claim an existing checkpoint directory (`mine` is None, or all claims are gone), or make sure
-    that nobody has claimed it since; returns the file that stands for the claim. It stays when the
-    run has ended, for whoever wakes up then.
+    """Claim a checkpoint directory (`mine` is None, or all claims are gone), or make sure that
+    nobody has claimed it since; returns the file that stands for the claim. It stays when the run
+    has ended, for whoever wakes up then. What those before were writing, wherever they are and
+    whether or not they live, is removed: they commit nothing any more.
 
     Raises:
         StorageError: somebody has; says who and when.
         OSError: the directory cannot be read or written.
     """
+    make_directory(directory)
     while True:
         claims = _claims(directory)
         if mine and claims:
@@ -39,13 +42,14 @@ def hold(directory: Path, mine: Path | None) -> Path:
         new = directory / f".writer-{claims[-1][0] + 1 if claims else 1:06}"
         with suppress(FileExistsError):  # another was faster: be newer than that one
             create_file(new, f"{owner()} {time.time():.3f}\n".encode())
+            collect(directory, lost=[_owner(old)[0] for _, old in claims])
             for _, old in claims:
                 remove_file(old)
             return new
 
 
 def _taken(path: Path) -> str:
-    name, _, moment = read_file(path, _MOST_BYTES).decode(errors="replace").strip().rpartition(" ")
+    name, moment = _owner(path)
     since = ""
     with suppress(ValueError, OverflowError, OSError):  # whatever stands there, it is taken
         since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(float(moment)))
@@ -54,6 +58,15 @@ def _taken(path: Path) -> str:
         f"saves there{since}); if these are two runs, end one or give it a checkpoint.directory of "
         "its own"
     )
+
+
+def _owner(path: Path) -> tuple[str, str]:
+    """Who made a claim, and when; empty if it does not say."""
+    text = ""
+    with suppress(FileNotFoundError):  # somebody newer has removed it
+        text = read_file(path, _MOST_BYTES).decode(errors="replace")
+    name, _, moment = text.strip().rpartition(" ")
+    return name, moment
 
 
 def _claims(directory: Path) -> list[tuple[int, Path]]:

@@ -312,16 +312,16 @@ class Coordinator:
         """Make the place to write to; None if the step is committed already. Runs aside."""
         started = time.time()
         final = self._directory / step_name(save.step)
+        # First: who claims it next removes what is begun here. Also where the step is committed
+        # already, by others that train beside us, perhaps.
+        self._claim = hold(self._directory, self._claim)
         target = new_target(final, save.payload["damaged"])
-        try:
-            if target:
+        if target:
+            try:
                 target.begin(self._files)
-            # Also where the step is committed already: by others that train beside us, perhaps.
-            self._claim = hold(self._directory, self._claim)
-        except Exception:
-            if target:
+            except Exception:
                 target.abort()
-            raise
+                raise
         self._trace_metadata(save, "begin", started)
         return target
 

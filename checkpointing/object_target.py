@@ -20,7 +20,7 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.layout import COMMIT_RECORD, LATEST, TensorFile, parse_step
 from checkpointing.objects import ObjectPath, Store, Upload, UploadWriter, store_of
-from checkpointing.owners import is_alive, owner
+from checkpointing.owners import is_alive, is_owner, owner
 from checkpointing.untrusted import printable
 
 logger = logging.getLogger(__name__)
@@ -153,9 +153,14 @@ def delete_step(step: ObjectPath) -> None:
     store.delete([marker])
 
 
-def collect_steps(directory: ObjectPath) -> None:
+def collect_steps(directory: ObjectPath, lost: Collection[str] = ()) -> None:
     """Remove what processes that are dead have left of steps that they wrote or deleted, and
-    uploads that nobody finishes; never anything of a committed step."""
+    uploads that nobody finishes; never anything of a committed step.
+
+    Args:
+        directory: of the checkpoints.
+        lost: owners that may write here no more, whether or not they live.
+    """
     store = store_of(directory)
     children = store.children(directory)
     markers = _markers(children)
@@ -170,7 +175,8 @@ def collect_steps(directory: ObjectPath) -> None:
         theirs, begun = markers.get(step.name, []), uploads.get(step.name, [])
         if step in good and not theirs and not begun:
             continue
-        if not _is_abandoned(step, theirs, begun, step in good):
+        given_up = bool(theirs) and all(is_owner(marker.name, lost) for marker in theirs)
+        if not given_up and not _is_abandoned(step, theirs, begun, step in good):
             continue
         logger.info("removing what a dead run left of %s", step)
         if step in good:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import socket
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def is_alive(name: str) -> bool | None:
     if match is None or match["machine"] != machine():
         return None
     return _start_time(int(match["pid"])) == int(match["start"])
+
+
+def is_owner(name: str, owners: Collection[str]) -> bool:
+    """Whether one of these is the owner at the end of a name."""
+    return any(bool(_OWNER.fullmatch(one)) and name.endswith(f"-{one}") for one in owners)
 
 
 @cache

@@ -33,7 +33,7 @@ from checkpointing.layout import COMMIT_RECORD, parse_step
 from checkpointing.object_target import collect_steps, delete_step
 from checkpointing.objects import ObjectPath
 from checkpointing.options import CheckpointOptions
-from checkpointing.owners import is_alive, owner
+from checkpointing.owners import is_alive, is_owner, owner
 from checkpointing.steps import list_steps, open_step, reading, step_state
 from checkpointing.storage import retrying
 from checkpointing.untrusted import printable
@@ -217,11 +217,16 @@ def tmp_path(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp-{next(_numbers)}-{owner()}")
 
 
-def collect(directory: Path) -> None:
+def collect(directory: Path, lost: Collection[str] = ()) -> None:
     """Remove half-written directories whose owners are dead, and finish deletions that they, or
-    this process, did not."""
+    this process, did not.
+
+    Args:
+        directory: of the checkpoints.
+        lost: owners that may write here no more, whether or not they live.
+    """
     if isinstance(directory, ObjectPath):
-        collect_steps(directory)
+        collect_steps(directory, lost)
         return
     if not directory.is_dir():
         return
@@ -231,7 +236,7 @@ def collect(directory: Path) -> None:
             continue
         if match["why"] == "trash" and path.name.endswith(f".trash-{owner()}"):
             _remove(path)
-        elif _is_abandoned(path):
+        elif is_owner(path.name, lost) or _is_abandoned(path):
             logger.info("removing %s, which a dead run left behind", printable(str(path)))
             _remove(path)
 

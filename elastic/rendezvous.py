@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -329,6 +330,12 @@ def last_secret(run_id: str) -> str:
     return f"perdure/{run_id}/secret"
 
 
+def node_name(address: str) -> str:
+    """What others call this node. The agents of two containers of one host may have its name, its
+    address and process id 1, hence the random part."""
+    return f"{socket.gethostname()}/{address}/{os.getpid()}-{secrets.token_hex(4)}"
+
+
 class PerdureRendezvous(RendezvousHandler):
     """See the module. Made by `create_handler`, in the agent's main thread."""
 
@@ -351,7 +358,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._stopped = self._interrupted = False
-        name = f"{socket.gethostname()}/{local_address}/{os.getpid()}"
+        name = node_name(local_address)
         self._member = Member(client, run_id, name, limits, self._wake_node, lease)
         self._node = Node(self._member, torchrun_program())
         self._node.start()

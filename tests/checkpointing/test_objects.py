@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing import Checkpointer, CheckpointOptions, inspect, objects
+from checkpointing.claim import hold
 from checkpointing.errors import SaveFailed, StorageError
 from checkpointing.layout import (
     BLOCK_BYTES,
@@ -363,6 +364,23 @@ def test_a_living_process_is_not_taken_over(directory: Path) -> None:
         write(target, file, 1)
     commit(target, 1, 7)
     assert inspect.verify(str(directory)).problems == []
+
+
+def test_who_claims_a_directory_removes_what_was_being_written(directory: Path) -> None:
+    """Also of a process that lives, perhaps in another container: it commits nothing any more."""
+    first = hold(directory, None)
+    target = begin(directory, 7)
+    write(target, SMALL[0], 1)
+
+    def claim() -> None:
+        second = hold(directory, None)
+        assert objects_below(directory) == [second.name]
+
+    assert os.waitpid(fork(claim), 0)[1] == 0
+    with pytest.raises(StorageError, match="another process has taken over this run"):
+        hold(directory, first)
+    with pytest.raises(StorageError):
+        write(target, SMALL[0], 1)
 
 
 def test_abort_leaves_nothing(directory: Path) -> None:

@@ -24,6 +24,7 @@ from checkpointing import (
     newest_checkpoint,
     restore,
 )
+from checkpointing.claim import hold
 from checkpointing.owners import owner
 from checkpointing.retention import (
     Found,
@@ -331,6 +332,18 @@ def test_a_deletion_that_failed_is_tried_again_by_the_same_process(tmp_path, mon
     os.utime(other, (0, 0))
     collect(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_who_claims_a_directory_removes_what_the_one_before_was_writing(tmp_path):
+    """A container that was killed, say, whose process ids mean nothing here."""
+    (tmp_path / ".writer-000001").write_text("gone-00000000-1-1 1790000000.000\n")
+    theirs = tmp_path / "step-00000002.tmp-1-gone-00000000-1-1"
+    other = tmp_path / "step-00000003.tmp-elsewhere-00000000-2-2"  # an import, perhaps
+    for path in (theirs, other):
+        path.mkdir()
+        (path / "model.safetensors").touch()
+    mine = hold(tmp_path, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, other.name]
 
 
 # --- by the engine ---------------------------------------------------------------------------
