@@ -31,7 +31,7 @@ from trainer.cli_import import add_import_command
 from trainer.cli_plan import add_plan_command
 from trainer.cli_profile import add_profile_command
 from trainer.data.options import Split
-from trainer.errors import known_errors
+from trainer.errors import known_errors, told
 from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
 from trainer.reference import recipe_reference
 
@@ -74,7 +74,7 @@ def main() -> None:
     try:
         code = arguments.run(arguments)
     except known_errors() as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(told(error), file=sys.stderr)
         code = EXIT_WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

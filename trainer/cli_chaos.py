@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
 from trainer.recipe import RecipeError
-from trainer.yaml_tree import origin_of, read_tree
+from trainer.yaml_tree import listed, origin_of, read_tree
 
 CHAOS_EXAMPLES = """\
 examples:
@@ -67,7 +67,9 @@ def _chaos(arguments: argparse.Namespace) -> int:
     else:
         if not path.is_file():
             raise RecipeError(f"{path}: there is no such plan")
-        tree, origins = read_tree(path)
+        tree, origins, problems = read_tree(path)
+        if problems:
+            raise RecipeError(listed(problems, origins))
         try:
             plan = read_plan(
                 tree,

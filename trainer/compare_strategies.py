@@ -85,7 +85,8 @@ def candidate(
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
     except RecipeError as error:
-        return Candidate(name, arguments, None, re.sub(r"^override '[^']*': ", "", str(error)))
+        why = re.sub(r"^override '[^']*': ", "", str(error), flags=re.MULTILINE)
+        return Candidate(name, arguments, None, "; ".join(why.splitlines()))
     return Candidate(name, arguments, recipe)
 
 

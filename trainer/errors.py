@@ -14,6 +14,11 @@ _HOMES = {
 }
 
 
+def told(error: Exception) -> str:
+    """Such an error as people read it: each of its lines is one thing to mend."""
+    return "\n".join(f"error: {line}" for line in str(error).splitlines())
+
+
 def known_errors() -> tuple[Any, ...]:
     """Errors of the user's input; anything else is a fault of ours and keeps its traceback.
 

@@ -13,7 +13,7 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     try:
         recipe, _, identity = prepare(arguments)
     except known_errors() as error:
-        return {"error": str(error)}
+        return {"error": "; ".join(str(error).splitlines())}
     batch = recipe.batch
     return {
         "identity": identity,

@@ -8,7 +8,7 @@ from types import TracebackType
 from checkpointing import SaveFailed
 from elastic import EXIT_FAILED, EXIT_PEER_GONE, EXIT_WRONG_INPUT, Pulse
 from elastic.world import is_lost_peer, supervised
-from trainer.errors import known_errors
+from trainer.errors import known_errors, told
 
 
 class Telling:
@@ -50,7 +50,7 @@ class Telling:
             text = f"error: {error}; the same command resumes" if self._rank == 0 else ""
         elif code == EXIT_WRONG_INPUT:
             time.sleep(wait)
-            text = f"error: {error}"
+            text = told(error)
         elif code == EXIT_PEER_GONE:
             text = f"rank {self._rank}: a peer is gone: {line}"
         else:

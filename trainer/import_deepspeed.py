@@ -23,7 +23,7 @@ from trainer.deepspeed_config import (
 )
 from trainer.imported import Imported
 from trainer.recipe import ZERO_STAGES, RecipeError
-from trainer.yaml_tree import apply_override
+from trainer.yaml_tree import apply_override, listed
 
 ADAM = ("adam", "adamw", "onebitadam", "zerooneadam")
 
@@ -62,7 +62,8 @@ def import_deepspeed(
         key = override.partition("=")[0]
         if "." not in key:
             raise RecipeError(f"override '{override}': write it as section.key=value")
-        apply_override(made.tree, override, made.origins)
+        if problems := apply_override(made.tree, override, made.origins):
+            raise RecipeError(listed(problems, made.origins))
         made.notes[key] = ""
     made.check()
     return made

@@ -3,10 +3,11 @@
 The dataclasses below are the whole vocabulary; the docstring under a field is its documentation
 (the reference page and the JSON Schema are made from them). `load_recipe` reads the YAML with line
 numbers, expands `${NAME}` and `${NAME:-default}`, applies `key.sub=value` overrides, validates
-types, then the combinations that cannot work. Every failure is a `RecipeError` of one line that
-names the file, the line, the key and what to do.
+types, then the combinations that cannot work. All that is wrong is told at once: a `RecipeError` of
+a line each that names the file, the line, the key and what to do.
 """
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -18,12 +19,21 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from checkpointing.options import CheckpointOptions
 from elastic.options import ElasticOptions
 from trainer.architecture import Architecture
 from trainer.kgat_options import GraphData, Kgat
-from trainer.yaml_tree import Origins, RecipeError, origin_of, read_tree
+from trainer.yaml_tree import (
+    Key,
+    Origins,
+    Problem,
+    RecipeError,
+    listed,
+    origin_of,
+    read_tree,
+)
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
 ZERO_STAGES: dict[int, Sharding] = {
@@ -310,32 +320,88 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             (`data.sources.0.path=…`). Values are YAML.
 
     Raises:
-        RecipeError: one line naming file, line, key and remedy.
+        RecipeError: a line for each problem, with file, line, key and remedy.
     """
-    tree, origins = read_tree(path, overrides)
-    return validate(tree, origins, str(path))
+    tree, origins, problems = read_tree(path, overrides)
+    return validate(tree, origins, str(path), problems)
 
 
-def validate(tree: dict[str, Any], origins: Origins, file: str) -> Recipe:
+def validate(
+    tree: dict[str, Any], origins: Origins, file: str, problems: Sequence[Problem] = ()
+) -> Recipe:
     """Plain values → recipe.
 
     Args:
         tree: sections; one that is None is empty.
         origins: where each key was written.
         file: where the others were.
+        problems: that are known already.
 
     Raises:
-        RecipeError: one line naming file, line, key and remedy.
+        RecipeError: a line for each problem, with file, line, key and remedy.
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
-    try:
-        recipe = _adapter().validate_python(tree)
-    except ValidationError as error:
-        raise RecipeError(_explain(error, tree, file, origins)) from None
-    recipe = _place_slots(_resolve_synonyms(recipe))
-    for key, problem in _contradictions(recipe):
-        raise RecipeError(f"{origin_of(tuple(key.split('.')), origins, file)}: {key}: {problem}")
+    found = list(problems)
+    wrong = {problem.key for problem in found}
+    recipe = _typed(tree, origins, file, found, wrong)
+    if recipe:
+        recipe = _place_slots(_resolve_synonyms(recipe))
+        # What follows only from a wrong value is not told: it may be right with the right one.
+        names = {part for key in wrong for part in key[1:] or key if isinstance(part, str)}
+        for key, what in _contradictions(recipe):
+            if not names & set(re.findall(r"\w+", f"{key} {what}")):
+                path = tuple(key.split("."))
+                found.append(Problem(origin_of(path, origins, file), path, what))
+    if found or not recipe:
+        raise RecipeError(listed(found, origins))
     return recipe
+
+
+def _typed(
+    tree: dict[str, Any],
+    origins: Origins,
+    file: str,
+    problems: list[Problem],
+    wrong: set[Key],
+) -> Recipe | None:
+    """Check keys and types. What is wrong is added to `problems` and `wrong`, taken out, and, where
+    it is required, filled in, so that the rest can be judged; None if even that cannot be."""
+    tree = copy.deepcopy(tree)
+    for attempt in range(4):
+        try:
+            return _adapter().validate_python(tree)
+        except ValidationError as error:
+            errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
+            # A misspelt key is told; that it is missing under its right name is the same problem.
+            known = wrong | {
+                (*path[:-1], meant)
+                for path, e in errors
+                if e["type"] == _UNKNOWN and (meant := _meant(path))
+            }
+            for path, e in errors:
+                if not attempt and path not in known:
+                    known.add(path)
+                    problems.append(
+                        Problem(origin_of(path, origins, file), path, _explain(e, path))
+                    )
+                wrong.add(path)
+                _mend(tree, path, e["type"] in _MISSING)
+    return None
+
+
+def _mend(tree: dict[str, Any], path: Key, missing: bool) -> None:
+    """Take a key out of a tree; one that is missing is filled in with something of its type."""
+    here: Any = tree
+    for part in path[:-1]:
+        inside = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        here = here[part] if inside else here.get(part) if isinstance(here, dict) else None
+    if missing and isinstance(here, dict):
+        kind = _schema_at(path)[1].get("type")
+        here[path[-1]] = {"string": "x", "integer": 1, "number": 1.0}.get(str(kind), {})
+    elif isinstance(here, dict):
+        here.pop(path[-1], None)
+    elif isinstance(here, list):
+        here.clear()
 
 
 @cache
@@ -364,38 +430,43 @@ def recipe_schema() -> dict[str, Any]:
 # --- errors ----------------------------------------------------------------------------------
 
 
-def _explain(error: ValidationError, tree: dict[str, Any], file: str, origins: dict) -> str:
-    """The first validation problem as one line; an unknown key comes before what it left out."""
-    problems = error.errors(include_url=False)
-    unknown = [p for p in problems if p["type"] == "unexpected_keyword_argument"]
-    problem = (unknown or problems)[0]
-    path = _key_path(problem["loc"], tree)
-    key = ".".join(map(str, path))
-    where = origin_of(path, origins, file)
-    if problem["type"] == "unexpected_keyword_argument":
-        known = _keys_at(path[:-1])
-        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-        return f"{where}: {key}: unknown key; {hint}"
-    if problem["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
+_UNKNOWN = "unexpected_keyword_argument"
+
+
+def _meant(path: Key) -> str | None:
+    """The known key that an unknown one resembles."""
+    close = difflib.get_close_matches(str(path[-1]), _keys_at(path[:-1]), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def _explain(problem: ErrorDetails, path: Key) -> str:
+    """What is wrong with a key, and what to do."""
+    if problem["type"] == _UNKNOWN:
+        meant = _meant(path)
+        hint = (
+            f"did you mean '{meant}'?" if meant else f"known keys: {', '.join(_keys_at(path[:-1]))}"
+        )
+        return f"unknown key; {hint}"
+    if problem["type"] in _MISSING and len(problem["loc"]) > len(path):
+        return f"the list has too few items: {problem['input']}"
+    if problem["type"] in _MISSING:
         meaning = _description_at(path)
-        return f"{where}: {key}: required, but not set" + (f" ({meaning})" if meaning else "")
+        return "required, but not set" + (f" ({meaning})" if meaning else "")
     if problem["type"] == "value_error":
-        return f"{where}: {key}: {problem['ctx']['error']}"
+        return str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
     shown = repr(problem.get("input"))
-    return (
-        f"{where}: {key}: {message}, but it is {shown if len(shown) < 80 else shown[:77] + '...'}"
-    )
+    return f"{message}, but it is {shown if len(shown) < 80 else shown[:77] + '...'}"
 
 
-def _key_path(loc: Sequence[str | int], tree: Any) -> tuple[str | int, ...]:
+def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
     """pydantic's location without the union branches that it appends below a scalar."""
     path: list[str | int] = []
     for part in loc:
         if isinstance(tree, dict):
             tree = tree.get(part)
-        elif isinstance(tree, list) and isinstance(part, int):
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
             tree = tree[part]
         else:
             break
@@ -415,7 +486,7 @@ def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, An
     return value
 
 
-def _schema_at(path: tuple[str | int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _schema_at(path: Key) -> tuple[dict[str, Any], dict[str, Any]]:
     """The schema of a key (descriptions included), and the definition it leads to."""
     schema = recipe_schema()
     value: dict[str, Any] = schema
@@ -425,11 +496,11 @@ def _schema_at(path: tuple[str | int, ...]) -> tuple[dict[str, Any], dict[str, A
     return value, definition_of(value, schema)
 
 
-def _keys_at(path: tuple[str | int, ...]) -> list[str]:
+def _keys_at(path: Key) -> list[str]:
     return list(_schema_at(path)[1].get("properties", {}))
 
 
-def _description_at(path: tuple[str | int, ...]) -> str:
+def _description_at(path: Key) -> str:
     value, definition = _schema_at(path)
     text = value.get("description") or definition.get("description", "")
     return " ".join(text.split()).split(". ")[0].rstrip(".")

@@ -6,9 +6,9 @@ booleans. Environment variables expand only where a value says `${NAME}` or `${N
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,15 +18,54 @@ Origins = dict[Key, str]
 
 
 class RecipeError(Exception):
-    """The recipe, or the input it names, is wrong; restarting cannot help (exit code 2)."""
+    """The recipe, or the input it names, is wrong; restarting cannot help (exit code 2). A line for
+    each thing that is."""
 
 
-def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Origins]:
+class Problem(NamedTuple):
+    """One thing that is wrong in a recipe."""
+
+    origin: str
+    """Where: "file:line", the file, or the override."""
+    key: Key
+    """May be empty, where none is to blame."""
+    what: str
+    """And what to do."""
+
+
+def listed(problems: Iterable[Problem], origins: Origins) -> str:
+    """All problems, a line each, in the order of the recipe's lines; those of overrides last."""
+    order = list(dict.fromkeys(origins.values()))
+
+    def place(problem: Problem) -> tuple[bool, int]:
+        line = problem.origin.rpartition(":")[2]
+        if problem.origin.startswith("override "):
+            return True, order.index(problem.origin) if problem.origin in order else len(order)
+        return False, int(line) if line.isdigit() else 0
+
+    lines = [
+        ": ".join(filter(None, [problem.origin, dotted(problem.key), problem.what]))
+        for problem in sorted(problems, key=place)
+    ]
+    return "\n".join(dict.fromkeys(lines))
+
+
+def dotted(key: Key) -> str:
+    """A key as people write it: data.sources.0.path."""
+    return ".".join(map(str, key))
+
+
+def read_tree(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[dict[str, Any], Origins, list[Problem]]:
     """Read a YAML mapping and apply `key.sub=value` overrides to it.
 
+    Returns:
+        (tree, where each key was written, what is wrong with single keys and overrides: keys that
+        stand twice, unset environment variables, overrides that lead nowhere).
+
     Raises:
-        RecipeError: unreadable file, invalid YAML, a key that stands twice, an unset environment
-            variable, an override that leads nowhere.
+        RecipeError: unreadable file, invalid YAML.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -34,9 +73,11 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(f"{path}: cannot read the recipe: {reason}") from None
     origins: Origins = {}
+    problems: list[Problem] = []
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = _plain(node, (), lambda mark: f"{path}:{mark.line + 1}", origins) if node else {}
+        reader = _Reader(lambda mark: f"{path}:{mark.line + 1}", origins, problems)
+        tree = reader.plain(node, ()) if node else {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -44,96 +85,99 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections such as `run:` and `data:`")
     for override in overrides:
-        apply_override(tree, override, origins)
-    return tree, origins
+        problems += apply_override(tree, override, origins)
+    return tree, origins, problems
 
 
-def _plain(
-    node: yaml.Node,
-    path: Key,
-    origin: Callable[[yaml.Mark], str],
-    origins: Origins,
-) -> Any:
-    """YAML node → plain Python, refusing duplicate keys and noting where each key stands."""
-    origins[path] = origin(node.start_mark)
-    if isinstance(node, yaml.MappingNode):
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            here = origin(key_node.start_mark)
-            if key in result:
-                raise RecipeError(
-                    f"{here}: {'.'.join(map(str, (*path, key)))}: this key stands twice "
-                    f"(first at {origins[(*path, key)]}); keep one"
+class _Reader:
+    """YAML nodes → plain Python, noting where each key stands and what is wrong."""
+
+    def __init__(
+        self, origin: Callable[[yaml.Mark], str], origins: Origins, problems: list[Problem]
+    ) -> None:
+        self._origin, self._origins, self._problems = origin, origins, problems
+
+    def plain(self, node: yaml.Node, path: Key) -> Any:
+        """The value of a node; of equal keys the first."""
+        self._origins[path] = self._origin(node.start_mark)
+        if isinstance(node, yaml.MappingNode):
+            result: dict[str, Any] = {}
+            for key_node, value_node in node.value:
+                key = str(key_node.value)
+                here, place = self._origin(key_node.start_mark), (*path, key)
+                if key in result:
+                    what = f"this key stands twice (first at {self._origins[place]}); keep one"
+                    self._problems.append(Problem(here, place, what))
+                    continue
+                result[key] = self.plain(value_node, place)
+                self._origins[place] = here
+            return result
+        if isinstance(node, yaml.SequenceNode):
+            return [self.plain(item, (*path, i)) for i, item in enumerate(node.value)]
+        return self._scalar(node, path)
+
+    def _scalar(self, node: yaml.Node, path: Key) -> Any:
+        if node.tag == "tag:yaml.org,2002:bool" and node.value.lower() not in ("true", "false"):
+            # YAML 1.1 reads the words on, off, yes and no as booleans; `wandb: off` is a word.
+            return str(node.value)
+        value = yaml.SafeLoader("").construct_object(node)
+        return self._expand(value, path) if isinstance(value, str) else value
+
+    def _expand(self, text: str, path: Key) -> str:
+        """Replace ${NAME} and ${NAME:-default} by environment variables."""
+
+        def replace(match: re.Match[str]) -> str:
+            name, default = match["name"], match["default"]
+            value = os.environ.get(name, default)
+            if value is None:
+                what = (
+                    f"environment variable {name} is not set; set it, or write ${{{name}:-default}}"
                 )
-            result[key] = _plain(value_node, (*path, key), origin, origins)
-            origins[(*path, key)] = here
-        return result
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, (*path, i), origin, origins) for i, item in enumerate(node.value)]
-    return _scalar(node, origins[path])
+                self._problems.append(Problem(self._origins[path], path, what))
+                return match[0]
+            return value
+
+        return re.sub(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", replace, text)
 
 
-def _scalar(node: yaml.Node, origin: str) -> Any:
-    if node.tag == "tag:yaml.org,2002:bool" and node.value.lower() not in ("true", "false"):
-        # YAML 1.1 reads the words on, off, yes and no as booleans; `wandb: off` is a word.
-        return str(node.value)
-    value = yaml.SafeLoader("").construct_object(node)
-    return _expand(value, origin) if isinstance(value, str) else value
-
-
-def _expand(text: str, origin: str) -> str:
-    """Replace ${NAME} and ${NAME:-default} by environment variables."""
-
-    def replace(match: re.Match[str]) -> str:
-        name, default = match["name"], match["default"]
-        value = os.environ.get(name, default)
-        if value is None:
-            raise RecipeError(
-                f"{origin}: environment variable {name} is not set; set it, or write "
-                f"${{{name}:-default}}"
-            )
-        return value
-
-    return re.sub(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", replace, text)
-
-
-def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> None:
-    """Set one `key.sub=value` in a tree of plain values.
-
-    Raises:
-        RecipeError: it is no such thing, or leads nowhere.
-    """
+def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> list[Problem]:
+    """Set one `key.sub=value` in a tree of plain values; returns why that cannot be."""
     key, equals, text = override.partition("=")
     origin = f"override '{override}'"
     if not equals or not key:
-        raise RecipeError(f"{origin}: write overrides as key.sub=value, such as optimizer.lr=3e-4")
+        what = "write overrides as key.sub=value, such as optimizer.lr=3e-4"
+        return [Problem(origin, (), what)]
+    parts: Key = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    problems: list[Problem] = []
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        value = None if node is None else _Reader(lambda _: origin, {}, problems).plain(node, parts)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{origin}: the value is not valid YAML: {error}") from None
-    parts = [int(part) if part.isdigit() else part for part in key.split(".")]
-    value = None if node is None else _plain(node, tuple(parts), lambda _: origin, {})
+        return [Problem(origin, (), f"the value is not valid YAML: {one_line(error)}")]
     here: Any = tree
     for depth, part in enumerate(parts[:-1]):
         missing = part not in here if isinstance(here, dict) else not _in_list(here, part)
         if missing and isinstance(here, list):
-            raise RecipeError(
-                f"{origin}: {'.'.join(map(str, parts[:depth]))} has {len(here)} items"
-            )
+            return [Problem(origin, (), f"{dotted(parts[:depth])} has {len(here)} items")]
         if missing or here[part] is None:
             here[part] = {}
         here = here[part]
         if not isinstance(here, dict | list):
-            name = ".".join(map(str, parts[: depth + 1]))
-            raise RecipeError(f"{origin}: {name} is a single value, it has no keys")
+            name = dotted(parts[: depth + 1])
+            return [Problem(origin, (), f"{name} is a single value, it has no keys")]
     last = parts[-1]
     if isinstance(here, list) and not _in_list(here, last):
-        raise RecipeError(f"{origin}: {'.'.join(map(str, parts[:-1]))} has {len(here)} items")
+        return [Problem(origin, (), f"{dotted(parts[:-1])} has {len(here)} items")]
     here[last] = value
     for depth in range(1, len(parts) + 1):
-        origins.setdefault(tuple(parts[:depth]), origin)
-    origins[tuple(parts)] = origin
+        origins.setdefault(parts[:depth], origin)
+    origins[parts] = origin
+    return problems
+
+
+def one_line(error: Exception) -> str:
+    """The text of an exception on one line."""
+    return " ".join(str(error).split())
 
 
 def _in_list(items: list, index: str | int) -> bool:

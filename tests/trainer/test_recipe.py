@@ -73,8 +73,9 @@ def test_zero_is_a_synonym(recipe_file):
         ("checkpoint.max_shard_size=[1]", "checkpoint.max_shard_size: input should be"),
         ("checkpoint.max_shard_size=4 bananas", "checkpoint: max_shard_size is '4 bananas'"),
         ("data.sources.7.path=x", "data.sources has 1 items"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: the list has too few items: [0.9]"),
         ("data.sources=[]", "data.sources: the list is empty"),
-        ("run=null", "run.dir: required, but not set"),
+        ("run.dir=null", "run.dir: input should be a valid string, but it is None"),
         ("lr", "write overrides as key.sub=value"),
         ("run.dir=${PERDURE_NO_SUCH_NAME}", "PERDURE_NO_SUCH_NAME is not set"),
         ("model.factory=a:b", "give exactly one of architecture, init_from, factory"),
@@ -91,6 +92,50 @@ def test_one_clear_line(recipe_file, override, message):
     assert message in str(error.value)
     assert override in str(error.value) or "recipe.yaml:" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_all_errors_are_told_at_once_in_the_order_of_the_lines(recipe_file, monkeypatch):
+    monkeypatch.delenv("PERDURE_UNSET", raising=False)
+    recipe_file.write_text("""\
+run:
+  dir: ${PERDURE_UNSET}/x
+  stepz: 10
+model: {architecture: {model_type: qwen3, vocab_size: many}}
+data:
+  sources: []
+  seq_len: 16
+  seq_len: 32
+optimizer: {lr: 1e-3, betas: [0.9, 1.5]}
+strategy: {name: ddp, offload: cpu}
+schedule: {name: wsd, warmup_steps: -1}
+""")
+    overrides = ["precision.dtype=int8", "data.sources.3.path=x", "lr"]
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, overrides)
+    expected = [
+        (":2: run.dir: ", "PERDURE_UNSET is not set"),
+        (":3: run.stepz: ", "unknown key; did you mean 'steps'?"),  # and not that steps is missing
+        (":4: model.architecture.vocab_size: ", "input should be a valid integer"),
+        (":4: model.architecture.hidden_size: ", "required"),
+        (":6: data.sources: ", "the list is empty"),
+        (":8: data.seq_len: ", "this key stands twice (first at "),
+        (":9: optimizer.betas: ", "item 1 must be in [0, 1)"),
+        (":10: strategy.offload: ", "only with strategy.name: fsdp"),
+        (":11: schedule.warmup_steps: ", "must be at least 0"),
+        ("override 'precision.dtype=int8': precision.dtype: ", "input should be 'bf16'"),
+        ("override 'data.sources.3.path=x': ", "data.sources has 0 items"),
+        ("override 'lr': ", "write overrides as key.sub=value"),
+    ]
+    lines = str(error.value).splitlines()
+    places = []
+    for place, what in expected:
+        found = [n for n, line in enumerate(lines) if place in line and what in line]
+        assert len(found) == 1, (place, what, lines)
+        places += found
+    assert places == sorted(places)
+    assert sum("batch" in line for line in lines) == 1  # a section that is missing: no line of it
+    # What follows from a wrong value only is not told: whether decay fits into unknown steps.
+    assert not [line for line in lines if "decay_steps" in line or "give exactly one of" in line]
 
 
 @pytest.mark.parametrize(
