@@ -2,6 +2,7 @@
 ranks, and makes every failure of one rank an error of all."""
 
 import hashlib
+import hmac
 import logging
 import os
 import socket
@@ -94,14 +95,21 @@ class Checkpointer:
         options: the `checkpoint:` section.
         group: carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a single process. It
             is used by `prepare` and `load`, from the calling thread; never during a save.
+        secret: by which the writers of nodes know each other, equal on all ranks; None: rank 0
+            draws one, and tells the others over the group.
     """
 
     def __init__(
-        self, directory: str | Path, options: CheckpointOptions, group: dist.ProcessGroup | None
+        self,
+        directory: str | Path,
+        options: CheckpointOptions,
+        group: dist.ProcessGroup | None,
+        secret: bytes | None = None,
     ) -> None:
         self.directory = location(directory).absolute()
         self.options = options
         self._ranks = Ranks(group)
+        self._secret = secret
         self._plan: SavePlan | None = None
         self._link: Link | None = None
         self._staging: Staging | None = None
@@ -443,10 +451,14 @@ class Checkpointer:
         """Tell the writer of each node what to be, and connect to it, once."""
         if self._link:
             return self._link
-        secret, run = self._ranks.on_main(lambda: (os.urandom(16), self._token()))
+        secret, name, run = self._ranks.on_main(
+            lambda: (os.urandom(32), os.urandom(8).hex(), self._token())
+        )
+        if self._secret:  # who listens in on the group does not know it
+            secret = hmac.digest(self._secret, secret, "sha256")
         self._has_token = bool(run)
         nodes, node = self._ranks.nodes(), self._ranks.node
-        name = f"\0perdure-{secret[:8].hex()}-{node}"
+        name = f"\0perdure-{name}-{node}"
         host = _host() if len(nodes) > 1 else ""
         directory = str(self.directory)
         setup = Setup(0, node, nodes, directory, run, self.options, name, host, 0, secret)

@@ -9,9 +9,9 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from checkpointing.channel import Channel, call
 from checkpointing.errors import StorageError, explain
 from checkpointing.writer import Setup
 
@@ -64,7 +64,7 @@ class Link:
 
     def __init__(self, setup: Setup, rank: int, process: "subprocess.Popen[bytes] | None") -> None:
         self._setup, self._rank, self._process = setup, rank, process
-        self._connection: Connection | None = None
+        self._connection: Channel | None = None
         self._sending = threading.Lock()
 
     @property
@@ -95,9 +95,7 @@ class Link:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self._connection = Client(
-                    self._setup.address, "AF_UNIX", authkey=self._setup.secret
-                )
+                self._connection = call(self._setup.address, self._setup.secret)
                 self._connection.send(("rank", self._rank))
                 return
             except (OSError, EOFError) as error:

@@ -1,19 +1,10 @@
 """Bytes of slots on their way between nodes: a socket of their own, never a process group."""
 
 import logging
-import os
-import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    answer_challenge,
-    deliver_challenge,
-)
-from typing import Any
 
+from checkpointing.channel import Channel, call
 from checkpointing.errors import StorageError, explain
 from checkpointing.slots import SlotFiles, open_left
 
@@ -24,47 +15,6 @@ Slot = int | tuple[int, tuple[int, int]] | str
 dead run left."""
 Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Iterator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
-
-WELCOME_SECONDS = 20
-"""How long somebody who has connected may take to say who they are."""
-
-
-def call(address: tuple[str, int], secret: bytes) -> Connection:
-    """Connect to the writer of another node.
-
-    Raises:
-        EOFError, OSError: it is not there.
-    """
-    connection = Client(address, authkey=secret)
-    send_at_once(connection)
-    return connection
-
-
-def welcome(connection: Connection, secret: bytes) -> Any:
-    """Let in who knows the secret; returns the first message, by which they say who they are.
-
-    Raises:
-        Exception: it is a stranger, or left, or said nothing for too long.
-    """
-    send_at_once(connection)
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        # Connections know no timeout, so the system is asked for one.
-        same.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WELCOME_SECONDS, 0)
-        )
-        deliver_challenge(connection, secret)
-        answer_challenge(connection, secret)
-        message = connection.recv()
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-    return message
-
-
-def send_at_once(connection: Connection) -> None:
-    """Have TCP not hold small messages back until what went before is acknowledged, for which the
-    other side takes 40 ms (Nagle's algorithm with delayed acknowledgements)."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        if same.family != socket.AF_UNIX:
-            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Puller:
@@ -81,9 +31,9 @@ class Puller:
         self._of_thread = threading.local()
 
     @property
-    def _connections(self) -> dict[int, Connection]:
+    def _connections(self) -> dict[int, Channel]:
         """Of this thread, by node."""
-        connections: dict[int, Connection] = self._of_thread.__dict__.setdefault("by_node", {})
+        connections: dict[int, Channel] = self._of_thread.__dict__.setdefault("by_node", {})
         return connections
 
     def __call__(
@@ -118,7 +68,7 @@ class Puller:
                     ) from error
                 used_before = False  # its process may be another one by now
 
-    def _connection(self, node: int) -> Connection:
+    def _connection(self, node: int) -> Channel:
         if node not in self._connections:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
             connection.send(("pull", node))
@@ -126,7 +76,7 @@ class Puller:
 
 
 def serve_pulls(
-    connection: Connection, slots: Callable[[int, tuple[int, int] | None], SlotFiles], run: str
+    connection: Channel, slots: Callable[[int, tuple[int, int] | None], SlotFiles], run: str
 ) -> None:
     """Answer a Puller until it leaves.
 

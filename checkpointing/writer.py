@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.blocks import NodePlan, PlanInput, StoppedError, plan_node, write_unit
+from checkpointing.channel import Channel, StrangerError, call, welcome
 from checkpointing.coordinator import (
     ANSWER_SECONDS,
     Coordinator,
@@ -44,7 +45,7 @@ from checkpointing.errors import explain
 from checkpointing.folders import Folder, collect_memory, forget
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import Nodes
-from checkpointing.pulls import Puller, call, serve_pulls, welcome
+from checkpointing.pulls import Puller, serve_pulls
 from checkpointing.slots import (
     Manifest,
     Ranges,
@@ -63,6 +64,8 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 """Of threads that move bytes: training goes first where there are fewer cores than threads."""
 RECONNECT_SECONDS = 1.0
+WELCOME_SECONDS = 20
+"""How long somebody who has connected may take to say who they are."""
 _scratch = threading.local()
 """A thread's own connections to other nodes."""
 GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
@@ -116,8 +119,8 @@ class Writer:
         self._numbers = itertools.count()
         self._aside = ThreadPoolExecutor(4, "aside", _give_way)
         self._threads = ThreadPoolExecutor(64, "writer", _give_way)
-        self._ranks: dict[int, Connection] = {}
-        self._peers: dict[int, Connection] = {}
+        self._ranks: dict[int, Channel] = {}
+        self._peers: dict[int, Channel] = {}
         """Connections of the coordinator to the other nodes."""
         self._lost: set[int] = set()
         """Ranks that were connected, and are not any more."""
@@ -148,7 +151,9 @@ class Writer:
         """What ranks are going to be told once they ask."""
         self._closing: dict[int, bool] = {}
         """Ranks that want to close, and whether to keep the slots."""
-        self._uplink: Connection | None = None
+        self._refused = 0
+        """Connections of strangers."""
+        self._uplink: Channel | None = None
         self.coordinator: Coordinator | None = None
         if self.node == 0:
             self.coordinator = Coordinator(self.directory, setup.options, len(self.nodes), self)
@@ -211,33 +216,48 @@ class Writer:
                 except OSError as error:  # one who left at once
                     logger.debug("lost a connection: %s", explain(error))
                     continue
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                who = connection, listener.last_accepted
+                threading.Thread(target=self._serve, args=who, daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, peer: object) -> None:
         """Pass on what one connection says."""
         try:
-            kind, number = welcome(connection, self.setup.secret)
+            channel, (kind, number) = welcome(connection, self.setup.secret, WELCOME_SECONDS)
         except Exception as error:  # a stranger, or one who left or is silent
-            logger.debug("refused a connection: %s", explain(error))
+            self._refuse(peer, error)
             connection.close()
             return
         try:
             if kind == "pull":
-                serve_pulls(connection, self._filled_slot, self.setup.run)
+                serve_pulls(channel, self._filled_slot, self.setup.run)
                 return
             register, handle, lost = {
                 "rank": (self._ranks, self._on_rank, self._lost_rank),
                 "node": (self._peers, self._on_node, self._lost_node),
             }[kind]
-            self._inbox.put(lambda: register.__setitem__(number, connection))
+            self._inbox.put(lambda: register.__setitem__(number, channel))
             while True:
-                message = connection.recv()
+                message = channel.recv()
                 self._inbox.put(partial(handle, number, message))
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if isinstance(error, StrangerError):
+                self._refuse(peer, error)
             if kind != "pull":
-                self._inbox.put(lambda: lost(number, connection))
+                self._inbox.put(lambda: lost(number, channel))
+
+    def _refuse(self, peer: object, error: Exception) -> None:
+        """Told once: whoever has the time may try for ever."""
+        if isinstance(error, EOFError | ConnectionError):
+            logger.debug("lost a connection: %s", explain(error))
+            return
+        self._refused += 1
+        level = logging.WARNING if self._refused == 1 else logging.DEBUG
+        logger.log(
+            level, "the checkpoint writer process of node %d refused a connection from %s: %s; it "
+            "does so without a word from now on", self.node, peer or "here", explain(error),
+        )  # fmt: skip
 
     def _filled_slot(self, slot: int, key: Key | None) -> SlotFiles:
         """A slot that a save is copied into; a process that was started again in the middle of it
@@ -267,7 +287,7 @@ class Writer:
         if self.coordinator:
             self.coordinator.on_message(node, message)
 
-    def _lost_node(self, node: int, connection: Connection) -> None:
+    def _lost_node(self, node: int, connection: Channel) -> None:
         if self.coordinator and self._peers.get(node) is connection:
             del self._peers[node]
             self.coordinator.on_lost(node)
@@ -287,7 +307,7 @@ class Writer:
                 self._inbox.put(self._lost_coordinator)
                 time.sleep(RECONNECT_SECONDS)
 
-    def _joined(self, uplink: Connection) -> None:
+    def _joined(self, uplink: Channel) -> None:
         self._uplink = uplink
         self._hello()
         for key, (wait, payload) in self._begun.items():
@@ -590,7 +610,7 @@ class Writer:
                 _send(connection, ("closed",))
         self._closing.clear()
 
-    def _lost_rank(self, rank: int, connection: Connection) -> None:
+    def _lost_rank(self, rank: int, connection: Channel) -> None:
         if self._ranks.get(rank) is not connection:
             return
         del self._ranks[rank]
@@ -618,7 +638,7 @@ class Writer:
             self._to_coordinator(("failed", current.key, failure))
 
 
-def _send(connection: Connection, message: tuple[Any, ...]) -> None:
+def _send(connection: Channel, message: tuple[Any, ...]) -> None:
     with suppress(OSError):  # who reads from it learns that it is gone
         connection.send(message)
 

@@ -35,6 +35,7 @@ _HOME = {
     "usable_cores": "process",
     "PAUSE_TO_LEAVE": "progress",
     "Pulse": "progress",
+    "job_secret": "secret",
     "Pace": "straggler",
     "compare_ranks": "straggler",
     "register_dumps": "watchdog",

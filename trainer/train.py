@@ -25,6 +25,7 @@ from elastic import (
     compare_ranks,
     describe_failure,
     diverged_ranks,
+    job_secret,
     plan_batch,
 )
 from trainer.data.loader import load
@@ -68,7 +69,10 @@ def train(
     plan = plan_batch(batch.global_batch, world.world_size, batch.micro_batch, fixed=recipe.exact)
     mesh = build_mesh(recipe, world)
     group = dist.group.WORLD
-    with Checkpointer(recipe.checkpoint_directory, recipe.checkpoint, group) as checkpointer:
+    secret = job_secret("checkpoints")
+    with Checkpointer(
+        recipe.checkpoint_directory, recipe.checkpoint, group, secret
+    ) as checkpointer:
         checkpointer.start_early()
         model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
         optimizer = build_optimizer(

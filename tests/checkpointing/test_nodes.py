@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.support.trace import at_once, read_trace, writes
 from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, StorageError
+from checkpointing.channel import welcome
 from checkpointing.pulls import Puller, serve_pulls
 from checkpointing.target import PosixTarget, PosixWriter
 from tests.checkpointing.faults import FOLDER
@@ -205,7 +206,7 @@ def test_bytes_of_another_save_are_not_sent():
     """A writer that was started again in the middle of a save has its ranks' slot, but not what
     that save is to hold. Who asks for it goes on with others."""
     secret, mine = b"secret", (7, 1)
-    listener = Listener(("127.0.0.1", 0), authkey=secret)
+    listener = Listener(("127.0.0.1", 0))
 
     def slot(number, key):
         if key not in (None, mine):
@@ -215,8 +216,9 @@ def test_bytes_of_another_save_are_not_sent():
     def serve():
         for _ in range(2):
             with listener.accept() as connection, suppress(EOFError):
-                assert connection.recv()[0] == "pull"
-                serve_pulls(connection, slot, "")
+                channel, who = welcome(connection, secret, 5)
+                assert who[0] == "pull"
+                serve_pulls(channel, slot, "")
 
     server = threading.Thread(target=serve)
     server.start()

@@ -3,7 +3,6 @@ make of each other in orders that real processes seldom meet."""
 
 import socket
 import time
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from checkpointing import pulls
+from checkpointing import writer as writer_module
+from checkpointing.channel import StrangerError, call
 from checkpointing.coordinator import ANSWER_SECONDS
 from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
-from checkpointing.pulls import call
 from checkpointing.writer import Setup, Writer
 
 
@@ -91,7 +90,7 @@ def test_a_rank_that_is_lost_is_given_no_slots(tmp_path):
 
 
 def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(pulls, "WELCOME_SECONDS", 1)
+    monkeypatch.setattr(writer_module, "WELCOME_SECONDS", 1)
     writer, _, _ = node_1(tmp_path)
     listener = Listener(("127.0.0.1", 0))
     writer.listen(listener)
@@ -103,7 +102,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
         call(listener.address, writer.setup.secret).send(("node", 3))
         writer._inbox.get(timeout=5)()
         assert 3 in writer._peers
-        with pytest.raises(AuthenticationError):
+        with pytest.raises(StrangerError):
             call(listener.address, b"wrong")
         while silent.recv(1000):
             pass  # until it is shown out
