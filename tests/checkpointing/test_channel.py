@@ -1,4 +1,4 @@
-"""Between processes that share a secret a stranger on the way changes nothing and gets in nothing."""
+"""Between processes that share a secret a stranger on the way changes and gets in nothing."""
 
 import os
 import pickle

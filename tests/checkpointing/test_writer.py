@@ -12,7 +12,7 @@ import pytest
 
 from checkpointing import writer as writer_module
 from checkpointing.channel import StrangerError, call
-from checkpointing.coordinator import ANSWER_SECONDS
+from checkpointing.coordinator import ANSWER_SECONDS, SaveOutcome
 from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
 from checkpointing.writer import Setup, Writer
@@ -74,7 +74,7 @@ def test_a_save_does_not_wait_for_a_rank_that_never_comes(tmp_path):
     ((kind, key, failure),) = uplink.told
     assert (kind, key) == ("failed", (7, 1))
     assert "rank 2" in failure.message
-    writer._on_coordinator(("outcome", (7, 1), None))
+    writer._on_coordinator(("outcome", (7, 1), SaveOutcome(7, None)))
     look()
     assert len(uplink.told) == 1
 
