@@ -66,6 +66,8 @@ class Membership:
     """Number of the newest round; 0: none yet."""
     first: int = 1
     """Number of the job's first round: a store outlives jobs, and rounds are counted on."""
+    job: str = ""
+    """The node that began the job, and when: it tells this job from all others."""
     identity: str = ""
     """Digest of what the job trains, as its first node said; who would train something else does
     not get in."""
@@ -169,8 +171,13 @@ def begin(
     if others:
         return state if state.closed else arrive(state, node, ranks, identity)
     lost = None if state.closed else state.lost
-    version = max(state.version, int(now * 1000))
-    fresh = Membership(version=version, round=state.round, first=state.round + 1, lost=lost)
+    fresh = Membership(
+        version=max(state.version, int(now * 1000)),
+        round=state.round,
+        first=state.round + 1,
+        job=f"{node} {now:.3f}",
+        lost=lost,
+    )
     return arrive(fresh, node, ranks, identity)
 
 

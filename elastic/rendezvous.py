@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
@@ -67,6 +68,7 @@ from elastic.membership import (
     watched,
 )
 from elastic.node import Node
+from elastic.occupancy import Occupancy, OccupiedError
 from elastic.secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.store import LOST, StoreClient, StoreLostError, host_store
 from elastic.world import ROUND
@@ -138,6 +140,7 @@ class JobClosed(SystemExit):
 
     def __init__(self, closed: Closed) -> None:
         super().__init__(closed.code)
+        self.closed = closed
         if closed.code != EXIT_WRONG_INPUT:  # there the rank has said what is wrong
             print(closed.reason, file=sys.stderr, flush=True)
 
@@ -357,6 +360,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._round, self._size, self._identity, self._secret = 0, 0, "", Secret(b"")
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
+        self._occupancy: Occupancy | None = None
         self._stopped = self._interrupted = False
         name = node_name(local_address)
         self._member = Member(client, run_id, name, limits, self._wake_node, lease)
@@ -597,6 +601,7 @@ class PerdureRendezvous(RendezvousHandler):
     def _meet(self, state: Membership) -> RendezvousInfo | None:
         """Meet the other nodes of a round in its store; None if one was lost meanwhile."""
         member, place = self._member, state.members.index(self._member.name)
+        self._occupy(state.job if place == 0 else None)
         if place == 0:
             self._round_store = host_store(self._address, 0)
             address = f"{self._address}:{self._round_store.port}"
@@ -644,6 +649,22 @@ class PerdureRendezvous(RendezvousHandler):
                     )  # fmt: skip
         return None
 
+    def _occupy(self, job: str | None) -> None:
+        """Hold the folder of the run for a job, or for none."""
+        facts = self._node.facts(0)
+        if job and not self._occupancy and facts and facts.directory:
+            try:
+                self._occupancy = Occupancy(Path(facts.directory), job)
+            except OccupiedError as occupied:
+                refused = self._refused(str(occupied))
+                self._member.change(
+                    lambda state: replace(state, closed=state.closed or refused.closed)
+                )
+                raise refused from occupied
+        elif not job and self._occupancy:
+            self._occupancy.release()
+            self._occupancy = None
+
     def num_nodes_waiting(self) -> int:
         """Whether torchrun is to end its workers and come to the next round: 1 for yes.
 
@@ -687,6 +708,7 @@ class PerdureRendezvous(RendezvousHandler):
             self._stopped = True
             self._end.set()
             self._node.stop()
+            self._occupy(None)
             self._member.stop(lambda state: leave(state, self._member.name), timeout=2.0)
             if threading.current_thread() is threading.main_thread():
                 for number in SIGNALS:  # Python gives them back their default action as it ends

@@ -7,6 +7,7 @@ and starts nothing: no thread, no CUDA.
 import ctypes
 import logging
 import os
+import secrets
 import sys
 from contextlib import suppress
 from functools import cache
@@ -16,6 +17,7 @@ from typing import NoReturn
 import torch
 import torch._dynamo  # DTensor imports it on first use: once here rather than in each fork
 
+from checkpointing.folders import of_run
 from elastic import (
     EXIT_PAUSED,
     EXIT_WRONG_INPUT,
@@ -25,6 +27,7 @@ from elastic import (
     watch_signals,
 )
 from elastic.exits import leaving_code
+from elastic.occupancy import Occupancy, OccupiedError
 from elastic.world import (
     join_world,
     leave_world,
@@ -61,6 +64,7 @@ def main(arguments: list[str]) -> NoReturn:
     if not arguments:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
         leave_world(EXIT_WRONG_INPUT)
+    occupancy = None
     try:
         recipe, ready, identity = prepare(tuple(arguments))
         task = ready or build_task(recipe)
@@ -71,7 +75,9 @@ def main(arguments: list[str]) -> NoReturn:
         check_inputs(recipe, task, rank, world_size, local_world_size)
         startup.mark("checks")
         if rank == 0:
+            occupancy = occupy(recipe)
             prepare_run_directory(recipe)
+        pulse.safe = not any(of_run(recipe.checkpoint_directory))
         pulse.report(0, "init")
         world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
         check_agreement(identity)
@@ -83,6 +89,8 @@ def main(arguments: list[str]) -> NoReturn:
         # The first rank that leaves ends all. What is wrong for all is told by local rank 0, before
         # the others have waited; what is wrong for one of them alone, by that one afterwards.
         leave_world(telling.tell(error, wait=10 if local_rank else 0))
+    if occupancy:
+        occupancy.release()
     alone = code == EXIT_PAUSED and not supervised()
     leave_world(leaving_code(pulse.noticed) if alone else code)
 
@@ -112,6 +120,21 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None, dict[str, 
     task = None if recipe.model.factory else build_task(recipe)
     stream = task.stream if task else open_streams(recipe)[0]
     return recipe, task, identify(recipe, stream.fingerprint)
+
+
+def occupy(recipe: Recipe) -> Occupancy | None:
+    """Keep other launches out of the run directory; an agent of ours has done that. On rank 0.
+
+    Raises:
+        RecipeError: another launch trains there.
+    """
+    if supervised():
+        return None
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    try:
+        return Occupancy(Path(recipe.run.dir), secrets.token_hex(8) if job == "none" else job)
+    except OccupiedError as occupied:
+        raise RecipeError(str(occupied)) from occupied
 
 
 def prepare_run_directory(recipe: Recipe) -> None:

@@ -68,7 +68,7 @@ def evaluating(node, step):
     return all(one and (one.step, one.phase) == (step, "evaluate") for one in found)
 
 
-def test_ctrl_c_and_notices_in_every_phase(launch, workspace):
+def test_ctrl_c_and_notices_in_every_phase(launch, start, workspace):
     train = ["train", "recipe.yaml", "run.dir=leaving", *LONG_EVALUATION]
     node = launch(*train)
     until(node.zygote, node)  # it still imports what an agent needs
@@ -85,6 +85,9 @@ def test_ctrl_c_and_notices_in_every_phase(launch, workspace):
 
     node = launch(*train)
     until(lambda: evaluating(node, 4), node)
+    code, output = start(1, "run.dir=leaving").wait()
+    assert code == 2, output
+    assert f"process {node.process.pid} on {os.uname().nodename}, since" in output
     os.kill(node.trainers()[1], signal.SIGSTOP)  # it will not save
     os.killpg(node.process.pid, signal.SIGINT)
     until(lambda: "the next one ends it at once" in node.text(), node)
@@ -99,6 +102,9 @@ def test_a_process_without_an_agent_leaves_likewise(start, workspace):
     while not ((found := node.progress(0)) and found.phase == "evaluate"):
         assert time.monotonic() < deadline, job.output()
         time.sleep(0.01)
+    code, output = start(1, "run.dir=leaving-alone").wait()
+    assert code == 2, output
+    assert f"process {job.ranks[0].pid} on {os.uname().nodename}, since" in output
     os.kill(job.ranks[0].pid, signal.SIGINT)
     code, output = job.wait()
     assert code == 130, output

@@ -1,0 +1,70 @@
+"""Two launches into one folder: the second is refused, unless the first is dead."""
+
+import json
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from elastic import occupancy
+from elastic.occupancy import RECORD, Occupancy, OccupiedError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(occupancy, "BEAT_SECONDS", 0.05)
+
+
+@contextmanager
+def another(folder, job="first"):
+    """A process that trains in a folder; its process id."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        Occupancy(folder, job)
+        os.write(writing, b"!")
+        signal.pause()
+    os.close(writing)
+    assert os.read(reading, 1)
+    os.close(reading)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_the_second_launch_is_told_who_the_first_is(tmp_path):
+    with another(tmp_path) as pid:
+        with pytest.raises(OccupiedError, match=rf"process {pid} on {os.uname().nodename}, since"):
+            Occupancy(tmp_path, "second")
+        Occupancy(tmp_path, "first").release()  # the next round of the same job
+    started = time.monotonic()
+    Occupancy(tmp_path, "second").release()
+    assert time.monotonic() - started < 0.15, "the kernel says at once that it is dead"
+    assert not (tmp_path / RECORD).exists()
+
+
+def test_on_another_machine_a_record_that_changes_is_a_life(tmp_path, monkeypatch):
+    # Two locks, as where the filesystem does not pass them on to other machines.
+    monkeypatch.setattr(occupancy, "LOCK", "lock of this machine")
+    monkeypatch.setattr(occupancy, "_boot", lambda: "another machine")
+    with another(tmp_path) as pid:
+        monkeypatch.setattr(occupancy, "LOCK", "lock of that machine")
+        monkeypatch.setattr(occupancy, "_boot", lambda: "that machine")
+        with pytest.raises(OccupiedError, match=f"process {pid} on"):
+            Occupancy(tmp_path, "second")
+        os.kill(pid, signal.SIGSTOP)
+        Occupancy(tmp_path, "second").release()
+
+
+def test_a_launch_that_wakes_up_after_another_took_over_leaves_it_alone(tmp_path):
+    with another(tmp_path):
+        pass
+    first = Occupancy(tmp_path, "first")
+    record = {**json.loads((tmp_path / RECORD).read_text()), "job": "second", "pid": 1}
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    time.sleep(0.2)
+    first.release()
+    assert json.loads((tmp_path / RECORD).read_text()) == record
