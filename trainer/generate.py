@@ -8,10 +8,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from checkpointing import load_model
-from checkpointing.untrusted import read_object
 from trainer.architecture import Architecture
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
+from trainer.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.models import TIED_COPIES, Decoder, read_config
 
 
@@ -52,7 +52,7 @@ def generate(
     Raises:
         GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
             prompt longer than the model's context.
-        ConfigError: the architecture is none of ours.
+        ConfigError: the architecture is none of ours, or generation_config.json no JSON object.
         CheckpointError: the weights are damaged or of another model.
     """
     if temperature < 0 or max_new_tokens < 1 or (top_k is not None and top_k < 1):
@@ -67,7 +67,10 @@ def generate(
     _check_directory(directory)
     architecture = read_config(directory)
     tokenizer = _read_tokenizer(directory, architecture)
-    eos_ids = _read_eos_ids(directory)
+    beside = [directory / name for name in (CONFIG, GENERATION_CONFIG)]
+    eos_ids = stop_ids(
+        {file.name: file.read_bytes() for file in beside if file.is_file()}, directory
+    )
     # As `perdure data prepare` begins a document.
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     prompt_ids = prompt_ids or eos_ids[:1]
@@ -157,17 +160,3 @@ def _read_tokenizer(directory: Path, architecture: Architecture) -> Tokenizer:
             f"{architecture.vocab_size}; copy the one the model was trained with there"
         )
     return tokenizer
-
-
-def _read_eos_ids(directory: Path) -> list[int]:
-    """eos_token_id as generation_config.json has it, else config.json; transformers' order."""
-    for name in ("generation_config.json", "config.json"):
-        file = directory / name
-        if file.is_file():
-            try:
-                eos = read_object(file.read_bytes()).get("eos_token_id")
-            except ValueError as error:
-                raise GenerateError(f"{file}: not JSON: {error}; copy the file again") from error
-            if eos is not None:
-                return eos if isinstance(eos, list) else [eos]
-    return []

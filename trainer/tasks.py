@@ -18,13 +18,11 @@ from trainer.data.loader import TokenStream
 from trainer.data.shards import read_index
 from trainer.data.stream import Stream
 from trainer.kgat_options import GraphData, Kgat
+from trainer.model_files import files_beside
 from trainer.models import (
     Decoder,
-    config_json,
-    generation_config_json,
     init_parameter,
     read_config,
-    tokenizer_files,
 )
 from trainer.models.kgat import KGAT, Adjacency, initial_tensor
 from trainer.own_model import check_signature
@@ -69,6 +67,8 @@ class Task:
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
     unit: str = "tokens"
     """What is counted in speeds."""
+    notes: Sequence[str] = ()
+    """What a user should know before training."""
     after_step: Callable[[Forward, int], None] | None = None
     """Called on all ranks after each step, with the parallel model and the samples consumed so far:
     for what changes in the model besides by the optimizer."""
@@ -108,6 +108,11 @@ def build_task(recipe: Recipe) -> Task:
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return init_parameter(name, shape, architecture, seed)
 
+    source = Path(recipe.data.sources[0].path)
+    start = recipe.model.init_from
+    files, notes = files_beside(
+        architecture, Path(start) if start else None, source, read_index(source)
+    )
     parameters = sum(p.numel() for p in decoder.parameters())
     return Task(
         f"{architecture.model_type} decoder",
@@ -116,9 +121,10 @@ def build_task(recipe: Recipe) -> Task:
         fill,
         stream,
         validation,
-        _hugging_face_files(recipe, architecture),
+        files,
         flops_per_token(parameters, architecture, recipe.data.seq_len),
         parameters,
+        notes=notes,
     )
 
 
@@ -327,18 +333,3 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     lists.sort(key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
     return model, list(lists[-1]) if lists else []
-
-
-def _hugging_face_files(recipe: Recipe, architecture: Architecture) -> dict[str, bytes]:
-    """What `from_pretrained` needs besides the weights."""
-    source = Path(recipe.data.sources[0].path)
-    index = read_index(source)
-    eos = index["eos_id"]
-    objects = {
-        "config.json": config_json(architecture, eos_id=eos),
-        "generation_config.json": generation_config_json(eos_id=eos),
-    }
-    return {
-        **tokenizer_files(source / "tokenizer.json", eos),
-        **{name: (json.dumps(value, indent=2) + "\n").encode() for name, value in objects.items()},
-    }

@@ -366,6 +366,7 @@ def describe(
         f"{plan} {stream.describe(plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
         f"{epochs:.2f} epochs",
+        *(f"note: {note}" for note in task.notes),
     ]
     steps, lost = recipe.run.steps, max(0, reached - start.step)
     if start.step >= steps:

@@ -1,13 +1,29 @@
 """In from Hugging Face, train, out to Hugging Face: no conversion on either side."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from checkpointing.convert import export
 from tests.distributed.jobs import losses
 from trainer.data.loader import TokenStream
+from trainer.data.prepare import prepare
+from trainer.data.shards import read_index
+from trainer.data.tokenizer import train_bpe
+from trainer.model_files import files_beside
+from trainer.models import read_config
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +88,105 @@ def test_there_and_back(workspace, train, published):
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(tokenizer("to be, or not")["input_ids"]) == "to be, or not"
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def instruct(workspace):
+    """A Qwen3 that was taught to chat, as published: and it stops at two tokens."""
+    folder = workspace / "instruct"
+    text = (workspace / "corpus" / "000.txt").read_text()
+    tokenizer = train_bpe([text], 300)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT,
+        model_max_length=4096,
+    ).save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        eos_token_id=301,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[301, 0], pad_token_id=0, do_sample=True, temperature=0.7, top_k=20, top_p=0.8
+    )
+    model.save_pretrained(folder)
+    for name in ("LICENSE", "README.md", "merges.txt", "training_args.bin", "original/notes.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def test_a_model_that_chats_still_does(workspace, train, instruct):
+    prepare([str(workspace / "corpus/001.txt")], workspace / "chats", tokenizer=str(instruct))
+    start = ("model.architecture=null", "model.init_from=instruct", "schedule={}")
+    data = ("data={sources: [{path: chats}], seq_len: 32}", "run.dir=chat", "run.steps=2")
+    assert "note:" not in train(1, *start, *data)
+    checkpoint = workspace / "chat" / "checkpoints" / "step-00000002"
+    export(checkpoint, workspace / "exported", dtype="bf16")
+    talk = [{"role": "user", "content": "to be?"}]
+    theirs = AutoTokenizer.from_pretrained(instruct)
+    expected = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert expected.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    names = {path.name for path in instruct.iterdir() if path.is_file()}
+    names -= {"README.md", "training_args.bin", "model.safetensors", "config.json"}
+    assert {"chat_template.jinja", "generation_config.json", "LICENSE", "merges.txt"} < names
+    for folder in (checkpoint, workspace / "exported"):
+        for name in names:
+            assert (folder / name).read_bytes() == (instruct / name).read_bytes(), name
+        assert not (folder / "README.md").exists()
+        assert not (folder / "training_args.bin").exists()
+        ours = AutoTokenizer.from_pretrained(folder)
+        assert expected == ours.apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=True
+        )
+        assert (ours.eos_token, ours.pad_token) == ("<|im_end|>", "<|endoftext|>")
+        found = GenerationConfig.from_pretrained(folder).to_dict()
+        assert found == GenerationConfig.from_pretrained(instruct).to_dict()
+        config, source = (json.loads((f / "config.json").read_text()) for f in (folder, instruct))
+        dtypes = {"float32"} if folder == checkpoint else {"bfloat16"}
+        assert {config.pop("dtype"), config.pop("torch_dtype", *dtypes)} == dtypes
+        source.pop("dtype")
+        assert config == source
+
+
+def test_data_that_does_not_fit_a_model_that_chats_is_told(workspace, instruct, tmp_path):
+    def notes(**options):
+        data = tmp_path / str(len(list(tmp_path.iterdir())))
+        prepare([str(workspace / "corpus/001.txt")], data, **options)
+        return files_beside(read_config(instruct), instruct, data, read_index(data))
+
+    _, told = notes(tokenizer=str(instruct), eos="<|im_start|>")
+    assert len(told) == 1
+    assert "documents end in token 300, but the model" in told[0]
+    assert "stops at 301, 0" in told[0]
+
+    begins = tmp_path / "begins.json"
+    tokenizer = AutoTokenizer.from_pretrained(instruct).backend_tokenizer
+    special = [("<|im_start|>", 300)]
+    tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=special)
+    tokenizer.save(str(begins))
+    _, told = notes(tokenizer=str(begins))
+    assert "documents begin with token 300, but" in told[0]
+
+    files, told = notes(train_bpe=290)
+    assert "prepared with other tokens" in told[0]
+    assert "chat_template.jinja" not in files
+    assert b"im_start" not in files["tokenizer.json"]

@@ -66,7 +66,7 @@ def checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_eos(checkpoint: Path, eos_id: int) -> None:
+def set_eos(checkpoint: Path, eos_id: int | list[int]) -> None:
     content = json.dumps(generation_config_json(eos_id=eos_id))
     (checkpoint / "generation_config.json").write_text(content)
 
@@ -96,7 +96,7 @@ def test_greedy_text_is_that_of_transformers_and_ends_at_eos(
     assert text == text_of(ids)
 
     first = next(n for n, token in enumerate(ids) if n > 2 and token not in ids[:n])
-    set_eos(checkpoint, ids[first])
+    set_eos(checkpoint, [0, ids[first]])
     text = "".join(generate(checkpoint, PROMPT, max_new_tokens=12, temperature=0))
     assert text == text_of(ids[:first])
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_piece(
         generate(tmp_path / "missing", PROMPT)
 
     (checkpoint / "generation_config.json").write_text("{")
-    with pytest.raises(GenerateError, match=r"generation_config\.json: not JSON"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: not a JSON object"):
         generate(checkpoint, PROMPT)
     (checkpoint / "tokenizer.json").write_text("{")
     with pytest.raises(GenerateError, match=r"tokenizer\.json: not a tokenizer"):

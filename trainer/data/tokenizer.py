@@ -67,7 +67,19 @@ def read_tokenizer(file: str | Path) -> Tokenizer:
         DataError: it cannot be read.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return parse_tokenizer(Path(file).read_bytes(), file)
+    except OSError as error:
+        raise DataError(f"{file}: not a tokenizer.json: {error.strerror}") from error
+
+
+def parse_tokenizer(content: bytes, file: str | Path) -> Tokenizer:
+    """What `read_tokenizer` gives for the content of a file.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
         raise DataError(f"{file}: not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
