@@ -2,16 +2,20 @@
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from elastic.local_nodes import children
-from tests.distributed.jobs import RECIPE
+from tests.distributed.jobs import RECIPE, ROOT
 
 PERDURE = Path(sys.executable).parent / "perdure"
 
@@ -103,3 +107,53 @@ def test_from_text_to_text(folder):
     content[len(content) // 2] ^= 4
     shard.write_bytes(content)
     assert shard.name in perdure(folder, "ckpt", "verify", "run", code=2)
+
+
+def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    *imports, told = perdure(tmp_path, "--version").splitlines()
+    python = platform.python_version()
+    assert told == f"perdure {version('perdure')} (Python {python}, torch {version('torch')})"
+    assert not [line for line in imports if line.endswith("| torch")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian", "x.yaml"], "train"),
+        (["data", "prepar"], "prepare"),
+        (["data", "prepare", "x", "--out", "y", "--split-documents", "windows"], "window"),
+    ],
+)
+def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, arguments, meant):
+    assert perdure(tmp_path, *arguments, code=2).endswith(f"did you mean '{meant}'?\n")
+
+
+def test_the_wheel_holds_recipes_and_schema(tmp_path):
+    """Who has installed the package, and no checkout, starts from one of its recipes."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("trainer", "elastic", "checkpointing", "recipes"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    build += ["--disable-pip-version-check", "--wheel-dir", tmp_path, source]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    assert (tmp_path / "installed" / "trainer" / "recipes" / "schema.json").is_file()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    command = [sys.executable, "-P", "-m", "trainer.cli"]
+    missing = subprocess.run([*command, "train", "recipes/quickstart.yaml"], check=False, **run)
+    assert missing.returncode == 2
+    assert missing.stderr.endswith("perdure recipe copy quickstart recipes/quickstart.yaml\n")
+    for _ in range(2):
+        copied = subprocess.run([*command, "recipe", "copy", "quickstart"], check=False, **run)
+    assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
+    shipped = (ROOT / "recipes" / "quickstart.yaml").read_text()
+    assert (tmp_path / "quickstart.yaml").read_text() == shipped
+    listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
+    assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))

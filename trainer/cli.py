@@ -1,7 +1,6 @@
 """`perdure` for people: parses and calls, nothing more."""
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -9,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias, get_args
+from typing import Any, NoReturn, TypeAlias, get_args
 
 from elastic.exits import (
     EXIT_DO_NOT_REQUEUE,
@@ -28,12 +27,13 @@ from trainer.cli_chaos import add_chaos_command
 from trainer.cli_ckpt import CKPT_EXAMPLES, add_ckpt_commands
 from trainer.cli_compare import add_compare_command
 from trainer.cli_import import add_import_command
+from trainer.cli_parser import Parser, Version
 from trainer.cli_plan import add_plan_command
 from trainer.cli_profile import add_profile_command
+from trainer.cli_recipe import add_recipe_command
 from trainer.data.options import Split
 from trainer.errors import known_errors, told
-from trainer.recipe import RecipeError, dump_recipe, load_recipe, recipe_schema
-from trainer.reference import recipe_reference
+from trainer.recipe import RecipeError, dump_recipe, load_recipe
 
 TRAIN_EXAMPLES = """\
 examples:
@@ -59,7 +59,7 @@ examples:
   perdure generate runs/quickstart/checkpoints/step-00000300 --prompt "The" --temperature 0
 """
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
 def main() -> None:
@@ -86,7 +86,8 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="perdure", description="Train models that last.")
+    parser = Parser(prog="perdure", description="Train models that last.")
+    parser.add_argument("--version", action=Version, help="of this, of Python and of torch")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = _command(commands, "train", "train a recipe, or go on with it", TRAIN_EXAMPLES)
@@ -153,9 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--html", type=Path, metavar="FILE", help="write a page with its curves")
     report.set_defaults(run=_report)
 
-    reference = _command(commands, "recipe", "the recipe reference or JSON Schema, made from code")
-    reference.add_argument("what", choices=("reference", "schema"))
-    reference.set_defaults(run=_recipe)
+    add_recipe_command(commands, _command)
     return parser
 
 
@@ -386,17 +385,6 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     return EXIT_DONE
-
-
-# --- recipe ----------------------------------------------------------------------------------
-
-
-def _recipe(arguments: argparse.Namespace) -> int:
-    if arguments.what == "reference":
-        print(recipe_reference(), end="")
-    else:
-        print(json.dumps(recipe_schema(), indent=2))
-    return 0
 
 
 if __name__ == "__main__":

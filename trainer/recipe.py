@@ -311,6 +311,12 @@ class Recipe:
         return self.strategy.sharding or "FULL_SHARD"
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with this package, by name."""
+    files = (Path(__file__).parent / "recipes").glob("*.yaml")
+    return {file.stem: file for file in sorted(files)}
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate a recipe.
 
@@ -322,6 +328,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: a line for each problem, with file, line, key and remedy.
     """
+    name = Path(path).stem
+    if not Path(path).exists() and name in shipped_recipes():
+        raise RecipeError(
+            f"{path}: there is no such file; Perdure comes with a recipe of this name: perdure "
+            f"recipe copy {name} {Path(path).with_suffix('.yaml')}"
+        )
     tree, origins, problems = read_tree(path, overrides)
     return validate(tree, origins, str(path), problems)
 
