@@ -327,7 +327,8 @@ class Checkpointer:
         whatever world size and strategy it was saved.
 
         Returns:
-            The `state` that was saved, equal on all ranks; None if there is no checkpoint.
+            The `state` that was saved, equal on all ranks; None if there is no checkpoint, and the
+            targets are as they were.
 
         Raises:
             WrongModel: the newest good checkpoint has other tensors.
