@@ -123,6 +123,8 @@ class Checkpointer:
         self._told: SaveOutcome | None = None
         """How the last save ended, once `outcomes` has given that out."""
         self._damaged: set[str] = set()
+        self._right: set[str] = set()
+        """Names of steps that were loaded, every byte of them checked."""
         self._newest: int | None = None
         """Newest step in storage, good or not, as far as is known here."""
         self.loaded_from: Literal["memory", "storage"] | None = None
@@ -223,7 +225,8 @@ class Checkpointer:
         payload = None
         if self._ranks.is_main:
             payload = _payload(plan, state, files)
-            payload |= {"damaged": sorted(self._damaged), "newest": self._newest}
+            payload |= {"damaged": sorted(self._damaged), "right": sorted(self._right)}
+            payload |= {"newest": self._newest}
             payload |= {"memory_only": memory_only}
         wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
@@ -375,6 +378,8 @@ class Checkpointer:
                 try:
                     state = load_step(self._ranks, path, specs, targets, self.options.verify)
                     self.loaded_from = "storage"
+                    if self.options.verify:
+                        self._right.add(path.name)
                     return state
                 except RankError as failed:
                     if not issubclass(failed.kind, DamagedCheckpoint):
@@ -557,6 +562,7 @@ class Checkpointer:
             if outcome.path:
                 self._newest = max(outcome.step, self._newest or 0)
                 self._damaged.discard(step_name(outcome.step))
+                self._right.discard(step_name(outcome.step))
 
     def _lost_writer(self) -> None:
         if self._running is not None:

@@ -38,8 +38,9 @@ from checkpointing.layout import (
     step_name,
 )
 from checkpointing.options import CheckpointOptions
-from checkpointing.retention import prune
+from checkpointing.retention import Known, prune, survey
 from checkpointing.target import Target, filesystem, is_shared, new_target
+from checkpointing.verification import GivenUpError, is_damage, verify_step
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ UNIT_BLOCKS = 16
 """Blocks that a writer takes at a time where a file may be written in parts."""
 
 
+READ_AT_END_BYTES = 256 << 20
+"""A last step that is not larger is read back before the writers end."""
 ANSWER_SECONDS = 30
 """A request to save is answered after so long even if a node does not answer."""
 
@@ -119,7 +122,7 @@ Key = tuple[int, int]
 class _Save:
     key: Key
     payload: dict[str, Any]
-    """Of rank 0: state, files, damaged, memory_only."""
+    """Of rank 0: state, files, damaged, right, previous, memory_only."""
     slot: int
     started: float
     target: Target | None = None
@@ -197,6 +200,14 @@ class Coordinator:
         """The save that failed last; its copy may yet become whole."""
         self._newest: int | None = None
         """Step that was committed last, since this process began."""
+        self._right: set[str] = set()
+        """Names of steps of which every byte was read and found right."""
+        self._damaged: set[str] = set()
+        """Names of steps that could not be loaded."""
+        self._found_damaged: set[str] = set()
+        """Names of steps that were read back here."""
+        self._tidying = self._untidy = False
+        """Whether retention is at work, and whether it is to begin again."""
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -315,7 +326,7 @@ class Coordinator:
         # First: who claims it next removes what is begun here. Also where the step is committed
         # already, by others that train beside us, perhaps.
         self._claim = hold(self._directory, self._claim)
-        target = new_target(final, save.payload["damaged"])
+        target = new_target(final, self._found_damaged.union(save.payload["damaged"]))
         if target:
             try:
                 target.begin(self._files)
@@ -499,15 +510,64 @@ class Coordinator:
             nbytes=sum(file.size for file in self._files),
             writers=self._limit.value,
         )
-        self._later(lambda: self._tidy(save), self._tidied)
+        self._right.discard(target.final.name)
+        self._found_damaged.discard(target.final.name)
+        self._right |= set(save.payload["right"])
+        self._damaged = set(save.payload["damaged"])
+        self._untidy = True
+        self._maybe_tidy()  # before the end, so that writers do not end before it
         self._end(save, outcome)
 
-    def _tidy(self, save: _Save) -> None:
-        prune(self._directory, self._options, save.payload["damaged"])
+    def _maybe_tidy(self) -> None:
+        """Carry out retention aside, one after the other."""
+        if self._untidy and not self._tidying:
+            self._tidying, self._untidy = True, False
+            self._later(self._tidy, self._tidied)
+
+    def _tidy(self) -> None:
+        """Read the newest step back, and delete what need not stay besides. Runs aside."""
+        unreadable: set[str] = set()
+
+        def known() -> Known:
+            return Known(self._damaged | self._found_damaged, unreadable, self._right)
+
+        while self._options.keep:
+            found = survey(self._directory, self._options.best_by, known())
+            newest = next((item for item in found if item.is_good), None)
+            if newest is None or newest.right:
+                break
+            try:
+                _, problems = verify_step(newest.path, threads=1, pause=self._slowly(newest.size))
+            except GivenUpError:
+                break
+            if not problems:
+                self._right.add(newest.path.name)
+                break
+            logger.warning("%s was read back: %s", newest.path.name, problems[0])
+            bad = any(map(is_damage, problems))
+            (self._found_damaged if bad else unreadable).add(newest.path.name)
+        prune(self._directory, self._options, known())
+
+    def _slowly(self, nbytes: int) -> Callable[[], None]:
+        """What reading back calls before each block: a save that is being written goes first, and
+        so does the end of the run, if there is much to read."""
+        last = time.monotonic()
+
+        def pause() -> None:
+            nonlocal last
+            if self._closing and nbytes > READ_AT_END_BYTES:
+                raise GivenUpError
+            if self._save is not None:
+                time.sleep(min(1.0, 3 * (time.monotonic() - last)))
+            last = time.monotonic()
+
+        return pause
 
     def _tidied(self, result: Any) -> None:
         if isinstance(result, Exception):  # the save itself has succeeded
             logger.warning("could not tidy %s: %s", self._directory, failure_of(result).message)
+        self._tidying = False
+        self._maybe_tidy()
 
     def _fail(self, node: int, failure: Failure) -> None:
         save = self._save

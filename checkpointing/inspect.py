@@ -8,38 +8,35 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError
 from checkpointing.layout import (
-    BLOCK_BYTES,
     COMMIT_RECORD,
     LATEST,
     MODEL,
     OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
-    FileRecord,
     StoredTensor,
     parse_step,
 )
 from checkpointing.options import CheckpointOptions
-from checkpointing.retention import Decision, decide, prune, reading_lock, survey
-from checkpointing.source import CheckedBlocks, open_source
+from checkpointing.retention import Decision, Known, decide, prune, survey
+from checkpointing.source import open_source
 from checkpointing.steps import (
     list_steps,
     open_step,
-    read_record,
     reading,
     step_state,
     stored_tensors,
 )
-from checkpointing.storage import location, open_file, own_size, read_file
+from checkpointing.storage import location, read_file
 from checkpointing.untrusted import printable
+from checkpointing.verification import is_damage, verify_step
 
 MAX_POINTER_BYTES = 4096
 
@@ -223,6 +220,8 @@ class Problem:
     checkpoint: Path
     message: str
     """Names the file, and the block where it is one."""
+    is_damage: bool = True
+    """Else it could not be read."""
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}: {self.message}"
@@ -237,6 +236,29 @@ class Verification:
     size: int = 0
     """Bytes that were read."""
     problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def good(self) -> list[Path]:
+        """Those without problems."""
+        bad = {problem.checkpoint for problem in self.problems}
+        return [path for path in self.checked if path not in bad]
+
+    @property
+    def known(self) -> Known:
+        """What it tells retention."""
+        lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
+        return Known(
+            damaged=lost,
+            unreadable={problem.checkpoint.name for problem in self.problems} - lost,
+            right={path.name for path in self.good},
+        )
+
+    def add(self, step: Path) -> None:
+        """Check another one."""
+        size, problems = verify_step(step)
+        self.checked.append(step)
+        self.size += size
+        self.problems += [Problem(step, str(problem), is_damage(problem)) for problem in problems]
 
     def __str__(self) -> str:
         bad = {problem.checkpoint for problem in self.problems}
@@ -253,11 +275,9 @@ def verify(path: str | Path) -> Verification:
 
     Goes on after a problem, to name all of them.
     """
-    result = Verification(find_steps(path))
-    for step in result.checked:
-        size, messages = _verify_step(step)
-        result.size += size
-        result.problems += [Problem(step, message) for message in messages]
+    result = Verification([])
+    for step in find_steps(path):
+        result.add(step)
     result.problems += _verify_latest(result.checked)
     return result
 
@@ -277,42 +297,6 @@ def _verify_latest(steps: Sequence[Path]) -> list[Problem]:
     return [Problem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
 
-def _verify_step(step: Path) -> tuple[int, list[str]]:
-    """(bytes that its record names, what is wrong)"""
-    try:
-        with reading_lock(step):
-            record = read_record(step)
-            problems: list[str] = []
-            # Reading and the CRC leave the interpreter, so a few threads use as many cores.
-            with ThreadPoolExecutor(max_workers=4) as pool:
-                for found in pool.map(
-                    lambda name: _verify_file(step, name, record.files[name]), record.files
-                ):
-                    problems += found
-            return sum(file.size for file in record.files.values()), problems
-    except CheckpointError as error:
-        return 0, [str(error)]
-
-
-def _verify_file(step: Path, name: str, record: FileRecord) -> list[str]:
-    path, problems = step / name, list[str]()
-    try:
-        with reading(path):
-            own_size(step, name)  # refuses what is behind a link
-        with reading(path), open_file(path) as file:
-            if file.size != record.size:
-                problems.append(f"{path}: has {file.size} bytes, {record.size} were written")
-            blocks = CheckedBlocks(file, path, record)
-            for block in range(min(len(record.checksums), -(-file.size // BLOCK_BYTES))):
-                try:
-                    blocks.check(block)
-                except DamagedCheckpoint as error:
-                    problems.append(str(error))
-    except CheckpointError as error:
-        problems.append(str(error))
-    return problems
-
-
 # --- prune -----------------------------------------------------------------------------------
 
 
@@ -322,6 +306,8 @@ class Pruning:
 
     decisions: list[Decision]
     dry_run: bool
+    verification: Verification
+    """Of what is relied upon: the newest that stay."""
 
     def __str__(self) -> str:
         verbs = ("goes" if self.dry_run else "deleted", "stays")
@@ -329,11 +315,16 @@ class Pruning:
         going = [item for item in self.decisions if not item.stays]
         size = human_bytes(sum(item.size for item in going))
         would = "would be deleted (dry run)" if self.dry_run else "deleted"
-        return "\n".join([table(rows), f"{len(going)} of {len(rows)} {would}: {size}"])
+        lines = [*map(str, self.verification.problems), table(rows)]
+        if going:
+            good = [path.name for path in self.verification.good]
+            lines.append(f"every byte read and found right: {', '.join(good) or 'of none'}")
+        return "\n".join([*lines, f"{len(going)} of {len(rows)} {would}: {size}"])
 
 
 def pruned(path: str | Path, options: CheckpointOptions, *, dry_run: bool) -> Pruning:
-    """Apply retention to a run, also while it is being trained.
+    """Apply retention to a run, also while it is being trained. Before anything is deleted, every
+    byte is read of the newest checkpoints that stay for it: one that is damaged counts for nothing.
 
     Args:
         path: run directory, or the directory of its checkpoints.
@@ -348,9 +339,21 @@ def pruned(path: str | Path, options: CheckpointOptions, *, dry_run: bool) -> Pr
     if steps == [path]:
         raise StorageError(f"{path}: is one checkpoint; give the run that it belongs to")
     directory = steps[0].parent
-    if dry_run:
-        return Pruning(decide(survey(directory, options.best_by), options), dry_run)
-    return Pruning(prune(directory, options), dry_run)
+    checked = Verification([])
+    while True:
+        known = checked.known
+        found = survey(directory, options.best_by, known)
+        decisions = decide(found, options)
+        if all(item.stays for item in decide([replace(f, right=True) for f in found], options)):
+            break  # nothing goes, so nothing is relied upon
+        newest = [item.path for item in found if item.is_good][: options.keep]
+        unknown = [path for path in newest if path not in checked.checked]
+        if not unknown:
+            break
+        checked.add(unknown[0])
+    if not dry_run:
+        decisions = prune(directory, options, known)
+    return Pruning(decisions, dry_run, checked)
 
 
 # --- text ------------------------------------------------------------------------------------

@@ -65,6 +65,24 @@ class Found:
     """What is wrong with it; None: it is good."""
     unreadable: str | None = None
     """Why nothing is known of it; it stays."""
+    right: bool = False
+    """Every byte was read since it was written, and found right."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is known against it."""
+        return self.damage is None and self.unreadable is None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What reading steps has told of them, by name."""
+
+    damaged: Collection[str] = ()
+    """Though their records are good."""
+    unreadable: Collection[str] = ()
+    right: Collection[str] = ()
+    """Every byte was read since they were written, and found right."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +105,16 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
     judged, those after it carry its value on until the next validation. Damaged steps go once there
     is a newer good one. With `keep` 0 everything stays.
 
+    The newest step that was read and found right stays besides, and before there is one no good
+    step goes: what was written is not yet what can be read.
+
     Args:
         found: newest first.
         options: keep, keep_every, keep_best and best_by.
     """
-    good = [item for item in found if item.damage is None and item.unreadable is None]
+    good = [item for item in found if item.is_good]
     newest = {item.path for item in good[: options.keep]}
+    right = next((item.path for item in good if item.right), None)
     judged = {
         item.value: item
         for item in good  # of equal values the last, and so the oldest
@@ -114,24 +136,28 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
             return True, f"a multiple of {options.keep_every}"
         if item.path in best:
             return True, f"{options.best_by} {item.value:.6g} is among the {options.keep_best} best"
+        if right is None:
+            return True, "no step has been read and found right yet"
+        if item.path == right:
+            return True, "the newest that was read and found right"
         return False, f"older than the newest {options.keep}"
 
     return [Decision(item.path, *judge(item), item.size) for item in found]
 
 
-def survey(directory: Path, best_by: str, damaged: Collection[str] = ()) -> list[Found]:
+def survey(directory: Path, best_by: str, known: Known) -> list[Found]:
     """What `decide` needs to know of the steps in a directory, newest first. Reads no tensors.
 
     Args:
         directory: of the checkpoints.
         best_by: key of trainer_state.json.
-        damaged: names of steps that are known to be damaged, though their records are good.
+        known: of them.
     """
-    return [_look(path, best_by, damaged) for path in list_steps(directory)]
+    return [_look(path, best_by, known) for path in list_steps(directory)]
 
 
-def _look(path: Path, best_by: str, damaged: Collection[str]) -> Found:
-    found = Found(path, parse_step(path.name) or 0)
+def _look(path: Path, best_by: str, known: Known) -> Found:
+    found = Found(path, parse_step(path.name) or 0, right=path.name in known.right)
     try:
         step = open_step(path)
         value = _number(step_state(step), best_by)
@@ -141,7 +167,9 @@ def _look(path: Path, best_by: str, damaged: Collection[str]) -> Found:
         return replace(found, damage=str(error))
     except CheckpointError as error:  # no reason to delete it
         return replace(found, unreadable=explain(error))
-    damage = "found so when it was loaded" if path.name in damaged else None
+    damage = "found so when it was read" if path.name in known.damaged else None
+    if path.name in known.unreadable:
+        return replace(found, unreadable="found so when it was read")
     size = sum(file.size for file in step.record.files.values())
     return replace(found, value=value, size=size, damage=damage)
 
@@ -156,22 +184,20 @@ def _number(state: Mapping[str, Any], key: str) -> float | None:
 # --- carrying it out -----------------------------------------------------------------------------
 
 
-def prune(
-    directory: Path, options: CheckpointOptions, damaged: Collection[str] = ()
-) -> list[Decision]:
+def prune(directory: Path, options: CheckpointOptions, known: Known) -> list[Decision]:
     """Delete the steps that need not stay, and what dead processes left behind. In one process of
     a run at a time; never holds up a save, as it touches nothing that is being written.
 
     Args:
         directory: of the checkpoints.
         options: keep, keep_every, keep_best and best_by, see `decide`.
-        damaged: names of steps that are known to be damaged, though their records are good.
+        known: of the steps.
 
     Returns:
         What became of each step, newest first.
     """
     done = []
-    for decision in decide(survey(directory, options.best_by, damaged), options):
+    for decision in decide(survey(directory, options.best_by, known), options):
         done.append(decision if decision.stays else _carry_out(decision))
     collect(directory)
     return done

@@ -127,6 +127,7 @@ class World:
             time=SimpleNamespace(monotonic=lambda: self.clock, time=lambda: self.clock),
             is_shared=lambda kind: shared,
             new_target=self.new_target,
+            survey=lambda *arguments: [],
             prune=lambda *arguments: None,
             hold=lambda directory, mine: directory / ".writer-000001",
         )
@@ -250,6 +251,7 @@ class World:
                 "state": b"",
                 "files": {},
                 "damaged": [],
+                "right": [],
                 "newest": None,
                 "memory_only": False,
             }

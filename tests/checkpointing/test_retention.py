@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,11 @@ from checkpointing import (
     restore,
 )
 from checkpointing.claim import hold
+from checkpointing.inspect import pruned
 from checkpointing.owners import owner
 from checkpointing.retention import (
     Found,
+    Known,
     collect,
     decide,
     delete,
@@ -35,7 +38,8 @@ from checkpointing.retention import (
     reading_lock,
     survey,
 )
-from tests.checkpointing.stored import write_checkpoint
+from tests.checkpointing.faults import plant
+from tests.checkpointing.stored import flip, write_checkpoint
 from tests.checkpointing.worlds import save_now
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +55,12 @@ def save(directory, step, **state):
     )
 
 
+def prune_read(directory, rules, damaged=()):
+    """Prune when every byte that is not known to be damaged was read and found right."""
+    right = {path.name for path in directory.glob("step-*")} - set(damaged)
+    return prune(directory, rules, Known(damaged=damaged, right=right))
+
+
 def steps(directory):
     return [int(path.name[5:]) for path in sorted(directory.glob("step-*"))]
 
@@ -59,13 +69,14 @@ def steps(directory):
 
 
 def found(text):
-    """Steps as words: 5 is good, 5=0.5 has a value, 5- is damaged, 5? unreadable."""
+    """Steps as words: 5 is good, 5=0.5 has a value, 5- is damaged, 5? unreadable, 5* was not read
+    yet."""
     items = []
     for word in text.split():
-        step, value, mark = re.fullmatch(r"(\d+)=?([a-z0-9.]*)([-?]?)", word).groups()
+        step, value, mark = re.fullmatch(r"(\d+)=?([a-z0-9.]*)([-?*]?)", word).groups()
         damage, unreadable = "torn" * (mark == "-") or None, "no" * (mark == "?") or None
         number = float(value) if value else None
-        items.append(Found(Path(step), int(step), number, 0, damage, unreadable))
+        items.append(Found(Path(step), int(step), number, 0, damage, unreadable, not mark))
     return items
 
 
@@ -86,6 +97,11 @@ def found(text):
         # 4 and 3 carry on the value that 2 was given: they were not judged themselves.
         ("5=3 4=1 3=1 2=1 1=2", options(1, keep_best=2), "4 3"),
         ("5 4=1- 3=2", options(1, keep_best=1), "4"),
+        # What was written is not yet what can be read.
+        ("5* 4 3 2", options(1), "3 2"),
+        ("5* 4* 3 2", options(2), "2"),
+        ("5* 4* 3* 2*", options(1), ""),
+        ("5* 4- 3* 2", options(1), "4 3"),
     ],
 )
 def test_what_goes(there, rules, goes):
@@ -96,7 +112,8 @@ def test_what_goes(there, rules, goes):
 
 def test_every_decision_has_its_reason():
     there = [
-        Found(Path("60"), 60, 3.0),
+        Found(Path("70"), 70),
+        Found(Path("60"), 60, 3.0, right=True),
         Found(Path("50"), 50, damage="x is missing"),
         Found(Path("40"), 40, 5.0),
         Found(Path("30"), 30, 1.0),
@@ -105,6 +122,7 @@ def test_every_decision_has_its_reason():
     ]
     assert [(item.stays, item.reason) for item in decide(there, options(1, 40, 1))] == [
         (True, "among the newest 1"),
+        (True, "the newest that was read and found right"),
         (False, "damaged: x is missing"),
         (True, "a multiple of 40"),
         (True, "validation_loss 1 is among the 1 best"),
@@ -121,12 +139,13 @@ FOUND = st.lists(
         value=st.none() | st.sampled_from([0.5, 1.0, 2.0]) | st.floats(),
         damage=st.none() | st.just("torn"),
         unreadable=st.none() | st.none() | st.just("no"),
+        right=st.booleans(),
     ),
     unique_by=lambda item: item.step,
     max_size=12,
 ).map(
     lambda items: [
-        Found(Path(str(item.step)), item.step, item.value, 0, item.damage, item.unreadable)
+        replace(item, path=Path(str(item.step)))
         for item in sorted(items, key=lambda item: -item.step)
     ]
 )
@@ -145,6 +164,9 @@ def test_whatever_is_there_what_must_stay_stays(there, rules):
     values = sorted({item.value for item in good if math.isfinite(item.value or 0)} - {None})
     for value in values[: rules.keep_best]:
         assert stays & {item.path for item in good if item.value == value}
+    right = [item.path for item in good if item.right]
+    assert set(right[:1]) <= stays
+    assert right or {item.path for item in good} <= stays
     newest = max((item.step for item in good), default=-1)
     assert all(item.path in stays for item in there if item.step >= newest)
     assert bool(stays) == bool(there)
@@ -165,24 +187,24 @@ def test_rules_on_real_checkpoints(tmp_path):
         save(tmp_path, step, **({} if loss is None else {"validation_loss": loss}))
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-00000000").mkdir()  # no commit record: not a checkpoint
-    assert [item.value for item in survey(tmp_path, "validation_loss")][:2] == [None, 4.0]
-    decisions = prune(tmp_path, options(2, keep_every=5, keep_best=1))
+    assert [item.value for item in survey(tmp_path, "validation_loss", Known())][:2] == [None, 4.0]
+    decisions = prune_read(tmp_path, options(2, keep_every=5, keep_best=1))
     assert steps(tmp_path) == [2, 5, 6, 7]
     assert [item.path.name[-1] for item in decisions if not item.stays] == ["4", "3", "1", "0"]
     assert "index.json: is missing" in decisions[-1].reason
     assert decisions[0].size > 100
     assert (tmp_path / "notes").exists()
-    prune(tmp_path, options(2))
+    prune_read(tmp_path, options(2))
     assert steps(tmp_path) == [6, 7]
 
 
 def test_a_step_known_to_be_damaged_does_not_count_as_good(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    prune(tmp_path, options(1), {"step-00000003"})
+    prune_read(tmp_path, options(1), {"step-00000003"})
     assert steps(tmp_path) == [2, 3]
     save(tmp_path, 4)
-    prune(tmp_path, options(2), {"step-00000003"})
+    prune_read(tmp_path, options(2), {"step-00000003"})
     assert steps(tmp_path) == [2, 4]
 
 
@@ -198,7 +220,7 @@ def test_what_cannot_be_read_at_the_moment_is_not_deleted(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "open", failing)
     monkeypatch.setattr("checkpointing.storage.TRANSIENT", frozenset())
-    decisions = prune(tmp_path, options(1))
+    decisions = prune_read(tmp_path, options(1))
     assert steps(tmp_path) == [1, 3]
     assert decisions[-1].reason.startswith("cannot be read: ")
 
@@ -245,14 +267,14 @@ def test_a_step_that_another_process_reads_stays_until_it_is_done(tmp_path):
         assert reader.stdout.readline() == "held\n"
         with reading_lock(old):  # many may read
             pass
-        decisions = prune(tmp_path, options(1))
+        decisions = prune_read(tmp_path, options(1))
         assert [item.reason for item in decisions] == [
             "among the newest 1",
             "being read at this moment",
         ]
         assert steps(tmp_path) == [1, 2]
         reader.kill()  # the kernel drops its lock
-    prune(tmp_path, options(1))
+    prune_read(tmp_path, options(1))
     assert steps(tmp_path) == [2]
 
 
@@ -269,7 +291,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
     rename, flock = os.rename, fcntl.flock
     with monkeypatch.context() as patch:  # while retention holds the step
         patch.setattr(os, "rename", lambda *names: (read(old), rename(*names)))
-        prune(tmp_path, options(2))
+        prune_read(tmp_path, options(2))
     with monkeypatch.context() as patch:  # between opening and locking it
         patch.setattr(fcntl, "flock", lambda *call: (patch.undo(), delete(newer), flock(*call)))
         read(newer)
@@ -361,6 +383,38 @@ def test_an_engine_that_saves_also_deletes(tmp_path):
             engine_save(checkpointer, step, validation_loss=loss)
     assert steps(tmp_path) == [2, 4]
     assert (tmp_path / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_step_goes_only_when_a_later_one_was_read_back_and_found_right(tmp_path, monkeypatch):
+    """The disk changes what is written to it, from step 2 on; so step 1 stays."""
+    with monkeypatch.context() as patch:
+        plant(patch, root=str(tmp_path), flip=["step-00000002", "step-00000003"])
+        with Checkpointer(tmp_path, options(1), None) as checkpointer:
+            for step in (1, 2, 3):
+                engine_save(checkpointer, step)
+    assert steps(tmp_path) == [1, 2, 3]
+    with Checkpointer(tmp_path, options(1), None) as checkpointer:
+        target = {"w": torch.zeros(3)}
+        assert checkpointer.load(model=target, optimizer={}) == {"step": 1}
+        engine_save(checkpointer, 4)
+    assert steps(tmp_path) == [4]
+
+
+def test_prune_reads_what_it_relies_upon(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    (tensors,) = (tmp_path / "step-00000004").glob("model-*.safetensors")
+    flip(tensors, -1)
+    before = steps(tmp_path)
+    planned = pruned(tmp_path, options(1), dry_run=True)
+    assert steps(tmp_path) == before
+    done = pruned(tmp_path, options(1), dry_run=False)
+    assert [item.stays for item in planned.decisions] == [item.stays for item in done.decisions]
+    assert steps(tmp_path) == [3, 4]
+    text = str(done)
+    assert f"{tensors}: checksum of block 0" in text
+    assert "every byte read and found right: step-00000003" in text
+    assert pruned(tmp_path, options(2), dry_run=False).verification.checked == []  # nothing goes
 
 
 def test_a_committed_step_is_not_written_again(tmp_path):

@@ -10,6 +10,7 @@ imports this file before all else. What happens there is said, as JSON, in WRITE
     once            a file; who finds it there does not die any more
     shared_memory   a folder to use in place of /dev/shm
     free            bytes of memory that there seem to be
+    flip            names of steps of which a bit of a tensor flips once they are committed
 
 The label of a point is the call and the file, without the owner: "fsync step-00000002.tmp" or
 "mkdir memory/slot-0".
@@ -65,6 +66,8 @@ def watched(call: str):
             if [label, nth] == faults.get("kill"):
                 die(call, subject, arguments)
         result = original(subject, *arguments, **keywords)
+        if call == "rename" and os.path.basename(arguments[0]) in faults.get("flip", ()):
+            flip(Path(arguments[0], "model-00001-of-00001.safetensors"))
         if label and "log" in faults:
             creates = call == "open" and arguments[0] & os.O_CREAT
             target = path_of(arguments[0]) if call in ("rename", "replace") else None
@@ -87,6 +90,12 @@ def die(call: str, subject, arguments) -> None:
     if faults["who"] == "all":
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 if "root" in faults:
