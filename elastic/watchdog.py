@@ -55,8 +55,8 @@ a smaller world or from memory, is no reason to hurry now."""
 FACTOR = 12
 """A time-out is so many times what 99 of 100 took: a step may well take ten times as long as those
 before, with other data or by the user's own schedule."""
-WORKING = 60.0
-"""No time-out of a rank that computes is shorter: it may compile again, or have met a hard case."""
+WORKING = 30.0
+"""No time-out of a rank that computes is shorter: it may have met a hard case."""
 ENOUGH = 5
 """Durations from which a time-out is learned."""
 KEPT = 200
@@ -191,13 +191,16 @@ def standings(
     for rank, progress in sorted(progress_by_rank.items()):
         sign = (signs or {}).get(rank, NO_SIGNS)
         limit = times.limit(rank, progress)
+        dump = (dumps or {}).get(rank)
+        if dump and compiles(dump):
+            limit = max(limit, times.patience)
         one = Standing(
             rank,
             progress.step,
             progress.phase,
             max(0.0, now - max(progress.at, times.woke)),
             max(limit, WORKING) if sign.busy else limit,
-            where(dumps[rank]) if dumps and rank in dumps else "unknown",
+            "unknown" if dump is None else where(dump),
             sign.starved,
         )
         if sign.stopped > times.floor:
@@ -389,6 +392,15 @@ UNCLEAR = (
     "/torchinductor_",  # compiled code, with and without collectives
 )
 
+COMPILING = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/graph.py",  # also of a backward pass, which is compiled on first use
+    "/torch/_inductor/async_compile.py",
+    "/triton/compiler/",
+)
+"""What is on the stack of a rank that compiles, or waits for processes that do it: at any step, if
+a shape is new."""
+
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 
 
@@ -402,12 +414,22 @@ def in_collective(dump: str) -> bool | None:
     Judged by the innermost Python frame that does not only pass the call on: time spent in C++ is
     seen as time in the Python function that called it.
     """
-    main_thread = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
-    files = [file.replace(os.sep, "/") for file in _FRAME.findall(main_thread)]
+    files = _main_thread(dump)
     innermost = next((file for file in files if not _within(file, FORWARDING)), None)
     if innermost is None or _within(innermost, UNCLEAR):
         return None
     return _within(innermost, COLLECTIVES)
+
+
+def compiles(dump: str) -> bool:
+    """Whether the main thread compiles."""
+    return any(_within(file, COMPILING) for file in _main_thread(dump))
+
+
+def _main_thread(dump: str) -> list[str]:
+    """Files of the frames of the main thread, the innermost first."""
+    main_thread = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
+    return _FRAME.findall(main_thread)
 
 
 def where(dump: str) -> Where:

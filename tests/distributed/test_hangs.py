@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -18,7 +18,7 @@ FACTORY = '''
 import time
 from pathlib import Path
 
-from torch import nn
+from torch import distributed, nn
 
 from trainer.data.loader import TokenStream
 
@@ -44,6 +44,11 @@ class Model(nn.Module):
 
     def forward(self, input_ids, labels, document_ids=None):
         self.calls += 1
+        rank = distributed.get_rank()
+        while Path(f"asleep-{rank}").exists():
+            time.sleep(0.05)
+        while Path(f"spinning-{rank}").exists():
+            pass
         work = self.seconds * len(input_ids) * (1 if self.calls % 10 else 10)
         began = time.thread_time()
         while time.thread_time() - began < work:
@@ -55,7 +60,7 @@ class Model(nn.Module):
 def build(seconds):
     return Model(seconds)
 '''
-AWAY = 4.5
+AWAY = 4.1
 """Seconds: longer than a step of milliseconds may take."""
 
 
@@ -132,16 +137,38 @@ def test_who_waits_for_data_or_storage_is_left_alone_and_who_is_stopped_is_found
     try_to_death(workspace, slow_job("waits", 0.003), "waits", 0)
 
 
+@contextmanager
+def burners(count):
+    """So many processes that never rest."""
+    command = [sys.executable, "-m", "elastic.process", "tests.distributed.burner"]
+    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 @soak
 @pytest.mark.timeout(1200)
 def test_a_healthy_job_on_a_busy_machine(slow_job, workspace):
     """Two more processes that never rest on the two cores; HEALTHY_SECONDS, by default 600."""
-    burner = [sys.executable, "-m", "elastic.process", "tests.distributed.burner"]
-    burners = [subprocess.Popen(burner, cwd=ROOT) for _ in range(2)]
-    try:
+    with burners(2):
         seconds = float(os.environ.get("HEALTHY_SECONDS", "600"))
         try_to_death(workspace, slow_job("busy", 0.05), "busy", seconds)
-    finally:
-        for process in burners:
-            process.kill()
-            process.wait()
+
+
+@soak
+@pytest.mark.parametrize(("how", "seconds"), [("asleep", 30), ("spinning", 300)])
+def test_who_hangs_in_the_users_code_is_found_on_a_busy_machine(slow_job, workspace, how, seconds):
+    with burners(2):
+        node = slow_job(how, 0.003)
+        assert until(lambda: reached(workspace, how) >= 12, 60), node.text()
+        (workspace / f"{how}-1").touch()
+        try:
+            assert until(lambda: "a hang: rank 1 " in node.text(), seconds), node.text()
+        finally:
+            (workspace / f"{how}-1").unlink()
+        now = reached(workspace, how)
+        assert until(lambda: reached(workspace, how) >= now + 3, 60), node.text()

@@ -50,7 +50,7 @@ def test_a_tenth_of_all_time_is_its_own():
     assert signs[-1].starved == pytest.approx(MOST * 2)
 
 
-def test_a_rank_that_computes_has_a_minute():
+def test_a_rank_that_computes_has_more_time():
     spinning = {0: watch(HEALTHY, replace(HEALTHY, worked=1.9))[-1]}
     waiting = {0: watch(HEALTHY, replace(HEALTHY, worked=1.1))[-1]}
     assert (spinning[0].busy, waiting[0].busy) == (True, False)

@@ -25,6 +25,7 @@ from elastic.watchdog import (
     PhaseTimes,
     Standing,
     blame,
+    compiles,
     in_collective,
     overdue,
     register_dumps,
@@ -319,6 +320,25 @@ def test_a_hang_in_a_backward_hook_is_no_collective(tmp_path):
         assert until(path.exists, 20)
         ranks = {0: (job.ranks[0], path)}
         assert until(lambda: where(take_dumps(ranks).get(0, "")) == "elsewhere", 20)
+
+
+def test_a_rank_that_compiles_has_patience(tmp_path):
+    def slow(graph, inputs):
+        sleep()
+        return graph
+
+    def work(rank):
+        register_dumps(tmp_path / "dump")
+        torch.compile(lambda x: x + 1, backend=slow)(torch.ones(2))
+
+    with Job(1, work, tmp_path / "job") as job:
+        path = tmp_path / "dump"
+        assert until(path.exists, 20)
+        ranks = {0: (job.ranks[0], path)}
+        assert until(lambda: compiles(take_dumps(ranks).get(0, "")), 20)
+        times, now = taught(0.2)
+        (found,) = standings({0: at(21, when=now)}, now + 4, times, take_dumps(ranks))
+        assert (found.where, found.limit) == ("elsewhere", 300)
 
 
 def test_a_rank_that_cannot_answer_yet_is_not_killed_by_the_question(tmp_path):
