@@ -1,18 +1,20 @@
 # docker build -t perdure .
-# docker run --gpus all --ipc=host -v $PWD/data:/perdure/data -v $PWD/runs:/perdure/runs perdure \
+# docker run --gpus all --ipc=host --user "$(id -u):$(id -g)" \
+#   -v "$PWD/data:/perdure/data" -v "$PWD/runs:/perdure/runs" perdure \
 #   --standalone --nproc-per-node gpu -m trainer recipes/qwen3_0_6b.yaml
+# --user: what is written into mounted folders belongs to you. Make them before docker does, as root.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev gcc libc6-dev \
+ && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev g++ \
  && rm -rf /var/lib/apt/lists/*
 
 ENV PATH=/opt/perdure/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 RUN python3 -m venv /opt/perdure
 
-# The largest layer first, and alone: it changes least. gcc above is for torch.compile.
-ARG TORCH=torch==2.11.0
-RUN pip install "$TORCH"
+# The largest layer first, and alone: it changes least. g++ above is for torch.compile.
+ARG TORCH=torch==2.13.0
+RUN pip install $TORCH
 
 WORKDIR /perdure
 COPY pyproject.toml README.md LICENSE ./
@@ -22,7 +24,9 @@ COPY checkpointing checkpointing
 RUN pip install '.[all]'
 COPY recipes recipes
 
-RUN useradd --create-home perdure && mkdir data runs && chown perdure data runs .
-USER perdure
+# Any user may run it, also one without a name: torch asks for name and home to place its caches.
+ENV USER=perdure HOME=/perdure/home
+RUN mkdir -m 1777 home data runs && chmod 1777 .
+USER 1000:1000
 ENTRYPOINT ["torchrun"]
 CMD ["--help"]

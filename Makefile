@@ -8,7 +8,7 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
 
-.PHONY: help train test setup lint bench soak gluster transformers4 slurm docs clean
+.PHONY: help train test setup lint bench soak gluster transformers4 slurm attack image docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
@@ -51,6 +51,12 @@ transformers4: $(DEV)  ## the Hugging Face tests once more, under transformers 4
 
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
 	tests/opt_in/slurm.sh
+
+attack: $(DEV)   ## another user and another machine try to get into real runs (root)
+	tests/opt_in/attack.sh
+
+image:           ## build the Dockerfile on Ubuntu instead of NVIDIA's image, and train in it (root, buildah, debootstrap)
+	tests/opt_in/image.sh
 
 docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/perdure recipe reference > docs/recipe.md

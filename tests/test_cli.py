@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,11 @@ def test_the_wheel_holds_recipes_and_schema(tmp_path):
     assert (tmp_path / "quickstart.yaml").read_text() == shipped
     listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
     assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))
+
+
+def test_the_image_has_the_torch_of_make_train():
+    found = [
+        re.search(r"TORCH( \?)?=\s*(torch==\S+)", (ROOT / name).read_text())[2]
+        for name in ("Makefile", "Dockerfile")
+    ]
+    assert found[0] == found[1]
