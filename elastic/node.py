@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, part_with
 from elastic.exits import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_DONE,
@@ -117,6 +118,8 @@ class Node:
     _last_dumps: dict[int, str] = field(default_factory=dict)
     _expecting_stop: bool = False
     """torchrun was told of a change, and is going to end the stand-ins."""
+    _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
+    """By what they run. They outlive the ranks that asked for them."""
     refused: int = 0
     """Connections of processes that this agent has not started."""
 
@@ -151,7 +154,9 @@ class Node:
         self._waker.send(b"w")
 
     def stop(self) -> None:
-        """End all training processes, and the zygote. From any thread."""
+        """End all training processes, companions and the zygote. From any thread."""
+        seconds = HURRIED_SECONDS if self.leaving else FAREWELL_SECONDS
+        part_with(self._companions.values(), seconds)
         self._end = True
         self.wake()
         if self._thread.is_alive():
@@ -266,6 +271,8 @@ class Node:
         message = json.loads(data) if data else {}
         if "run" in message:
             self._admit(connection, descriptors)
+        elif "companion" in message:
+            self._accompany(tuple(message["companion"]))
         elif "notice" in message:
             if not self._expecting_stop:
                 self.told_to_go(message["notice"])
@@ -299,6 +306,10 @@ class Node:
             self._asked = self._expecting_stop = False
             self._generation = rank.round, state.generation
         self._launch()
+
+    def _accompany(self, words: tuple[str, ...]) -> None:
+        if words not in self._companions or not self._companions[words].lives:
+            self._companions[words] = Companion(words)
 
     def _forget(self, connection: socket.socket) -> None:
         """A stand-in is gone, or is to go: so does its training process."""

@@ -1,5 +1,5 @@
-"""One record per log interval → console, metrics.jsonl, TensorBoard, Weights & Biases; one line
-per step → the ledger.
+"""One record per log interval → console and metrics.jsonl, where trackers.py finds it; one line per
+step → the ledger.
 
 Only rank 0 holds a `Metrics`. Units: seconds, bytes, tokens; `tokens_per_second` counts target
 tokens over all ranks.
@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +21,9 @@ from tqdm import tqdm
 
 from checkpointing import SaveOutcome
 from elastic import LEDGER, Ledger, Start
-from trainer.recipe import Recipe, resolved
+from elastic.companion import accompany
+from trainer.recipe import Recipe
+from trainer.trackers import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class Metrics:
         """
         run_dir, resumed_step = Path(recipe.run.dir), start.step
         self.ledger = Ledger(run_dir / LEDGER, start)
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / METRICS
         try:
             keep_records(self._path, resumed_step)
         except OSError as error:  # a full disk must not keep a run from going on
@@ -189,17 +190,15 @@ class Metrics:
             dynamic_ncols=True,
             leave=False,
         )
-        self._board = None
-        if recipe.tracking.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1)
-        self._wandb = None
-        if recipe.tracking.wandb != "off":
-            try:
-                self._wandb = _start_wandb(recipe, run_dir)
-            except Exception as error:  # a tracker must never cost a run
-                self.say(f"warning: W&B did not start ({error}); metrics.jsonl has all it would")
+        wanted = {
+            "tensorboard": recipe.tracking.tensorboard,
+            "wandb": recipe.tracking.wandb != "off",
+        }
+        self._end_trackers = [
+            accompany(["trainer.trackers", kind, str(run_dir.absolute())])
+            for kind in wanted
+            if wanted[kind]
+        ]
 
     def __enter__(self) -> "Metrics":
         return self
@@ -209,12 +208,10 @@ class Metrics:
         self._bar.close()
         try:
             self._file.close()
-            if self._board:
-                self._board.close()
-            if self._wandb:
-                self._wandb.finish(exit_code=0 if error[0] is None else 1)
         except OSError as failure:
             print(f"warning: the last records are lost: {failure}", flush=True)
+        for end in self._end_trackers:
+            end()
 
     def say(self, text: str) -> None:
         """One line on the console, above the progress bar."""
@@ -252,11 +249,6 @@ class Metrics:
             record |= {"event": event} if event else {}
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-            if self._board:
-                for key, value in values.items():
-                    self._board.add_scalar(key, value, step)
-            if self._wandb:
-                self._wandb.log(dict(values), step=step)
         except OSError as error:  # a full disk must not cost the run; what is buffered comes later
             self.say(f"warning: the record of step {step} is not written yet: {error}")
         if line:
@@ -334,25 +326,6 @@ def keep_records(path: Path, last_step: int) -> None:
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
-
-
-def _start_wandb(recipe: Recipe, run_dir: Path) -> Any:
-    """The wandb run. Its id is kept in the run directory, so that a restart continues it."""
-    import wandb
-
-    id_file = run_dir / "wandb-run-id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-    return wandb.init(
-        id=id_file.read_text(encoding="utf-8").strip(),
-        resume="allow",
-        mode="online" if recipe.tracking.wandb == "online" else "offline",
-        project=recipe.tracking.project,
-        name=recipe.tracking.name or run_dir.name,
-        dir=str(run_dir),
-        config=resolved(recipe),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
 
 
 def _clock(seconds: float) -> str:

@@ -1,0 +1,95 @@
+"""W&B and TensorBoard see every record once, and can neither end a run nor slow it down."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.companion import Companion, part_with
+from elastic.history import read_history
+from elastic.local_nodes import LocalNodes
+from tests.distributed.jobs import ROOT, losses
+from trainer.metrics import keep_records
+from trainer.trackers import Tail
+
+TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
+
+
+def points(run):
+    """Steps of the training loss in TensorBoard, without those that were done again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [point.step for point in board.Scalars("loss")]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=6))
+def test_every_record_is_read_once_whatever_is_taken_back(tmp_path_factory, attempts):
+    """Attempts of so many steps, after some of which a new tracker goes on."""
+    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
+    tail, step, moment, seen, expected = Tail(path, 0.0), 0, 0.0, {}, {}
+    for steps, killed in attempts:
+        step = max(0, step - 2)
+        keep_records(path, step)
+        expected = {done: at for done, at in expected.items() if done <= step}
+        for _ in range(steps):
+            step, moment = step + 1, moment + 1.0
+            expected[step] = moment
+            with path.open("a") as file:
+                file.write(json.dumps({"step": step, "time": moment}) + "\n")
+            again, records = tail.read()
+            seen = {done: at for done, at in seen.items() if again is None or done < again}
+            seen |= {record["step"]: record["time"] for record in records}
+        assert seen == expected
+        tail = Tail(path, tail.after) if killed else tail
+
+
+def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
+    broken = ["class init:", " def __init__(self, **_): pass", " def log(self, *_, **__): 1 / 0"]
+    (tmp_path / "wandb.py").write_text("\n".join([*broken, "Settings = dict"]))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    code, output = start(1, "run.dir=tracked", "run.steps=9", *TRACKED).wait()
+    assert code == 0, output
+    assert output.count("W&B failed (ZeroDivisionError: division by zero)") == 1
+    assert points(workspace / "tracked") == list(range(1, 10))
+
+
+def test_a_companion_that_hangs_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    companion, started = Companion(["hangs"]), time.monotonic()
+    part_with([companion], 0.2)
+    assert not companion.lives
+    assert time.monotonic() - started < 5
+    assert "hangs did not end in time" in caplog.text
+
+
+def test_trackers_survive_the_ranks(workspace, tmp_path):
+    recipe = ["run.dir=tracked-on", "run.steps=60", "elastic.snapshot_every=1", *TRACKED]
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", *recipe],
+        folder=workspace,
+        nnodes="1",
+        logs=tmp_path,
+        environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+    ) as nodes:
+        node, run = nodes.add(), workspace / "tracked-on"
+        deadline = time.monotonic() + 60
+        while max(losses(workspace, run.name), default=0) < 10:
+            assert time.monotonic() < deadline, node.text()
+            time.sleep(0.01)
+        before = node.running("trainer.trackers")
+        os.kill(node.trainers()[0], signal.SIGKILL)
+        while len(read_history(run).attempts) < 2:
+            assert time.monotonic() < deadline, node.text()
+            time.sleep(0.01)
+        assert node.running("trainer.trackers") == before
+        assert nodes.wait(60) == [0], node.text()
+    assert len(before) == 2
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+    assert points(run) == list(range(1, 61))
+    assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
