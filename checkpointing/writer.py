@@ -139,6 +139,8 @@ class Writer:
         """Which save was the last to be copied into a slot: to its end, even if it failed."""
         self._said: dict[str, Manifest] = {}
         """What a restart is told of each slot, and of copies of others."""
+        self._remembering = 0
+        """Slots whose checksums are made: those of a save that failed, too, before this ends."""
         self._committed: int | None = None
         """Newest step that was committed."""
         self._begun: dict[Key, tuple[bool, dict[str, Any] | None]] = {}
@@ -545,6 +547,12 @@ class Writer:
         """Make the slot one that a restart may begin from, as soon as its checksums are known."""
         files = self._files[current.slot]
 
+        def done(checksums: Any) -> None:
+            self._remembering -= 1
+            remember(checksums)
+            if self._closing:
+                self._maybe_close()
+
         def remember(checksums: Any) -> None:
             # Checksums that took long may be those of bytes of two saves.
             if self._filled.get(current.slot) is not current:
@@ -571,7 +579,8 @@ class Writer:
             else:
                 self._to_coordinator(("remembered", current.key))
 
-        self.later(lambda: files.checksums(plan.exact), remember)
+        self._remembering += 1
+        self.later(lambda: files.checksums(plan.exact), done)
 
     def _confirm(self, step: int | None) -> None:
         """Say in memory that a step is committed: should somebody delete it, memory of it is not
@@ -594,7 +603,7 @@ class Writer:
         self._maybe_close()
 
     def _maybe_close(self) -> None:
-        if set(self._closing) >= set(self._ranks):
+        if set(self._closing) >= set(self._ranks) and not self._remembering:
             if self.coordinator or self._uplink:
                 self._to_coordinator(("close",))
             else:

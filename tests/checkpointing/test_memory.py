@@ -233,13 +233,14 @@ def test_memory_that_is_lost_while_it_is_loaded_leaves_no_mixture(committed, tmp
 
 def test_a_copy_is_there_for_a_restart_though_it_could_not_be_written(tmp_path):
     """Storage fails at once, long before the copy is whole: the save after it takes the slot that
-    holds less."""
-    run = tmp_path / "run"
+    holds less. A run that ends by that leaves it, too."""
+    run, away = tmp_path / "run", tmp_path / "away"
 
     def work(rank):
         with Checkpointer(run, OPTIONS, None) as checkpointer:
             save_now(checkpointer, 1, **parts(1, "replicated"))
-            key, away = token(run), run.rename(tmp_path / "away")
+            key = token(run)
+            run.rename(away)
             run.touch()
             for step in (2, 3):
                 checkpointer.save(step, **parts(step, "replicated"))
@@ -247,12 +248,14 @@ def test_a_copy_is_there_for_a_restart_though_it_could_not_be_written(tmp_path):
                     checkpointer.wait()
                 assert until(lambda step=step: step in in_memory(run, key), 10)
             assert sorted(in_memory(run, key)) == [2, 3]
-            run.unlink()
-            away.rename(run)
-            os.kill(os.getpid(), signal.SIGKILL)
+            checkpointer.save(4, **parts(4, "replicated"))
+            checkpointer.wait()
 
-    assert run_ranks(1, work, tmp_path / "ranks") == [None]
-    assert load(run, tmp_path / "ranks", "replicated", 1) == [(3, True)]
+    (error,) = run_ranks(1, work, tmp_path / "ranks")
+    assert isinstance(error, SaveFailed)
+    run.unlink()
+    away.rename(run)
+    assert load(run, tmp_path / "ranks", "replicated", 1) == [(4, True)]
 
 
 def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
