@@ -97,6 +97,7 @@ def attack_sockets(marker: str, run: str, *pids: str) -> Attack:
     ways += [f"/proc/{pid}/fd/{number}" for pid in pids for number in range(64)]
     environment = {"PATH": os.environ["PATH"], "RANK": "0", "LOCAL_RANK": "0", "PERDURE_ROUND": "1"}
     job = Job("subprocess:call", "subprocess:call", ["touch", marker], environment, "/").pack()
+    nowhere = os.open(os.devnull, os.O_RDWR)
     drop_rights()
     for way in ways:
         for kind in socket.SOCK_SEQPACKET, socket.SOCK_STREAM:
@@ -111,7 +112,7 @@ def attack_sockets(marker: str, run: str, *pids: str) -> Attack:
                     with socket.socket(socket.AF_UNIX, kind) as ours:
                         ours.settimeout(0.5)
                         ours.connect(way)
-                        socket.send_fds(ours, [message], [job, 0, 1, 2])
+                        socket.send_fds(ours, [message], [job, nowhere, nowhere, nowhere])
                         return ours.recv(4096).startswith(b"{") or Path(marker).exists()
 
                 attack.attempt(f"{way!r} answered {message!r}", talk)
