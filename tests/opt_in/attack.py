@@ -238,8 +238,8 @@ def hostile(step: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
     weights = next(path.name for path in step.glob("model*.safetensors"))
 
     def names(other: str) -> Callable[[Path], None]:
-        text = json.dumps(record).replace(json.dumps(weights), json.dumps(other))
-        return lambda copy: sealed(copy / "index.json", json.loads(text))
+        renamed = json.loads(json.dumps(record).replace(json.dumps(weights), json.dumps(other)))
+        return lambda copy: (copy / "index.json").write_text(sealed(renamed))
 
     def starts(data: bytes) -> Callable[[Path], None]:
         return lambda copy: (copy / weights).write_bytes(data)
@@ -270,42 +270,46 @@ def header(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def sealed(path: Path, record: dict) -> None:
-    """Write a commit record, with the checksum that the product would give it."""
-    from checkpointing import layout
-
-    record.pop("sha256", None)
-    seal = getattr(layout, "_checksum", None) or getattr(layout, "checksum", None)
-    path.write_text(json.dumps({**record, "sha256": seal(record)} if seal else record))
+def sealed(record: dict) -> str:
+    """A commit record with its checksum, which is no secret."""
+    body = {key: value for key, value in record.items() if key != "sha256"}
+    return json.dumps({**body, "sha256": digest(body)})
 
 
 def attack_files(scratch: Path, run: Path) -> Attack:
     """4. Every command that looks at checkpoints."""
     attack = Attack("4. hostile files")
-    canary = scratch / "outside"
-    canary.write_text("untouched")
     good = max((run / "checkpoints").glob("step-*"))
     for what, change in hostile(good):
         victim = scratch / "hostile"
         shutil.copytree(run, victim)
         copy = victim / "checkpoints" / "step-99999999"
         shutil.copytree(good, copy)
+        for path in good.glob("model*.safetensors"):  # all is well, if one follows "../../outside"
+            shutil.move(copy / path.name, victim / "outside")
+            shutil.copy(victim / "outside", copy)
         change(copy)
         for command in ("ls", "show", "verify", "prune --keep 1"):
             arguments = [*command.split()[:1], str(victim), *command.split()[1:]]
-            done = subprocess.run(
-                [sys.executable, "-m", "trainer.cli", "ckpt", *arguments],
-                capture_output=True, check=False, timeout=60, cwd=scratch,
-            )  # fmt: skip
-            output = done.stdout + done.stderr
             attack.tried += 1
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", "trainer.cli", "ckpt", *arguments],
+                    capture_output=True, check=False, timeout=30, cwd=scratch,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                attack.got_in.append(f"ckpt {command}, {what}: does not end")
+                continue
+            output = done.stdout + done.stderr
             if b"Traceback" in output or done.returncode not in (0, 2):
                 attack.got_in.append(f"ckpt {command}, {what}: ends with {done.returncode}")
+            if command == "verify" and done.returncode == 0:
+                attack.got_in.append(f"ckpt verify, {what}: good, it says")
             if re.search(rb"[\0\x07\x1b]", output):
                 attack.got_in.append(f"ckpt {command}, {what}: raw on the terminal")
             if command.startswith("prune") and not (victim / "checkpoints" / good.name).is_dir():
                 attack.got_in.append(f"ckpt {command}, {what}: deleted the good checkpoint")
-        if canary.read_text() != "untouched":
+        if (victim / "outside").read_bytes() != next(good.glob("model*.safetensors")).read_bytes():
             attack.got_in.append(f"{what}: changed a file outside")
         shutil.rmtree(victim)
     return attack
