@@ -10,6 +10,13 @@ every node of this one has arrived again, has left, or is lost, and at least `mi
 there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
 and arrived as well.
 
+Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
+order are its *observers*. The others say in keys of their own what they ask for (`Ask`) and where
+their ranks stand; the observers read these keys, and change the document once for all who asked.
+Whoever is not in the document yet leaves its name at the *door*, a key to which anybody appends,
+and is let in when an observer has seen its counter rise. All others only look whether the version
+is another. Up to `OBSERVERS` nodes are all observers, and ask nobody.
+
 Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
 for the length of a lease, on its own monotonic clock, takes that node out of the document. No
 clocks are compared between machines.
@@ -26,6 +33,8 @@ BEAT_SECONDS = 0.4
 """How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
 NODES_PER_BEAT = 256
 MISSED_BEATS = 3
+LOOK_SECONDS = 0.05
+"""How often a node of a small job looks at the document."""
 OBSERVERS = 3
 """So many nodes, the first in order, watch all; the others watch only these."""
 
@@ -94,10 +103,13 @@ class Membership:
     struck: tuple[Failure, ...] = ()
     """The last failure of each node that was sent away for its failures; it may come back once it
     is found healthy."""
-    alarm: bool = False
-    """A rank of this generation seems to hang, and every node is to say where its ranks stand."""
-    standings: tuple[tuple[str, str], ...] = ()
-    """(node, where its ranks stand, as JSON), of the nodes that have said so."""
+    alarm: int = 0
+    """A rank of this generation seems to hang, and every node is to say where its ranks stand; the
+    number of this alarm. 0: no alarm."""
+    suspects: tuple[int, ...] = ()
+    """Ranks that all others wait for, by what the first node has read of all; see `suspicion`."""
+    suspicion: str = ""
+    """Why; empty: not known yet."""
     closed: Closed | None = None
 
     def encode(self) -> bytes:
@@ -110,7 +122,7 @@ class Membership:
         body: dict[str, Any] = json.loads(data)
         body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
         body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
-        body["standings"] = tuple((node, text) for node, text in body["standings"])
+        body["suspects"] = tuple(body["suspects"])
         body["uneven"] = tuple((node, ranks) for node, ranks in body["uneven"])
         body["struck"] = tuple(Failure(**failure) for failure in body["struck"])
         for key in ("lost", "cause"):
@@ -181,6 +193,28 @@ def begin(
     return arrive(fresh, node, ranks, identity)
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What a node wants of the document."""
+
+    leaves: bool = False
+    after: int = 0
+    """It comes, for the first round after this one; 0: to a job that it was not in yet."""
+    ranks: int = 1
+    identity: str = ""
+
+
+def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:
+    """Do what a node asks for; nothing if that is done. `now` is Unix time."""
+    if ask.leaves:
+        return leave(state, node)
+    if state.round > ask.after and node in state.members:
+        return state
+    if ask.after:
+        return arrive(state, node, ask.ranks, ask.identity)
+    return begin(state, node, now, ask.ranks, ask.identity)
+
+
 def leave(state: Membership, node: str) -> Membership:
     """`node` is in no round from now on."""
     return replace(
@@ -232,8 +266,9 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         arrived=tuple(sorted(set(order) - set(chosen))),
         lost=None,
         cause=state.lost,
-        alarm=False,
-        standings=(),
+        alarm=0,
+        suspects=(),
+        suspicion="",
     )
 
 
@@ -290,7 +325,7 @@ def fail(
             f"(--max-restarts), the last on {who}: {failure.why}"
         )
         return replace(state, failures=failures, closed=Closed(93, reason))
-    state = replace(state, failures=failures, alarm=False, standings=())
+    state = replace(calm(state), failures=failures)
     if spared and (again or strikes(state, failure) >= limits.strikes):
         others = tuple(one for one in state.struck if one.node != failure.node)
         how = f"it failed {often}" if again else f"{limits.strikes} failures within an hour"
@@ -319,21 +354,19 @@ def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
     """A rank seems to hang."""
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
-    return replace(state, alarm=True)
+    return state if state.alarm else replace(state, alarm=state.version + 1)
 
 
-def stand(state: Membership, round: int, generation: int, node: str, text: str) -> Membership:
-    """`node` says where its ranks stand, once an alarm."""
-    if (state.round, state.generation) != (round, generation) or not state.alarm:
+def suspect(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
+    """All nodes have said where their ranks stand: these are waited for (none: all stand alike)."""
+    if state.alarm != alarm:
         return state
-    if node in dict(state.standings):
-        return state
-    return replace(state, standings=(*state.standings, (node, text)))
+    return replace(state, suspects=tuple(ranks), suspicion=reason)
 
 
 def calm(state: Membership) -> Membership:
     """It was no hang, or not yet."""
-    return replace(state, alarm=False, standings=())
+    return replace(state, alarm=0, suspects=(), suspicion="")
 
 
 # --- leases ----------------------------------------------------------------------------------
@@ -344,10 +377,27 @@ def beat_seconds(nodes: int) -> float:
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
 
 
-def watched(state: Membership, node: str) -> list[str]:
-    """Whose counters a node reads: so that a large job does not read each of all."""
-    everybody = list(dict.fromkeys((*state.members, *state.arrived)))
-    if node in everybody[OBSERVERS:]:
+def look_seconds(nodes: int, observes: bool) -> float:
+    """How often a node of a job of so many nodes looks at the document: all together a bounded
+    number of times a second."""
+    return LOOK_SECONDS * max(1.0, nodes / (1000 if observes else 100))
+
+
+def inside(state: Membership) -> list[str]:
+    """All nodes of the document, in order."""
+    return list(dict.fromkeys((*state.members, *state.arrived)))
+
+
+def observers(state: Membership) -> list[str]:
+    """The nodes that may change the document for others."""
+    return inside(state)[:OBSERVERS]
+
+
+def watched(state: Membership, node: str, deserted: bool = False) -> list[str]:
+    """Whose counters a node reads: so that a large job does not read each of all. `deserted`: no
+    observer is left."""
+    everybody = inside(state)
+    if node not in everybody[:OBSERVERS] and not deserted:
         everybody = everybody[:OBSERVERS]
     return [other for other in everybody if other != node]
 

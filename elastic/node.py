@@ -38,7 +38,7 @@ from elastic.exits import (
     EXIT_WRONG_INPUT,
 )
 from elastic.facts import Facts, Program
-from elastic.membership import Closed, Failure, Membership, calm, leave, raise_alarm, stand
+from elastic.membership import Ask, Closed, Failure, Membership, calm, raise_alarm, suspect
 from elastic.progress import PROGRESS, Progress
 from elastic.standin import NODE_SOCKET
 from elastic.vitals import Signs, Vigil
@@ -66,6 +66,16 @@ class Group(Protocol):
 
     def report(self, round: int, generation: int, failure: Failure) -> None:
         """Tell of a failure."""
+
+    def ask(self, ask: Ask | None) -> None:
+        """Come to the next round, or leave."""
+
+    def stand(self, alarm: int, text: str) -> None:
+        """Say where the ranks of this node stand."""
+
+    def standings(self, alarm: int) -> list[str] | None:
+        """What all nodes have said of an alarm; None as long as one is missing, and on all nodes
+        but the first."""
 
 
 @dataclass
@@ -113,6 +123,10 @@ class Node:
     """Highest step in which a rank of this node has failed."""
     _stood: dict[int, Progress] | None = None
     """What the ranks had said when this node told where they stand, since the alarm."""
+    _summed: int = 0
+    """The last alarm of which this node has summed up the standings."""
+    _judged: int = 0
+    """The last alarm whose suspects this node has looked at."""
     _quiet_until: float = 0.0
     """No alarm before."""
     _last_dumps: dict[int, str] = field(default_factory=dict)
@@ -240,7 +254,7 @@ class Node:
                         self._kill(rank)
                         rank.code = EXIT_PAUSED
             if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
-                self.group.change(lambda state: leave(state, self.group.name))
+                self.group.ask(Ask(leaves=True))
                 for rank in list(self._ranks.values()):
                     code = self.leaving if rank.code == EXIT_PAUSED else rank.code
                     self._dismiss(rank, code or 0)
@@ -350,20 +364,27 @@ class Node:
         signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
         if (state.round, state.generation) != self._generation or len(state.members) < state.size:
             return
-        names = [node for node, _ in state.standings]
         if not state.alarm:
-            self._stood = None
+            if self._stood is not None:
+                self._stood, self._quiet_until = None, now + LOOK_AGAIN_SECONDS
             if now > self._quiet_until and overdue(progress, now, self._times, signs):
                 self.group.change(lambda state: raise_alarm(state, *self._generation))
         elif self._stood is None:
             self._stood = {}
-            self._stand(running, now, signs)
-        elif set(names) >= set(state.members):
+            self._stand(state.alarm, running, now, signs)
+        elif state.suspicion:
             self._judge(state, running)
+        elif state.alarm != self._summed:
+            self._sum(state.alarm)
 
-    def _stand(self, running: Mapping[int, Rank], now: float, signs: Mapping[int, Signs]) -> None:
+    def _stand(
+        self,
+        alarm: int,
+        running: Mapping[int, Rank],
+        now: float,
+        signs: Mapping[int, Signs],
+    ) -> None:
         """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
-        generation = self._generation
         ranks = {
             number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
             for number, rank in running.items()
@@ -375,29 +396,43 @@ class Node:
             # Who has gone on meanwhile does not hang.
             self._stood = {rank: self.page.read(one.local_rank) for rank, one in running.items()}
             ours = standings(self._stood, now, self._times, self._last_dumps, signs)
-            text = json.dumps([asdict(one) for one in ours])
-            self.group.change(lambda state: stand(state, *generation, self.group.name, text))
+            self.group.stand(alarm, json.dumps([asdict(one) for one in ours]))
 
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
-    def _judge(self, state: Membership, running: Mapping[int, Rank]) -> None:
-        """All nodes have told where their ranks stand: end the rank that the others wait for."""
-        everyone = [Standing(**one) for _, text in state.standings for one in json.loads(text)]
-        found = blame(everyone) if everyone else None
-        self._quiet_until = time.monotonic() + LOOK_AGAIN_SECONDS
-        if found is None:
-            self.group.change(calm)
+    def _sum(self, alarm: int) -> None:
+        """On the first node: once all have told where their ranks stand, find the one that the
+        others wait for."""
+        texts = self.group.standings(alarm)
+        if texts is None:
             return
-        mine = [rank for rank in found.ranks or sorted(running)[:1] if rank in running]
+        self._summed = alarm
+        everyone = [Standing(**one) for text in texts for one in json.loads(text)]
+        found = blame(everyone) if everyone else None
+        if found:
+            ranks, reason = found.ranks, found.reason
+            self.group.change(lambda state: suspect(state, alarm, ranks, reason))
+        else:
+            self.group.change(calm)
+
+    def _judge(self, state: Membership, running: Mapping[int, Rank]) -> None:
+        """End the rank that the others wait for, if it is here; of ranks that all wait for each
+        other, the first node's first."""
+        self._quiet_until = time.monotonic() + LOOK_AGAIN_SECONDS
+        if self._judged == state.alarm:
+            return
+        self._judged = state.alarm
+        first = sorted(running)[:1] if self.group.name in state.members[:1] else []
+        mine = [rank for rank in state.suspects or first if rank in running]
         stood = self._stood or {}
         if any(self.page.read(running[rank].local_rank) != stood.get(rank) for rank in mine):
             self.group.change(calm)  # it has gone on after all
             return
-        logger.warning("a hang: %s", found.reason)
+        logger.warning("a hang: %s", state.suspicion)
         for rank in mine:
             logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
             step = self.page.read(running[rank].local_rank).step
-            failure = Failure(self.group.name, rank, step, f"hang: {found.reason}", time.time())
+            failure = Failure(self.group.name, rank, step, f"hang: {state.suspicion}", time.time())
             self.group.report(*self._generation, failure)
 
     # --- training processes ------------------------------------------------------------------

@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -49,20 +49,23 @@ from elastic.facts import Facts, differences, digest, torchrun_program
 from elastic.health import check_node
 from elastic.membership import (
     MISSED_BEATS,
+    OBSERVERS,
+    Ask,
     Change,
     Closed,
     Failure,
     Leases,
     Limits,
     Membership,
-    arrive,
     beat_seconds,
-    begin,
     complete,
     fail,
-    leave,
+    heed,
+    inside,
+    look_seconds,
     lose,
     newer,
+    observers,
     room,
     strange,
     watched,
@@ -80,10 +83,12 @@ TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 NOTICES = "PERDURE_NOTICES"
 """Environment variable: where to look for notices that this machine will be taken away: auto
 (default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
-TICK_SECONDS = 0.05
-"""How often a node of a small job reads the document."""
 ALONE_SECONDS = 0.4
-"""The same, where there can only be one node."""
+"""How often a node reads the document where there can only be one."""
+MAX_KNOCKING = 20_000
+"""Names at the door that a node remembers."""
+KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
+"""How often a node leaves its name at the door until it is in the document."""
 REJOIN_SECONDS = 3600.0
 OTHER_SECRET_SECONDS = 3.0
 """Who finds another secret in the store looks again after so long whether its job runs."""
@@ -184,6 +189,20 @@ class Member:
         self._leases = Leases()
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
         self._beats, self._next_beat, self._end = 0, 0.0, False
+        self._ask: Ask | None = None
+        self._told: Ask | None = None
+        """What was asked for by the last beat."""
+        self._asks: dict[str, Ask] = {}
+        """What other nodes ask for, where this one observes."""
+        self._knocking: dict[str, tuple[int, float]] = {}
+        """Nodes at the door: the first counter that was seen of each, and until when it counts."""
+        self._next_knock = 0.0
+        self._deserted = False
+        """All observers have lost their leases at once: this node watches everybody."""
+        self._version: bytes | None = None
+        """Of the document that was read last, as the store tells it."""
+        self._standing: tuple[int, str] | None = None
+        self._standings: tuple[int, list[str]] | None = None
         self._connections = 0
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
@@ -205,17 +224,36 @@ class Member:
         """Tell of a training process that failed."""
         self.change(lambda state: fail(state, round, generation, failure, self.limits))
 
+    def ask(self, ask: Ask | None) -> None:
+        """Come or leave, soon; None: nothing more."""
+        self._ask = ask
+        self._wake.set()
+
+    def stand(self, alarm: int, text: str) -> None:
+        """Say where the ranks of this node stand."""
+        self._standing = alarm, text
+        self._wake.set()
+
+    def standings(self, alarm: int) -> list[str] | None:
+        """What all nodes have said of an alarm; None as long as one is missing, and on all nodes
+        but the first."""
+        found = self._standings
+        return found[1] if found and found[0] == alarm else None
+
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
         """Wait until the document meets a condition; False after `timeout` seconds."""
         with self._news:
             return self._news.wait_for(lambda: condition(self.state), timeout)
 
-    def stop(self, last: Change, timeout: float) -> None:
-        """Apply a last change, if the store answers within `timeout` seconds, and end."""
+    def stop(self, timeout: float) -> None:
+        """Leave, if the store answers within `timeout` seconds, and end."""
         self._client.patience = min(self._client.patience, timeout)
-        self.change(last)
+        gone = Ask(leaves=True)
+        self.ask(gone)
         deadline = time.monotonic() + timeout
-        while self._wanted and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self._told == gone and not self._wanted:
+                break
             time.sleep(0.01)
         self._end = True
         self._wake.set()
@@ -227,8 +265,9 @@ class Member:
     def _run(self) -> None:
         while not self._end:
             alone = self.limits.maximum == 1  # nobody else changes the document
+            size = max(self.state.size, len(self.state.arrived))
             self._wake.wait(
-                ALONE_SECONDS if alone else TICK_SECONDS * max(1.0, self.state.size / 64)
+                ALONE_SECONDS if alone else look_seconds(size, self._observes(self.state))
             )
             self._wake.clear()
             try:
@@ -244,70 +283,183 @@ class Member:
                 logger.exception("membership: an error of ours")
                 time.sleep(1)
 
+    def _observes(self, state: Membership) -> bool:
+        """Whether this node changes the document for others. So does everybody while there are too
+        few, or none is left."""
+        first = observers(state)
+        return self.name in first or len(first) < OBSERVERS or self._deserted
+
     def _follow(self) -> None:
         """One look at the store."""
         now = time.monotonic()
+        observes, ask = self._observes(self.state), self._ask
         lapsed: list[str] = []
-        if now >= self._next_beat:
-            lapsed = self._beat(now)
+        beats = now >= self._next_beat
+        if beats or ask != self._told:
+            self._beat(ask)
+        if beats or (observes and self._pending()):
+            lapsed = self._look(now)
+        if self._standing:
+            self._stand(*self._standing)
+        with self._lock:
+            wanted = list(self._wanted)
+        version = self._client.get(f"{self._prefix}/version")
+        unchanged = version is not None and version == self._version
+        if unchanged and not (observes or wanted or lapsed) and self._known is not None:
+            if ask and not ask.leaves and self.name not in inside(self._known):
+                self._knock(now)
+            return
+        self._version = version
         key = f"{self._prefix}/state"
         data = self._client.get(key)
         text = self._open(key, data)
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
-        with self._lock:
-            wanted = list(self._wanted)
+        if stored and self._known and stored.version > self._known.version:
+            self._deserted = False
+        observes = self._observes(best)
         state = best
         for change in wanted:
             state = change(state)
+        known = {*inside(best), *self._knocking}  # who was lost since must knock
+        asks = {node: wish for node, wish in self._asks.items() if observes and node in known}
+        if ask and observes:
+            asks[self.name] = ask
+        for node, wish in asks.items():
+            state = heed(state, node, wish, time.time())
         for node in lapsed:
             if node in state.members or node in state.arrived:
                 logger.warning("node %s is lost: no sign of life", node)
                 state = lose(state, node, time.time())
         if state.arrived != self._arrivals[0]:
             self._arrivals = state.arrived, now
-        if self.name in state.arrived:
+        if observes and self.name in state.arrived:
             state = complete(state, self.limits, now - self._arrivals[1])
-        if state != best or (stored is None or best.version > stored.version):
+        behind = stored is None or best.version > stored.version
+        if state != best or (behind and observes):
             state = replace(state, version=max(best.version, state.version) + 1)
             sealed = self._secret.seal(key, state.encode())
             if self._client.swap(key, data, sealed) != sealed:
                 self._wake.set()  # another was faster
                 return
+            self._tell_version(state.version)
+        elif observes and beats:
+            self._tell_version(state.version)
+        self._asks = {}
         with self._lock:
             del self._wanted[: len(wanted)]
             if self._wanted:
                 self._wake.set()
         self._known = state
+        self._sum(state)
         if state != self.state:
             with self._news:
                 self.state = state
                 self._news.notify_all()
             self._changed()
 
-    def _beat(self, now: float) -> list[str]:
-        """Keep our lease; returns the nodes that did not keep theirs."""
+    def _tell_version(self, version: int) -> None:
+        """To those who only look whether it is another. It decides nothing, so it has no MAC."""
+        self._version = str(version).encode()
+        self._client.set(f"{self._prefix}/version", self._version)
+
+    def _beat(self, ask: Ask | None) -> None:
+        """Keep our lease, and say what we ask for."""
         seconds = beat_seconds(self.state.size)
-        self._next_beat = now + seconds
+        self._next_beat = time.monotonic() + seconds
         self._beats += 1
-        mine = f"{self._prefix}/beat/{self.name}"
-        self._client.set(mine, self._secret.seal(mine, str(self._beats).encode()))
+        key = f"{self._prefix}/beat/{self.name}"
+        text = json.dumps([self._beats, ask and asdict(ask)]).encode()
+        self._client.set(key, self._secret.seal(key, text))
+        self._told = ask
         if self.name in self.state.members[:1]:
             self._client.set(
                 last_secret(self._run_id), f"{self._fingerprint} {self._beats}".encode()
             )
-        others = watched(self.state, self.name)
-        keys = [f"{self._prefix}/beat/{node}" for node in others]
-        texts = map(self._open, keys, self._client.get_all(keys))
-        counters = [int(text or 0) for text in texts]
+
+    def _pending(self) -> bool:
+        """Whether nodes are coming or going, so that what they ask for is looked at more often."""
+        state = self.state
+        ends = len(state.members) < state.size or bool(set(state.members) & set(state.arrived))
+        begins = not state.members or room(state, self.limits) > 0
+        return ends or begins or bool(state.closed or self._knocking)
+
+    def _look(self, now: float) -> list[str]:
+        """Read the counters that are ours to watch, and what their nodes ask for; returns the nodes
+        that did not keep their lease."""
+        seconds = beat_seconds(self.state.size)
+        if self._observes(self.state):
+            self._open_door(now)
+        others = watched(self.state, self.name, self._deserted)
+        named = list(dict.fromkeys([*others, *self._knocking]))
+        keys = [f"{self._prefix}/beat/{node}" for node in named]
+        counters: dict[str, int] = {}
+        self._asks = {}
+        for node, key, data in zip(named, keys, self._client.get_all(keys), strict=True):
+            counter, ask = json.loads(self._open(key, data) or b"[0, null]")
+            counters[node] = counter
+            first, until = self._knocking.get(node, (1, 0.0))
+            if not first:
+                self._knocking[node] = counter, until
+            elif node in self._knocking and counter <= first:
+                pass  # perhaps an old beat of a node that is gone
+            elif ask and counter >= self._leases.seen.get(node, (0, 0.0))[0]:
+                self._asks[node] = Ask(**ask)
         late = time.monotonic() - now > seconds
         if self._client.connections != self._connections or late:
             self._connections = self._client.connections
             self._leases.forgive()
         lease = self._lease or seconds * MISSED_BEATS
-        return self._leases.lapsed(
-            dict(zip(others, counters, strict=True)), time.monotonic(), lease
+        if self.name not in observers(self.state):
+            lease *= 2  # the other observers are first
+        lapsed = self._leases.lapsed(
+            {node: counters[node] for node in others}, time.monotonic(), lease
         )
+        for node in lapsed:
+            self._asks.pop(node, None)
+        self._deserted |= bool(others) and set(lapsed) >= set(observers(self.state))
+        return lapsed
+
+    def _knock(self, now: float) -> None:
+        """Leave our name at the door."""
+        self._next_beat = now  # it is to be seen that we live
+        if now < self._next_knock:
+            return
+        self._next_knock = now + KNOCK_SECONDS
+        self._client.append(f"{self._prefix}/door", f"{self.name}\n".encode())
+
+    def _open_door(self, now: float) -> None:
+        """See who is there."""
+        key, known = f"{self._prefix}/door", inside(self.state)
+        names = self._client.get(key)
+        if names:
+            self._client.swap(key, names, b"")
+            for name in names.decode(errors="replace").splitlines()[:MAX_KNOCKING]:
+                self._knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
+        self._knocking = {
+            name: (first, until)
+            for name, (first, until) in self._knocking.items()
+            if name not in known and now < until
+        }
+
+    def _stand(self, alarm: int, text: str) -> None:
+        key = f"{self._prefix}/standing/{self.name}"
+        self._client.set(key, self._secret.seal(key, f"{alarm} {text}".encode()))
+        self._standing = None
+
+    def _sum(self, state: Membership) -> None:
+        """On the first node, after an alarm: what all have said."""
+        if not state.alarm or state.suspicion or self.name not in state.members[:1]:
+            return
+        keys = [f"{self._prefix}/standing/{node}" for node in state.members]
+        found = []
+        for key, data in zip(keys, self._client.get_all(keys), strict=True):
+            alarm, _, text = (self._open(key, data) or b"").decode().partition(" ")
+            if alarm == str(state.alarm):
+                found.append(text)
+        if len(found) == len(keys):
+            self._standings = state.alarm, found
+            self._changed()
 
     def _open(self, key: str, data: bytes | None) -> bytes | None:
         """What a node of this job has put there."""
@@ -551,20 +703,11 @@ class PerdureRendezvous(RendezvousHandler):
         def in_next(state: Membership) -> bool:
             return state.round > before and name in state.members
 
-        ranks, identity = self._node.program.ranks, self._identity
-
-        def come(state: Membership) -> Membership:
-            if in_next(state):
-                return state
-            if before:
-                return arrive(state, name, ranks, identity)
-            return begin(state, name, time.time(), ranks, identity)
-
         here, ended, spare = bool(before), None, False
+        member.ask(Ask(after=before, ranks=self._node.program.ranks, identity=self._identity))
         while True:
-            if name not in member.state.arrived:  # or not any more: it may have lost its lease
-                member.change(come)
             if member.wait_for(in_next, 0.5):
+                member.ask(None)
                 return member.state
             state = member.state
             if strange(state, name, self._identity):
@@ -709,7 +852,7 @@ class PerdureRendezvous(RendezvousHandler):
             self._end.set()
             self._node.stop()
             self._occupy(None)
-            self._member.stop(lambda state: leave(state, self._member.name), timeout=2.0)
+            self._member.stop(timeout=2.0)
             if threading.current_thread() is threading.main_thread():
                 for number in SIGNALS:  # Python gives them back their default action as it ends
                     signal.signal(number, signal.SIG_IGN)

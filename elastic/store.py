@@ -65,6 +65,11 @@ class StoreClient:
         """Give a key a value."""
         self._retried(lambda store: store.set(key, cast(str, value)))
 
+    def append(self, key: str, value: bytes) -> None:
+        """Put something behind the value of a key."""
+        append = "append"  # torch does not declare it
+        self._retried(lambda store: getattr(store, append)(key, value))
+
     def swap(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
         """Replace `old` (None: no value) by `new` unless the value is another by now; returns the
         value that the key has afterwards."""
@@ -91,7 +96,8 @@ class StoreClient:
                 return one_by_one(store)
 
         def one_by_one(store: dist.TCPStore) -> list[bytes | None]:
-            return [store.get(key) if store.check([key]) else None for key in keys]
+            found = [store.compare_set(key, NOTHING, NOTHING) for key in keys]
+            return [None if one == NOTHING.encode() else one for one in found]
 
         return self._retried(read) if keys else []
 

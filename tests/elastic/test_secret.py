@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.membership import Closed, Limits, Membership, begin
+from elastic.membership import Ask, Closed, Limits, Membership
 from elastic.rendezvous import Member, key_prefix
 from elastic.secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.store import StoreClient, host_store
@@ -29,7 +29,7 @@ def job():
                 client = StoreClient("127.0.0.1", store.port, 5.0)
                 member = Member(client, "run", name, LIMITS, lambda: None, lease=2.0)
                 member.start(SECRET)
-                member.change(lambda state, name=name: begin(state, name, time.time()))
+                member.ask(Ask())
                 members.append(member)
             for member in members:
                 assert member.wait_for(lambda state: state.size == len(names), 10)
@@ -37,7 +37,7 @@ def job():
 
     yield Job()
     for member in members:
-        member.stop(lambda state: state, timeout=1.0)
+        member.stop(timeout=1.0)
 
 
 def still_works(members):
