@@ -215,34 +215,55 @@ class Checkpointer:
         Returns:
             False, on all ranks, if the step is not saved, because an earlier one is still being
             saved or because a writer is gone; `outcomes` has the reason.
+
+        Raises:
+            ValueError: the tensors, the state or the files cannot be saved, on whatever rank; says
+                which and why. On all ranks alike; of an error of another rank than 0 some may hear
+                by the outcome instead.
         """
-        plan, staging = self._prepared(model, optimizer)
-        if memory_only and not self.memory_lasts:
-            return False
-        staging.wait()
         self._asked += 1
         key = step, self._asked
         payload = None
-        if self._ranks.is_main:
-            payload = _payload(plan, state, files)
-            payload |= {"damaged": sorted(self._damaged), "right": sorted(self._right)}
-            payload |= {"newest": self._newest}
-            payload |= {"memory_only": memory_only}
+        try:
+            plan, staging = self._prepared(model, optimizer)
+            if memory_only and not self.memory_lasts:
+                return False
+            staging.wait()
+            if self._ranks.is_main:
+                payload = _payload(plan, state, files)
+                payload |= {"damaged": sorted(self._damaged), "right": sorted(self._right)}
+                payload |= {"newest": self._newest}
+                payload |= {"memory_only": memory_only}
+        except Exception as error:
+            self._refuse(key, error)
+            raise
         wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
             kind, _, *answer = self._ask(plan, staging, ("begin", key, wait, payload))
         except (WriterGoneError, StorageError) as gone:
             kind, answer = "skip", [str(gone)]
+        if kind == "refused":
+            failed = RankError(*answer[0])
+            raise failed.kind(failed.message)
         if kind == "skip" and memory_only:
             return False
         if kind == "skip":
-            error = f"step {step} is not saved: {answer[0]}"
-            self._outcomes.append(SaveOutcome(step, None, error))
+            reason = f"step {step} is not saved: {answer[0]}"
+            self._outcomes.append(SaveOutcome(step, None, reason))
             return False
         self._running, self._told = (step, memory_only), None
-        tensors = by_section(model, optimizer)
-        staging.copy(answer[0], tensors, lambda progress: self._copied(key, progress))
+        try:
+            tensors, at_once = by_section(model, optimizer), _unguarded(model, optimizer)
+            staging.copy(answer[0], tensors, at_once, lambda told: self._copied(key, told))
+        except Exception as error:  # the others have begun, and hear of it by the outcome
+            self._copied(key, error)
         return True
+
+    def _refuse(self, key: Key, error: Exception) -> None:
+        """Have a save fail on all ranks that fails on this one before it has begun."""
+        with suppress(WriterGoneError):  # then the others find that, too
+            if self._link:
+                self._link.send(("refuse", key, RankError.of(self._ranks.rank, error).args))
 
     def wait_staged(self) -> None:
         """Until the tensors of the last `save` may change. On each rank; asks no other."""
@@ -339,6 +360,7 @@ class Checkpointer:
                 was loaded, and there is no checkpoint. The targets may hold parts of it.
             StorageError: a checkpoint cannot be read, and is not known to be damaged.
         """
+        self.wait_staged()  # a save holds what was there when it was asked for
         with ExitStack() as held:
             state = self._load((model, optimizer), held)
         self._loaded = True
@@ -409,7 +431,13 @@ class Checkpointer:
     def _prepared(
         self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
     ) -> tuple[SavePlan, Staging]:
-        signature = _signature(model), _signature(optimizer)
+        signature: Signature = (), ()
+        try:
+            signature = _signature(model), _signature(optimizer)
+        except Exception:
+            if self._plan:
+                raise
+            # Else all ranks are about to plan, and learn of it there.
         if self._plan and self._staging and self._plan.signature == signature:
             return self._plan, self._staging
         self._ended()  # its bytes are in the slots that are given up now
@@ -420,14 +448,15 @@ class Checkpointer:
             link = self._start()
             slots = self._ranks.each(lambda: self._take_slots(link, plan))
             lasting = self._ranks.together(lambda: slots.lasting)
+            devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
+            device = next(devices, torch.device("cpu"))
+            files = [file.name for file in plan.shared.files]
+            staging = self._ranks.each(lambda: Staging(slots, plan.pieces, files, device))
         except RankError as failed:
-            self._plan = None
+            self._plan = self._staging = None
             raise failed.kind(failed.message) from failed.__cause__
         self.memory_lasts = self._has_token and all(lasting)
-        devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
-        device = next(devices, torch.device("cpu"))
-        files = [file.name for file in plan.shared.files]
-        self._staging = staging = Staging(slots, plan.pieces, files, device)
+        self._staging = staging
         self._note = slots.note
         return plan, staging
 
@@ -536,7 +565,7 @@ class Checkpointer:
         link.send(request)
         while True:
             message = link.receive()
-            if message and message[0] in ("go", "skip") and message[1] == request[1]:
+            if message and message[0] in ("go", "skip", "refused") and message[1] == request[1]:
                 return message
             if message:
                 self._heard(message)
@@ -585,7 +614,24 @@ def _payload(
     for name in files:
         if name in reserved or "/" in name or not is_plain(name):
             raise ValueError(f"files: {name!a} is not a plain name, or is taken")
-    return {"state": json_bytes(dict(state)), "files": dict(files)}
+        if not isinstance(files[name], bytes):
+            raise ValueError(f"files: {name} is {type(files[name]).__name__}, not bytes")
+    try:
+        return {"state": json_bytes(dict(state)), "files": dict(files)}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"state: JSON does not take it: {error}") from error
+
+
+def _unguarded(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> set[str]:
+    """What may change before the next optimizer step, such as a batch norm's statistics: whatever
+    is neither a parameter nor has state in the optimizer. By the names of `by_section`."""
+    trained = {name.rpartition(".")[0] for name in optimizer}
+    buffers = {
+        name: tensor
+        for name, tensor in model.items()
+        if name not in trained and not isinstance(tensor, torch.nn.Parameter)
+    }
+    return set(by_section(buffers, {}))
 
 
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@ or sockets of its own; it lives in the writer process of rank 0's node.
 
 [Note: a save]
   begin     every rank asks; the coordinator answers once for all: go (into which slot) or skip
+  refuse    a rank cannot save: refused is the answer for all, or the save is given up
   staged    how far a node's ranks have copied their pieces, in the order of files; what all nodes
             have staged may be written
   remembered  a node's slot is whole, and a restart may begin from it; a save that is to stay in
@@ -263,6 +264,13 @@ class Coordinator:
             self._requests[key].payload = payload
             self._consider(key)
 
+    def _on_refuse(self, node: int, key: Key, failure: tuple[Any, ...]) -> None:
+        """A rank cannot save; `failure` is what it tells the others (arguments of RankError)."""
+        if key not in self._answers:
+            self._answer(key, ("refused", key, failure))
+        elif self._save is not None and self._save.key == key:
+            self._fail(node, Failure(f"rank {failure[0]} cannot save: {failure[2]}"))
+
     def _consider_all(self) -> None:
         for key in list(self._requests):
             self._consider(key)
@@ -302,7 +310,7 @@ class Coordinator:
         self._host.call_at(time.monotonic() + ANSWER_SECONDS, look)
 
     def _answer(self, key: Key, answer: tuple[Any, ...]) -> None:
-        self._requests.pop(key)
+        self._requests.pop(key, None)
         self._answers[key] = [answer]
         while len(self._answers) > 4:
             self._answers.pop(next(iter(self._answers)))

@@ -5,7 +5,8 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,8 +50,8 @@ class Staging:
         starts = [*map(position, self._pieces), (len(files), 0)]
         self._ends = [starts[stop] for _, stop in self._portions]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied = threading.Event()
-        self._copied.set()
+        self._thread: threading.Thread | None = None
+        """That copies; ends when the last has been told: what is asked next must find it said."""
         self._files: list[SlotFiles] = []
         self._views: list[list[Tensor]] = []
         self._touching: threading.Thread | None = None
@@ -107,38 +108,55 @@ class Staging:
         self,
         slot: int,
         tensors: Mapping[str, Tensor],
+        at_once: Collection[str],
         copied: Callable[[Position | Exception], None],
     ) -> None:
         """Begin to copy this rank's pieces into a slot, in a thread, in the order of files;
         `copied` is told there up to where they are, or why they never will be. The tensors must not
-        change before `wait` returns."""
+        change before `wait` returns, but for those `at_once`: they may on return."""
         sources = [box_view(local_tensor(tensors[piece.name]), piece.box) for piece in self._pieces]
-        written = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        self._copied.clear()
-        threading.Thread(target=self._copy, args=(slot, sources, written, copied)).start()
-
-    def _copy(self, slot: int, sources: list[Tensor], written: Any, copied: Any) -> None:
         views = self._views[slot]
+        first = [number for number, piece in enumerate(self._pieces) if piece.name in at_once]
+        with torch.no_grad():
+            for number in first:  # on a GPU before whatever is asked of it next
+                views[number].copy_(sources[number], non_blocking=True)
+        written = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        left = sorted(set(range(len(sources))).difference(first))
+        thread = threading.Thread(target=self._copy, args=(views, sources, left, written, copied))
+        thread.start()
+        self._thread = thread
+
+    def _copy(
+        self,
+        views: list[Tensor],
+        sources: list[Tensor],
+        left: list[int],
+        written: Any,
+        copied: Callable[[Position | Exception], None],
+    ) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 if self._stream is not None:
                     self._stream.wait_event(written)
                 for (start, stop), end in zip(self._portions, self._ends, strict=True):
-                    if start < stop:  # one call for many: it leaves the interpreter to training
+                    some = left[bisect_left(left, start) : bisect_left(left, stop)]
+                    if some:  # one call for many: it leaves the interpreter to training
                         torch._foreach_copy_(
-                            views[start:stop], sources[start:stop], non_blocking=True
+                            [views[number] for number in some],
+                            [sources[number] for number in some],
+                            non_blocking=True,
                         )
                     if self._stream is not None:
                         self._stream.synchronize()
                     copied(end)
         except Exception as error:
             copied(error)
-        finally:  # not before the last is told: what is asked next must find it said
-            self._copied.set()
 
     def wait(self) -> None:
         """Until the tensors may change again."""
-        self._copied.wait()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
 
 PORTION_BYTES = 64 << 20

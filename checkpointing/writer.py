@@ -518,7 +518,7 @@ class Writer:
     ) -> None:
         """The request of the node's first rank stands for all of them."""
         self._asked_for[rank] = key[1]
-        for about, message in self._untold.pop(rank, []):
+        for about, message in self._forget_untold(rank, key):
             if about == key:
                 _send(self._ranks[rank], message)
         if self._current and self._current.key[1] < key[1]:
@@ -526,6 +526,19 @@ class Writer:
         if rank == self.nodes[self.node][0] and key[1] > self._answered:
             self._begun[key] = wait, payload
             self._to_coordinator(("begin", key, wait, payload))
+
+    def _on_rank_refuse(self, rank: int, key: Key, failure: tuple[Any, ...]) -> None:
+        """A rank cannot save, and waits for no answer."""
+        self._asked_for[rank] = key[1]
+        self._forget_untold(rank, key)
+        self._to_coordinator(("refuse", key, failure))
+
+    def _forget_untold(self, rank: int, key: Key) -> list[tuple[Key, tuple[Any, ...]]]:
+        """What a rank was going to be told up to a save; the first rank, whose save may have been
+        refused at once, may be ahead of it by some more."""
+        untold = self._untold.pop(rank, [])
+        self._untold[rank] = [entry for entry in untold if entry[0][1] > key[1]]
+        return [entry for entry in untold if entry[0][1] <= key[1]]
 
     def _on_rank_staged(self, rank: int, key: Key, position: Position) -> None:
         plan = self._plan

@@ -190,6 +190,7 @@ class World:
         for node in self.nodes:
             if self.may_ask(node):
                 events += [partial(self.ask, node, *save) for save in ((1, False), (2, True))]
+                events.append(partial(self.refuse, node))
             if node.outbox:
                 events.append(partial(self.deliver, node))
             if node.last_words:
@@ -243,6 +244,15 @@ class World:
         node.asked += 1
         self.tell_writer(node)
 
+    def refuse(self, node: Node) -> None:
+        """A node's ranks cannot save, and wait for no answer; others may have begun."""
+        if node.asked == len(self.saves):
+            self.saves.append(((1, len(self.saves) + 1), False))
+        key = self.saves[node.asked][0]
+        node.asked += 1
+        if node.alive:
+            node.outbox.append(("refuse", key, (node.number, ValueError, "no JSON", None, None)))
+
     def tell_writer(self, node: Node) -> None:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked
             node.awaited = None
@@ -291,7 +301,7 @@ class World:
     def receive(self, node: Node) -> None:
         """A node's writer hears one message."""
         kind, *arguments = node.inbox.popleft()
-        if kind in ("go", "skip"):
+        if kind in ("go", "skip", "refused"):
             key = arguments[0]
             if key[1] <= node.answered:
                 return
