@@ -21,8 +21,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY trainer trainer
 COPY elastic elastic
 COPY checkpointing checkpointing
-RUN pip install '.[all]'
 COPY recipes recipes
+RUN pip install '.[all]'
 
 # Any user may run it, also one without a name: torch asks for name and home to place its caches.
 ENV USER=perdure HOME=/perdure/home

@@ -10,9 +10,11 @@ nothing is compared.
 import hashlib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -86,9 +88,26 @@ def differences(
 def ask(package: str, arguments: Sequence[str]) -> dict[str, Any]:
     """What `package` says of its job: the fields of `Facts`; empty if it says nothing. In the
     zygote, which imports nothing of a package that has no such module."""
-    spec = find_spec(package) if package.isidentifier() else None
+    if not package.isidentifier():
+        return {}
+    spec, here = find_spec(package), os.getcwd()
+    first = PathFinder.find_spec(package, [here, *sys.path])  # as the ranks will
+    if spec and first and "PYTHONSAFEPATH" not in os.environ and _places(spec) != _places(first):
+        return {
+            "error": f"`-m {package}` would run {here}/{package}, and not the package of this name "
+            "that is installed: rename it, start from another directory, or set PYTHONSAFEPATH=1"
+        }
+    if not spec:
+        sys.path.append(here)
+        spec = first
     folders = (spec and spec.submodule_search_locations) or []
     if not any((Path(folder) / "facts.py").is_file() for folder in folders):
         return {}
     said: dict[str, Any] = importlib.import_module(f"{package}.facts").facts(tuple(arguments))
     return said
+
+
+def _places(spec: ModuleSpec) -> list[str]:
+    """The file of a module; the folders of a package without one."""
+    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
+    return [os.path.realpath(place) for place in places]

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic.process import die_with_parent
+from elastic.process import die_with_parent, search_path
 
 SHARED_MEMORY = Path("/dev/shm")
 SECONDS = 60.0
@@ -111,13 +111,18 @@ class _Check:
     def run_child(self, arguments: Sequence[str]) -> None:
         """Run a check as a child, and take in what it says."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.health", *arguments],
+            [sys.executable, "-P", "-m", "elastic.health", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             process_group=0,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(search_path()),
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
         )
         last_words = "no message"
         for line in self._process.stdout or ():

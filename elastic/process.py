@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does; cores that they may use.
+"""Processes that end when the one that started them does; what they may use.
 
 `python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
 """
@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -25,6 +26,17 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died just before
         os._exit(1)
+
+
+def search_path() -> list[str]:
+    """Where a process that this one starts is to look for modules: where this one does, but for the
+    working directory that `python -m` puts first. A folder there that is called like a module of
+    ours, of torch's or of Python's would be taken for it. Goes with `python -P`."""
+    found = list(sys.path)
+    if not sys.flags.safe_path and found[:1] in ([""], [os.getcwd()]):
+        del found[0]
+    home = str(Path(__file__).parents[1])
+    return [*filter(None, found), *([] if home in found else [home])]
 
 
 def usable_cores() -> int:

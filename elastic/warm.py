@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from elastic.process import search_path
 from elastic.progress import ProgressPage
 
 PRELOAD = "PERDURE_PRELOAD"
@@ -27,7 +28,8 @@ class Zygote:
         """Start one, in a thread that lives as long as it is to; it begins to import at once."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.zygote", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "elastic.zygote", str(theirs.fileno()), str(os.getpid())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
             pass_fds=[theirs.fileno(), page.descriptor],
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is for the agent

@@ -147,6 +147,7 @@ def _prepare(job: Job) -> None:
     _preload(module)
     with suppress(Exception):
         os.chdir(job.directory)
+        sys.path.append(job.directory)  # last: a program of the user's own may lie there
         getattr(importlib.import_module(module), function)(tuple(job.arguments))
     # A collection would look at all of it in every fork, and so copy its pages.
     gc.freeze()

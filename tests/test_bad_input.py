@@ -34,6 +34,7 @@ def folder(tmp_path, prepared, monkeypatch):
 
 def perdure(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["perdure", *arguments])
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
     # It would end with the command's process, which is this one.
     monkeypatch.setattr(cli, "start_early", lambda: None)
     with pytest.raises(SystemExit) as stop:

@@ -33,6 +33,7 @@ def perdure(monkeypatch, capsys):
     """Exit code and what is printed."""
 
     def call(*arguments):
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
         monkeypatch.setattr(sys, "argv", ["perdure", "ckpt", *arguments])
         with pytest.raises(SystemExit) as end:
             main()

@@ -29,7 +29,15 @@ def folder(tmp_path_factory):
     lines = [json.dumps(row) for row in rows]
     lines.insert(3, "not json")
     (folder / "text.jsonl").write_text("\n".join(lines))
+    set_traps(folder)
     return folder
+
+
+def set_traps(folder):
+    """Files and folders that are called like modules of ours, of torch's and of Python's."""
+    for name in ("trainer", "elastic", "checkpointing", "torch", "random", "tokenizers"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise SystemExit('out of the folder')")
 
 
 def perdure(folder, *arguments, code=0, meanwhile=lambda pid: None):
@@ -108,6 +116,31 @@ def test_from_text_to_text(folder):
     content[len(content) // 2] ^= 4
     shard.write_bytes(content)
     assert shard.name in perdure(folder, "ckpt", "verify", "run", code=2)
+
+
+def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path):
+    """`-m trainer` would run it; with PYTHONSAFEPATH=1 nothing is in the way."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    set_traps(tmp_path)
+    command = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "perdure"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "2"]
+    command += ["-m", "trainer", "recipe.yaml"]
+    for safe, told in (("", "would run"), ("1", "no prepared data set")):
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+        if safe:
+            environment["PYTHONSAFEPATH"] = safe
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert told in line
 
 
 def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):

@@ -394,6 +394,7 @@ def test_the_command(config, tmp_path, monkeypatch, capsys):
     path, out = config(PUBLISHED["Axolotl, deepspeed_configs/zero1.json"][0]), tmp_path / "r.yaml"
 
     def perdure(*arguments):
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
         monkeypatch.setattr(sys, "argv", ["perdure", "import-deepspeed", *map(str, arguments)])
         with pytest.raises(SystemExit) as stop:
             cli.main()

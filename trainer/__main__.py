@@ -13,6 +13,13 @@ from typing import NoReturn
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank; never returns."""
+    if not sys.flags.safe_path:
+        # `-m` has put the working directory first, where folders may be called like our packages,
+        # and files like modules of torch's or Python's.
+        del sys.path[0]
+        home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        if home not in sys.path:  # of a checkout that is not installed
+            sys.path.append(home)
     from elastic.exits import SIGNALS, leave_at_once
     from elastic.standin import NODE_SOCKET, stand_in
 

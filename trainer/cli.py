@@ -64,6 +64,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 def main() -> None:
     """Entry point of the console command."""
+    # What this starts does not look for modules in the working directory first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     parser = _parser()
     arguments, rest = parser.parse_known_args()
     # argparse takes positional arguments in one go; overrides may also stand after options.

@@ -3,6 +3,8 @@
 import importlib
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -315,11 +317,14 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
     """The user's own module. All ranks build it from the same seed, so weights agree."""
     name = recipe.model.factory or ""
     module_name, function_name = name.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: nothing in it is to be taken for a library
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise RecipeError(
-            f"model.factory: cannot import {name}: {error}; is its folder on PYTHONPATH?"
+            f"model.factory: cannot import {name}: {error}; is it in the working directory, or its "
+            "folder on PYTHONPATH?"
         ) from error
     torch.manual_seed(recipe.run.seed)
     try:

@@ -68,7 +68,7 @@ def test_an_own_model_trains(workspace):
     done = subprocess.run(
         [perdure, "train", "recipe.yaml", "--nproc-per-node", "2", *MODEL, *run],
         cwd=workspace,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{workspace}", "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -106,7 +106,7 @@ def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp
         nnodes="1",
         logs=tmp_path,
         ranks=2,
-        environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+        environment={"PYTHONPATH": str(ROOT)},
     ) as nodes:
         node = nodes.add()
         assert nodes.wait(60) == [2], node.text()
