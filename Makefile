@@ -66,7 +66,7 @@ clean:           ## remove .venv, data/ and runs/
 	rm -rf .venv data runs
 
 $(RUNTIME): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and "Perdure needs Python 3.11 or 3.12; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and "Perdure needs Python 3.11 to 3.14; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[all]'

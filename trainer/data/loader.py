@@ -207,6 +207,8 @@ def load(
             collate_fn=_identity,
             pin_memory=pin_memory,
             prefetch_factor=4 if workers else None,
+            # Python's own choice up to 3.13; from 3.14 on it would start a server, and pickle all.
+            multiprocessing_context="fork" if workers else None,
             snapshot_every_n_steps=1 << 62,  # its snapshots are not used, and cost time
         )
     return _raise_errors(iter(loader))
