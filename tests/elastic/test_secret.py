@@ -84,7 +84,7 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
 
 
 def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delenv("PERDURE_SECRET_FILE", raising=False)
+    monkeypatch.setenv("PERDURE_SECRET_FILE", "")  # and what is set below ends with this test
     secret = find_secret(None, str(tmp_path))
     path = tmp_path / ".secret"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -103,6 +103,6 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
         os.chown(path, 65534, 65534)
         with pytest.raises(SecretError, match=r"not a file of yours .* but of uid 65534"):
             read_secret(path)
-    monkeypatch.delenv("PERDURE_SECRET_FILE")
+    monkeypatch.setenv("PERDURE_SECRET_FILE", "")
     with pytest.raises(SecretError, match="must share a secret"):
         find_secret(None, None)
