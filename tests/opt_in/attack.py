@@ -476,8 +476,8 @@ def plant(scratch: Path, machine: Machine) -> Attack:
         seal, separator, text = path.read_bytes().rpartition(b"\n")
         body = json.loads(text)
         body.pop("sha256", None)
-        body["step"] += 1000
-        body["state"] = body["state"].replace('"step": ', '"step": 1')
+        body["step"] = 700_000  # the same on all machines, or it is not whole
+        body["state"] = re.sub(r'"step": \d+', '"step": 700000', body["state"])
         for name, spans in body["ranges"].items():
             data = (path.with_suffix("") / name).read_bytes()
             body["checksums"][name] = [crc32(data[start:stop]) for start, stop in spans]
