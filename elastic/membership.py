@@ -426,7 +426,11 @@ class Leases:
 
 def newer(mine: Membership | None, stored: Membership | None) -> Membership | None:
     """The copy to go on with: a store that was lost comes back empty or behind, and is then brought
-    up to date by the first node that has a newer copy. None: there is none yet."""
+    up to date by the first node that has a newer copy. If a newcomer was faster, and took the store
+    for that of a new job, its job counts rounds from the first on, and gives way to the one that
+    has had more. None: there is none yet."""
+    if mine and stored and stored.job != mine.job and stored.round < mine.round:
+        return mine
     copies: Sequence[Membership] = [copy for copy in (mine, stored) if copy is not None]
     return max(copies, key=lambda copy: copy.version, default=None)
 

@@ -335,9 +335,9 @@ class Member:
             self._arrivals = state.arrived, now
         if observes and self.name in state.arrived:
             state = complete(state, self.limits, now - self._arrivals[1])
-        behind = stored is None or best.version > stored.version
-        if state != best or (behind and observes):
-            state = replace(state, version=max(best.version, state.version) + 1)
+        if state != best or (best != stored and observes):
+            versions = [copy.version for copy in (best, state, stored) if copy]
+            state = replace(state, version=max(versions) + 1)
             sealed = self._secret.seal(key, state.encode())
             if self._client.swap(key, data, sealed) != sealed:
                 self._wake.set()  # another was faster

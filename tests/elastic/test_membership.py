@@ -257,6 +257,15 @@ def test_the_newer_copy_wins_over_an_empty_or_older_store():
     assert newer(None, None) is None
 
 
+def test_a_job_gives_way_to_one_that_has_had_more_rounds():
+    running = Membership(version=1000, round=2, job="a", members=("a", "b"))
+    usurper = newcomer(Membership(), "c", now=5.0)
+    assert usurper.version > running.version
+    assert newer(running, usurper) == running
+    follower = newcomer(replace(running, members=()), "c", now=5.0)
+    assert newer(running, follower) == follower
+
+
 def test_the_document_survives_encoding():
     state = fail(begin("a", "b"), 1, 0, failure(), LIMITS)
     state = replace(state, closed=Closed(93, "because"), address="h:1", arrived=("z",))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.membership import Ask, Closed, Limits, Membership
+from elastic.membership import Ask, Closed, Limits, Membership, heed
 from elastic.rendezvous import Member, key_prefix
 from elastic.secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.store import StoreClient, host_store
@@ -81,6 +81,18 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
     job.stranger.set(key, sealing.seal(key, before.encode()))
     assert still_works(members)
     assert members[0].state.closed is None
+
+
+def test_a_newcomer_who_finds_garbage_or_an_empty_store_does_not_end_the_job(job):
+    members = job("a", "b")
+    key = f"{key_prefix('run', SECRET)}/state"
+    newcomers = heed(Membership(), "c", Ask(), time.time())  # it was faster than a and b
+    assert newcomers.version > members[0].state.version
+    job.stranger.set(key, SECRET.derive("membership").seal(key, newcomers.encode()))
+    assert still_works(members)
+    assert members[0].state.members == ("a", "b")
+    stored = SECRET.derive("membership").open(key, job.stranger.get(key))
+    assert Membership.decode(stored).version > newcomers.version, "or it would not give way"
 
 
 def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
