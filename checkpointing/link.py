@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -65,7 +64,6 @@ class Link:
     def __init__(self, setup: Setup, rank: int, process: "subprocess.Popen[bytes] | None") -> None:
         self._setup, self._rank, self._process = setup, rank, process
         self._connection: Channel | None = None
-        self._sending = threading.Lock()
 
     @property
     def secret(self) -> bytes:
@@ -137,8 +135,7 @@ class Link:
         if connection is None:
             raise WriterGoneError(GONE)
         try:
-            with self._sending:
-                connection.send(message)
+            connection.send(message)
         except OSError as error:
             raise WriterGoneError(GONE) from error
 

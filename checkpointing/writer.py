@@ -227,6 +227,8 @@ class Writer:
         """Pass on what one connection says."""
         try:
             channel, (kind, number) = welcome(connection, self.setup.secret, WELCOME_SECONDS)
+            if kind == "pull" and number != self.node:  # somebody on the way has led it here
+                raise StrangerError(f"a call for node {number}")
         except Exception as error:  # a stranger, or one who left or is silent
             self._refuse(peer, error)
             connection.close()

@@ -15,6 +15,7 @@ from checkpointing.channel import StrangerError, call
 from checkpointing.coordinator import ANSWER_SECONDS, SaveOutcome
 from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
+from checkpointing.pulls import Puller
 from checkpointing.writer import Setup, Writer
 
 
@@ -106,3 +107,16 @@ def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
             call(listener.address, b"wrong")
         while silent.recv(1000):
             pass  # until it is shown out
+
+
+def test_bytes_of_another_node_are_not_taken_for_this_ones(tmp_path):
+    """All writers of a run know its secret: whoever stands between them may connect any two."""
+    writer, _, _ = node_1(tmp_path)
+    writer._filled[0] = SimpleNamespace(key=(7, 1))
+    writer._files = [SimpleNamespace(maps={"file": b"of node 1"})]
+    listener = Listener(("127.0.0.1", 0))
+    writer.listen(listener)
+    pull = Puller([listener.address] * 2, writer.setup.secret)
+    assert list(pull(1, 0, "file", [(0, 9)])) == [b"of node 1"]
+    with pytest.raises(StorageError, match="node 0 does not send its part"):
+        list(pull(0, 0, "file", [(0, 9)]))
