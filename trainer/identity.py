@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from elastic.facts import differences, digest
 from trainer.recipe import Recipe, RecipeError, resolved
+from trainer.tasks import look_here_too
 
 MACHINE_BOUND = (
     *("run.dir", "run.device", "data.reader", "data.workers", "data.graph.path"),
@@ -111,16 +112,19 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _sources() -> Iterator[bytes]:
-    """Our own code: name and text of every module."""
+    """Our own code: name and text of every module; not what editors hide beside them."""
     for package in PACKAGES:
         for folder in _folders(package):
             for path in sorted(folder.rglob("*.py")):
-                yield str(path.relative_to(folder)).encode()
-                yield path.read_bytes()
+                name = path.relative_to(folder)
+                if not any(part.startswith(".") for part in name.parts):
+                    yield str(name).encode()
+                    yield path.read_bytes()
 
 
 def _module_source(name: str) -> Iterator[bytes]:
     """Text of a user's module, which is not imported here: it may start threads or CUDA."""
+    look_here_too()
     package, *rest = name.split(".")
     spec = find_spec(package)
     places = [Path(folder).joinpath(*rest) for folder in _folders(package)]

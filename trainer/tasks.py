@@ -313,12 +313,18 @@ def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:
         )
 
 
+def look_here_too() -> None:
+    """Have modules of the user's be found in the working directory. Last: nothing in it is to be
+    taken for a library."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
 def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
     """The user's own module. All ranks build it from the same seed, so weights agree."""
     name = recipe.model.factory or ""
     module_name, function_name = name.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: nothing in it is to be taken for a library
+    look_here_too()
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
