@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from elastic.process import search_path
 from elastic.standin import NODE_SOCKET
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class Companion:
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.process", *words],
+            [sys.executable, "-P", "-m", "elastic.process", *words],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
             stdin=subprocess.PIPE,
             process_group=0,  # Ctrl-C is for whom it belongs to
         )

@@ -177,8 +177,11 @@ class Metrics:
         run_dir, resumed_step = Path(recipe.run.dir), start.step
         self.ledger = Ledger(run_dir / LEDGER, start)
         self._path = run_dir / METRICS
+        self._latest = 0.0
+        """Time of the last record. Trackers tell what is new by it, also after a restart on a
+        machine whose clock is behind."""
         try:
-            keep_records(self._path, resumed_step)
+            self._latest = keep_records(self._path, resumed_step)
         except OSError as error:  # a full disk must not keep a run from going on
             print(f"warning: {self._path} keeps records of steps that are done again: {error}")
         self._file = self._path.open("a", encoding="utf-8")
@@ -244,8 +247,9 @@ class Metrics:
         `event`, something that went wrong."""
         # JSON has no NaN: what is not finite is null there.
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         try:
-            record: dict[str, Any] = {"step": step, "time": time.time(), **finite}
+            record: dict[str, Any] = {"step": step, "time": self._latest, **finite}
             record |= {"event": event} if event else {}
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -311,21 +315,24 @@ def validation_line(values: Mapping[str, float]) -> str:
     )
 
 
-def keep_records(path: Path, last_step: int) -> None:
-    """Drop the records after `last_step`, and a last line that a killed process left unfinished."""
+def keep_records(path: Path, last_step: int) -> float:
+    """Drop the records after `last_step`, and a last line that a killed process left unfinished;
+    returns the time of the last record, dropped or not."""
     if not path.exists():
-        return
-    kept = []
+        return 0.0
+    kept, latest = [], 0.0
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
             continue
+        latest = max(latest, record["time"])
         if record["step"] <= last_step:
             kept.append(line + "\n")
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
+    return latest
 
 
 def _clock(seconds: float) -> str:

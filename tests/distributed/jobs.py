@@ -117,7 +117,8 @@ def become_rank(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    path = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [str(folder), *filter(None, path)]
     sys.argv = list(arguments)
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 

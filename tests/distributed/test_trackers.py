@@ -9,11 +9,13 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic import Start
 from elastic.companion import Companion, part_with
 from elastic.history import read_history
 from elastic.local_nodes import LocalNodes
-from tests.distributed.jobs import ROOT, losses
-from trainer.metrics import keep_records
+from tests.distributed.jobs import RECIPE, ROOT, losses
+from trainer.metrics import Metrics, keep_records
+from trainer.recipe import load_recipe
 from trainer.trackers import Tail
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
@@ -48,6 +50,19 @@ def test_every_record_is_read_once_whatever_is_taken_back(tmp_path_factory, atte
         tail = Tail(path, tail.after) if killed else tail
 
 
+def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_path):
+    path, later = tmp_path / "metrics.jsonl", time.time() + 3600
+    path.write_text("".join(f'{{"step": {n}, "time": {later + n}}}\n' for n in (1, 2, 3)))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
+    tail = Tail(path, 0.0)
+    assert len(tail.read()[1]) == 3
+    with Metrics(recipe, Start(step=1, sequences=8, global_batch=8, world_size=1)) as metrics:
+        metrics.record(2, {"loss": 1.0})
+        metrics.record(2, {"validation_loss": 2.0})
+    assert [record["step"] for record in tail.read()[1]] == [2, 2]
+
+
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
     broken = ["class init:", " def __init__(self, **_): pass", " def log(self, *_, **__): 1 / 0"]
     (tmp_path / "wandb.py").write_text("\n".join([*broken, "Settings = dict"]))
@@ -59,9 +74,16 @@ def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, mo
 
 
 def test_a_companion_that_hangs_is_not_waited_for(tmp_path, monkeypatch, caplog):
-    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    (tmp_path / "hangs.py").write_text("open('runs', 'w')\nimport time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "here/elastic").mkdir(parents=True)  # in the working directory
+    (tmp_path / "here/elastic/__init__.py").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     companion, started = Companion(["hangs"]), time.monotonic()
+    while not Path("runs").exists():
+        assert companion.lives
+        time.sleep(0.01)
     part_with([companion], 0.2)
     assert not companion.lives
     assert time.monotonic() - started < 5
