@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
 LOOK_SECONDS = 0.1
-LOOK_AGAIN_SECONDS = 1.0
-"""After an alarm for which nobody was to blame yet."""
+LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE, LOOK_AGAIN_MOST = 1.0, 0.25, 30.0
+"""After an alarm for which nobody was to blame yet: at least, as a share of how long a rank has
+waited by then, at most. Each alarm has all ranks of the job dump their stacks."""
 
 
 class Group(Protocol):
@@ -365,9 +366,14 @@ class Node:
         if (state.round, state.generation) != self._generation or len(state.members) < state.size:
             return
         if not state.alarm:
+            late = overdue(progress, now, self._times, signs)
+            longest = max((one.seconds for one in late), default=0.0)
+            quiet = min(max(LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE * longest), LOOK_AGAIN_MOST)
             if self._stood is not None:
-                self._stood, self._quiet_until = None, now + LOOK_AGAIN_SECONDS
-            if now > self._quiet_until and overdue(progress, now, self._times, signs):
+                self._stood, self._quiet_until = None, now + quiet
+            self._quiet_until = min(self._quiet_until, now + quiet)  # who was late has gone on
+            stopped = any(one.where == "stopped" for one in late)
+            if late and (stopped or now > self._quiet_until):
                 self.group.change(lambda state: raise_alarm(state, *self._generation))
         elif self._stood is None:
             self._stood = {}

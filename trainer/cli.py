@@ -198,8 +198,10 @@ def _train(arguments: argparse.Namespace) -> int:
 
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     nodes = int(arguments.nnodes.split(":")[0])
-    check_launch(recipe, nodes * ranks, ranks)
+    notes = check_launch(recipe, nodes * ranks, ranks)
     if arguments.dry_run:
+        for note in notes:
+            print(f"# note: {note}", file=sys.stderr)
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0
     return _launch(arguments, ranks)

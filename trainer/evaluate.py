@@ -18,9 +18,11 @@ def evaluate(
     world: World,
     pulse: Pulse,
     step: int,
+    *,
+    heed: bool = True,
 ) -> dict[str, float] | None:
     """Means over the validation set of what the model returns of it; None if a node was told to go
-    meanwhile, on which the ranks agree before each micro-batch. Called on all ranks.
+    meanwhile (`heed`), on which the ranks agree before each micro-batch. Called on all ranks.
 
     The validation set is cut into numbered micro-batches of one fixed shape, and the world size
     only decides which rank computes which. A rank that has none left repeats the first one with
@@ -40,7 +42,7 @@ def evaluate(
     pulse.report(step, "data")
     for cut, inputs in zip(cuts, batches, strict=True):
         pulse.report(step, "evaluate")
-        if leaving := asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
+        if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
             break
         means = model({key: tensor.to(world.device) for key, tensor in inputs.items()})
         total = total + means.double() * len(cut)

@@ -1,6 +1,7 @@
 """Every check of a recipe's input that can be made before a process group or a GPU is claimed."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,8 +55,9 @@ def check_inputs(
         check_resume(read_state(newest), recipe, task, newest)
 
 
-def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> None:
-    """Refuse what cannot work before anything is started; a user's own model does a pass.
+def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequence[str]:
+    """Refuse what cannot work before anything is started; a user's own model does a pass. Returns
+    what a user should know before training.
 
     Raises:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
@@ -67,6 +69,7 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> None
         if isinstance(inputs, DataError):
             raise inputs
         check_forward(recipe, task.model, inputs)
+    return task.notes
 
 
 def default_ranks(device: str) -> int:

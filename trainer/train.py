@@ -114,6 +114,7 @@ def train(
             gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
             first_step, last_step = progress.step + 1, recipe.run.steps
             window, pace, clock, owed = Window(), Pace(), save_clock(recipe, world), False
+            validated = True
 
             def before_update() -> None:
                 pulse.safe = False
@@ -175,9 +176,11 @@ def train(
                         )
                     pulse.report(progress.step, "save")
                     window.leave_out(time.perf_counter() - began)
+                    validated = validation is not None
                     if validation is None:
                         asked = PAUSE_TO_LEAVE
-                        say(metrics, f"step {progress.step} is not validated, as a node leaves")
+                        when = "yet" if progress.step == last_step else "at all"
+                        say(metrics, f"step {progress.step} is not validated {when}: a node leaves")
                     else:
                         progress.validation_loss = validation.get("validation_loss")
                     if metrics and validation:
@@ -209,6 +212,12 @@ def train(
             pulse.report(progress.step, "end")
             batches.close()
             finish_saves(checkpointer, progress, metrics)
+            if task.validation and not validated:  # the state is safe, and there may be time left
+                validation = evaluate(
+                    model, task.validation, recipe, world, pulse, progress.step, heed=False
+                )
+                if metrics and validation:
+                    metrics.record(progress.step, validation, validation_line(validation))
             return end(metrics, EXIT_DONE, "finished")
 
 

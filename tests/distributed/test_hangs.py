@@ -22,7 +22,7 @@ from torch import distributed, nn
 
 from trainer.data.loader import TokenStream
 
-fetch = TokenStream.fetch
+fetch = TokenStream.fetch_with_digest
 
 
 def fetch_slowly(stream, positions):
@@ -31,7 +31,7 @@ def fetch_slowly(stream, positions):
     return fetch(stream, positions)
 
 
-TokenStream.fetch = fetch_slowly
+TokenStream.fetch_with_digest = fetch_slowly
 
 
 class Model(nn.Module):

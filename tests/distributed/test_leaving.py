@@ -80,7 +80,7 @@ def test_ctrl_c_and_notices_in_every_phase(launch, start, workspace):
     until(lambda: evaluating(node, 2), node)
     os.killpg(node.process.pid, signal.SIGINT)
     ends(node, 130)
-    assert "step 2 is not validated, as a node leaves" in node.text()
+    assert "step 2 is not validated at all: a node leaves" in node.text()
     assert (workspace / "leaving/checkpoints/step-00000002").exists()
 
     node = launch(*train)
@@ -111,6 +111,18 @@ def test_a_process_without_an_agent_leaves_likewise(start, workspace):
     assert "step 2 is not validated" in output
     assert "Traceback" not in output
     assert (workspace / "leaving-alone/checkpoints/step-00000002").exists()
+
+    job = start(1, "run.dir=leaving-alone", "run.steps=3", "schedule={}", *LONG_EVALUATION)
+    node = LocalNode(0, job.ranks[0], Path())
+    while not ((found := node.progress(0)) and (found.step, found.phase) == (3, "evaluate")):
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.01)
+    os.kill(job.ranks[0].pid, signal.SIGINT)
+    code, output = job.wait()
+    assert code == 0, output
+    saved = output.index("step-00000003")
+    assert "step 3 is not validated yet" in output[:saved], "its state comes first"
+    assert "validation loss" in output[saved:]
 
 
 def test_ctrl_c_while_data_is_prepared(launch, tmp_path):
