@@ -13,10 +13,14 @@ import pickle
 import socket
 import struct
 import threading
+from contextlib import suppress
 from hashlib import sha256
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+SILENT_SECONDS = 60
+"""A machine that vanished without a word is noticed within so long, and so is a process that takes
+nothing of what it is sent."""
 NONCE_BYTES = 32
 PROOF = b"I know it, too"
 
@@ -53,15 +57,28 @@ class Channel:
         return pickle.loads(self.recv_bytes())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes. From any thread."""
+        """Send bytes. From any thread.
+
+        Raises:
+            OSError: the other side is gone, or has taken nothing for SILENT_SECONDS; what follows
+                half a message is lost, so that ends the connection.
+        """
         with self._sending:
             self._sent += 1
-            self._connection.send_bytes(_mac(self._ours, self._sent, data))
-            self._connection.send_bytes(data)
+            try:
+                self._connection.send_bytes(_mac(self._ours, self._sent, data))
+                self._connection.send_bytes(data)
+            except OSError:
+                self.shut()
+                raise
 
     def recv_bytes(self) -> bytes:
         """The next bytes; raises as `recv`."""
-        mac, data = self._connection.recv_bytes(sha256().digest_size), self._connection.recv_bytes()
+        try:
+            mac = self._connection.recv_bytes(sha256().digest_size)
+            data = self._connection.recv_bytes()
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came for too long") from error
         self._received += 1
         if not hmac.compare_digest(mac, _mac(self._theirs, self._received, data)):
             raise StrangerError("a message that the other side has not sent")
@@ -70,6 +87,19 @@ class Channel:
     def poll(self, seconds: float) -> bool:
         """Whether there is something to receive within so long."""
         return self._connection.poll(seconds)
+
+    def limit(self, seconds: float) -> None:
+        """Have `recv` fail when nothing came for so long; 0: never."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            _limit(same, seconds)
+
+    def shut(self) -> None:
+        """End the connection for both sides, also for threads that are in `send` or `recv`."""
+        with (
+            suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as same,
+        ):
+            same.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
         """Descriptor of the socket."""
@@ -80,21 +110,29 @@ class Channel:
         self._connection.close()
 
 
-def call(address: tuple[str, int] | str, secret: bytes) -> Channel:
+def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_SECONDS) -> Channel:
     """Connect to a process that listens, by TCP or at an abstract Unix socket.
+
+    Args:
+        address: where it listens.
+        secret: of the run.
+        seconds: how long it may stay silent while they make each other's acquaintance.
 
     Raises:
         StrangerError: it does not know the secret.
-        EOFError, OSError: it is not there.
+        EOFError, OSError: it is not there, or does not answer.
     """
     connection = Client(address)
     try:
-        send_at_once(connection)
+        _set_up(connection)
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            _limit(same, seconds)
         theirs, ours = connection.recv_bytes(NONCE_BYTES), os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
         channel = Channel(connection, *_keys(secret, theirs, ours)[::-1])
         if channel.recv_bytes() != PROOF:
             raise StrangerError("it does not speak as a process of this run")
+        channel.limit(0)
         return channel
     except BaseException:
         connection.close()
@@ -112,7 +150,7 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
     Raises:
         Exception: it is a stranger, or left, or said nothing for too long.
     """
-    send_at_once(connection)
+    _set_up(connection)
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if same.family == socket.AF_UNIX:
             credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -131,16 +169,28 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
     return channel, message
 
 
-def send_at_once(connection: Connection) -> None:
-    """Have TCP not hold small messages back until what went before is acknowledged, for which the
+def _set_up(connection: Connection) -> None:
+    """Have sending fail when the other side takes nothing, and TCP notice a machine that is gone.
+    Nor is TCP to hold small messages back until what went before is acknowledged, for which the
     other side takes 40 ms (Nagle's algorithm with delayed acknowledgements)."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(SILENT_SECONDS))
         if same.family != socket.AF_UNIX:
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 6)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
 
 
 def _limit(connection: socket.socket, seconds: float) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(seconds))
+
+
+def _time(seconds: float) -> bytes:
+    """A `struct timeval`."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:

@@ -4,6 +4,7 @@ ranks, and makes every failure of one rank an error of all."""
 import hashlib
 import hmac
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.blocks import PlanInput
-from checkpointing.coordinator import Key, Position, SaveOutcome
+from checkpointing.coordinator import ANSWER_SECONDS, Key, Position, SaveOutcome, overdue
 from checkpointing.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -37,7 +38,7 @@ from checkpointing.layout import (
     parse_step,
     step_name,
 )
-from checkpointing.link import END_SECONDS, Link, WriterGoneError, end, launch
+from checkpointing.link import END_SECONDS, GONE, Link, WriterGoneError, end, launch
 from checkpointing.memory import make_token, token
 from checkpointing.options import CheckpointOptions
 from checkpointing.plan import (
@@ -63,6 +64,9 @@ logger = logging.getLogger(__name__)
 LEAVE_SECONDS = 10.0
 """How long a rank that leaves by an exception waits for what is being written, and for the others
 to leave too."""
+
+POLL_SECONDS = 60.0
+"""Longest wait for a message before clocks are looked at again."""
 
 T = TypeVar("T")
 Specs = dict[str, TensorSpec]
@@ -117,6 +121,8 @@ class Checkpointer:
         self._addresses: list[tuple[str, int]] = []
         self._running: tuple[int, bool] | None = None
         """The step that is being saved, and whether to memory only."""
+        self._overdue_at = 0.0
+        """When that is to be given up here."""
         self._asked = 0
         """How many saves were asked for."""
         self._outcomes: list[SaveOutcome] = []
@@ -252,6 +258,7 @@ class Checkpointer:
             self._outcomes.append(SaveOutcome(step, None, reason))
             return False
         self._running, self._told = (step, memory_only), None
+        self._overdue_at = time.monotonic() + self._patience(self.options.deadline)
         try:
             tensors, at_once = by_section(model, optimizer), _unguarded(model, optimizer)
             staging.copy(answer[0], tensors, at_once, lambda told: self._copied(key, told))
@@ -274,7 +281,7 @@ class Checkpointer:
         """Saves that ended since the last call, good or bad. On any rank; does not wait."""
         try:
             while self._link and self._running is not None:
-                message = self._link.receive(timeout=0)
+                message = self._next(self._link, 0)
                 if message is None:
                     break
                 self._heard(message)
@@ -301,7 +308,7 @@ class Checkpointer:
         self.wait_staged()
         try:
             while self._link and self._running is not None:
-                message = self._link.receive()
+                message = self._next(self._link, math.inf)
                 if message:
                     self._heard(message)
         except WriterGoneError:
@@ -319,16 +326,15 @@ class Checkpointer:
         self.wait_staged()
         if self._link:
             closed = False
-            deadline = None if seconds is None else time.monotonic() + seconds
+            most = self._patience(self.options.deadline) if seconds is None else seconds
+            until = time.monotonic() + most
             try:
                 self._link.send(("close", keep_memory))
-                while not closed:
-                    left = None if deadline is None else max(0, deadline - time.monotonic())
-                    message = self._link.receive(left)
-                    if message is None:
-                        break
-                    closed = message[0] == "closed"
-                    self._heard(message)
+                while not closed and time.monotonic() < until:
+                    message = self._next(self._link, until)
+                    if message:
+                        closed = message[0] == "closed"
+                        self._heard(message)
             except WriterGoneError:
                 closed = True
                 self._lost_writer()
@@ -535,10 +541,9 @@ class Checkpointer:
     def _slots_of(self, link: Link, plan: SavePlan) -> Slots:
         link.send(("addresses", self._addresses))
         link.send(("plan", plan.digest, plan.shared if self._ranks.first_of_node else None))
+        until = time.monotonic() + self._patience(self.options.deadline)
         while True:
-            message = link.receive()
-            if message is None:
-                continue
+            message = self._answered(link, until)
             if message[0] == "refused":
                 raise StorageError(message[1])
             if message[0] == "slots" and message[1] == plan.digest:
@@ -563,12 +568,49 @@ class Checkpointer:
 
     def _answer(self, link: Link, request: tuple[Any, ...]) -> tuple[Any, ...]:
         link.send(request)
+        patience = self._patience(min(self.options.deadline, 2 * ANSWER_SECONDS))
+        until = max(self._overdue_at if self._running else 0, time.monotonic()) + patience
         while True:
-            message = link.receive()
-            if message and message[0] in ("go", "skip", "refused") and message[1] == request[1]:
+            message = self._answered(link, until)
+            if message[0] in ("go", "skip", "refused") and message[1] == request[1]:
                 return message
+            self._heard(message)
+
+    def _answered(self, link: Link, until: float) -> tuple[Any, ...]:
+        """The next message of a writer that owes an answer. One that gives none is ended.
+
+        Raises:
+            WriterGoneError: it is gone.
+        """
+        while True:
+            message = self._next(link, until)
             if message:
-                self._heard(message)
+                return message
+            if time.monotonic() >= until:
+                link.kill()
+                raise WriterGoneError("the checkpoint writer process of this node does not answer")
+
+    def _next(self, link: Link, until: float) -> tuple[Any, ...] | None:
+        """The next message of the writer, waited for until then at most. If the save that is
+        running is overdue, the writer of this node is ended: it may be stopped, or what holds it
+        up may be nothing that a process can be woken from.
+
+        Raises:
+            WriterGoneError: it is gone.
+        """
+        limit = min(until, self._overdue_at) if self._running else until
+        message = link.receive(min(max(0.0, limit - time.monotonic()), POLL_SECONDS))
+        if message is None and self._running and time.monotonic() >= self._overdue_at:
+            link.kill()
+            self._lost_writer(overdue(self.options))
+            raise WriterGoneError(GONE)
+        return message
+
+    def _patience(self, seconds: float) -> float:
+        """How long this rank waits for what is due after so long. The coordinator gives up first,
+        as it knows what is missing; then the ranks of its node, who end it if it hangs; then the
+        others, to whom it is news when their writers do not hear of that."""
+        return seconds * (1.1 if self._ranks.node == 0 else 1.2)
 
     def _copied(self, key: Key, progress: Position | Exception) -> None:
         """How far a copy is. In the copying thread."""
@@ -593,15 +635,12 @@ class Checkpointer:
                 self._damaged.discard(step_name(outcome.step))
                 self._right.discard(step_name(outcome.step))
 
-    def _lost_writer(self) -> None:
+    def _lost_writer(self, why: str = "the checkpoint writer process of this node died") -> None:
         if self._running is not None:
             (step, memory_only), self._running = self._running, None
             if memory_only:
                 return
-            error = (
-                f"saving step {step} failed: the checkpoint writer process of this node died; "
-                "earlier checkpoints are untouched"
-            )
+            error = f"saving step {step} failed: {why}; earlier checkpoints are untouched"
             self._outcomes.append(SaveOutcome(step, None, error))
 
 

@@ -13,7 +13,10 @@ or sockets of its own; it lives in the writer process of rank 0's node.
   commit    the commit record, after all receipts
   outcome   told to all ranks, whether good or bad
 Nothing waits for an answer: every message is handled to its end. If a node is lost, the save is
-given up and its units return; the next save may begin when the node is back.
+given up and its units return; the next save may begin when the node is back. A save that takes
+longer than `deadline` is given up, too, and the writers that hold it up end and come back anew.
+Only a commit that is under way is waited for: to remove the files at that moment could publish some
+of them. If it hangs, the ranks of rank 0's node kill this process, which is as any other crash.
 """
 
 import json
@@ -158,6 +161,10 @@ class Host(Protocol):
     def later(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run work() aside, then done(its result or its exception) in the coordinator's thread."""
 
+    def drop(self, node: int) -> None:
+        """Part with a node's writer, whose last news this may be: it ends if it is writing, or
+        if it is this one, and else connects again."""
+
     def call_at(self, moment: float, work: Callable[[], None]) -> None:
         """Run work() in the coordinator's thread at a moment of time.monotonic()."""
 
@@ -219,11 +226,14 @@ class Coordinator:
 
     def on_lost(self, node: int) -> None:
         """A node's writer process is gone."""
+        self._forget(node)
+        self._fail(node, Failure("its writer process is gone"))
+        self._maybe_closed()
+
+    def _forget(self, node: int) -> None:
         self._hellos.pop(node, None)
         self._closing.discard(node)
         self._out = {what: where for what, where in self._out.items() if where != node}
-        self._fail(node, Failure("its writer process is gone"))
-        self._maybe_closed()
 
     def set_plan(
         self,
@@ -293,6 +303,7 @@ class Coordinator:
         known = [step for step in (save.payload["newest"], self._newest) if step is not None]
         newest = max(known, default=None)
         self._answer(key, ("go", key, save.slot, save.payload["state"], newest))
+        self._host.call_at(save.started + self._options.deadline, lambda: self._expire(save))
         self._maybe_prepare()
 
     def _wait_for_nodes(self, key: Key) -> None:
@@ -601,6 +612,31 @@ class Coordinator:
             self._clear(save.target)
         self._end(save, outcome)
 
+    def _expire(self, save: _Save) -> None:
+        """Give up a save that has taken too long, see [Note: a save]."""
+        if save is not self._save or save.committing:
+            return
+        done = {node for node, place in save.staged.items() if place == self._end_position}
+        silent = set(range(self._nodes)) - (save.remembered if save.memory_only else done)
+        writing = {node: unit.file for (_, unit), node in self._out.items()}
+        file = None
+        if silent:
+            node, missing = min(silent), f"the copy of its tensors on node(s) {sorted(silent)}"
+        elif save.target is None:
+            node, missing = 0, f"a place in {self._directory}"
+        else:
+            node = min(writing, default=0)
+            file = writing.get(node)
+            missing = f"{file or 'its files'} to be written"
+        late = set(writing) | (silent - {0})
+        if save.target is None and not silent:
+            late.add(0)
+        for other in late:
+            self._forget(other)
+        self._fail(node, Failure(f"{overdue(self._options)}, waiting for {missing}", file))
+        for other in late:
+            self._host.drop(other)
+
     def _clear(self, target: Target) -> None:
         self._later(target.abort, lambda _: self._cleared())
 
@@ -654,6 +690,11 @@ class Coordinator:
             for node in self._closing:
                 self._host.send(node, ("closed",))
             self._closing = set()
+
+
+def overdue(options: CheckpointOptions) -> str:
+    """What is told of a save that has taken too long."""
+    return f"not done within {options.deadline:g} s (checkpoint.deadline)"
 
 
 def failure_of(error: Exception) -> Failure:

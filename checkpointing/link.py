@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -49,7 +50,10 @@ def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
         process.kill()
     if process.stdout:
         process.stdout.close()
-    return process.wait()
+    try:
+        return process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:  # in a system call that the kernel does not interrupt
+        return -signal.SIGKILL
 
 
 class Link:
@@ -93,7 +97,8 @@ class Link:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self._connection = call(self._setup.address, self._setup.secret)
+                left = max(0.01, deadline - time.monotonic())
+                self._connection = call(self._setup.address, self._setup.secret, left)
                 self._connection.send(("rank", self._rank))
                 return
             except (OSError, EOFError) as error:
@@ -155,6 +160,14 @@ class Link:
         except (OSError, EOFError) as error:
             self._connection = None
             raise WriterGoneError(GONE) from error
+
+    def kill(self) -> None:
+        """Part with the process whatever it does, and end it if it is this rank's."""
+        if self._connection is not None:
+            self._connection.shut()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
 
     def end(self, seconds: float) -> None:
         """Let go of the process. It ends when no rank is connected any more; if it is this rank's,

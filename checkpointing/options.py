@@ -1,5 +1,6 @@
 """The `checkpoint:` section of a recipe. Imports no torch."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +64,10 @@ class CheckpointOptions:
     """Also keep what each node staged in the memory of the next node, so that a run goes on from
     memory when a node is lost. Takes as much memory again."""
 
+    deadline: float = 1200.0
+    """Seconds that a checkpoint may take. One that takes longer is given up, the writer processes
+    that hold it up are ended and made anew, and training goes on."""
+
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 
@@ -79,6 +84,8 @@ class CheckpointOptions:
             raise ValueError("slots must be 1 or 2")
         if self.max_shard_bytes < 1:
             raise ValueError("max_shard_size must be at least one byte")
+        if not 0 < self.deadline < math.inf:
+            raise ValueError("deadline must be more than 0 seconds, and finite")
         if self.bytes_per_second is not None and self.bytes_per_second < 1:
             raise ValueError("max_bandwidth must be at least one byte per second")
 

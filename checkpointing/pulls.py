@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from checkpointing.channel import Channel, call
+from checkpointing.channel import SILENT_SECONDS, Channel, call
 from checkpointing.errors import StorageError, explain
 from checkpointing.slots import SlotFiles, open_left
 
@@ -48,7 +48,7 @@ class Puller:
             ranges: start and stop of each.
 
         Raises:
-            StorageError: that node does not send them.
+            StorageError: that node does not send them, or sent nothing for SILENT_SECONDS.
         """
         used_before = node in self._connections
         left = list(ranges)
@@ -71,6 +71,7 @@ class Puller:
     def _connection(self, node: int) -> Channel:
         if node not in self._connections:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
+            connection.limit(SILENT_SECONDS)
             connection.send(("pull", node))
         return self._connections[node]
 

@@ -260,11 +260,26 @@ def collect(directory: Path, lost: Collection[str] = ()) -> None:
         match = _ASIDE.fullmatch(path.name)
         if match is None:
             continue
-        if match["why"] == "trash" and path.name.endswith(f".trash-{owner()}"):
+        if path.name.endswith(f".trash-{owner()}"):
             _remove(path)
         elif is_owner(path.name, lost) or _is_abandoned(path):
             logger.info("removing %s, which a dead run left behind", printable(str(path)))
-            _remove(path)
+            _remove_left(path)
+
+
+def _remove_left(path: Path) -> None:
+    """Renamed first: a commit of it that is still under way somewhere fails, or was whole."""
+    aside = path
+    if ".trash-" not in path.name:
+        aside = path.with_name(f"{path.name}.trash-{owner()}")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:  # another process was faster
+            return
+        except OSError as error:
+            logger.warning("could not delete %s: %s", printable(str(path)), explain(error))
+            return
+    _remove(aside)
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -139,6 +139,8 @@ class Writer:
         """Which save was the last to be copied into a slot: to its end, even if it failed."""
         self._said: dict[str, Manifest] = {}
         """What a restart is told of each slot, and of copies of others."""
+        self._writing = 0
+        """Units that are being written."""
         self._remembering = 0
         """Slots whose checksums are made: those of a save that failed, too, before this ends."""
         self._committed: int | None = None
@@ -200,6 +202,19 @@ class Writer:
             self._inbox.put(lambda: done(result))
 
         self._aside.submit(run)
+
+    def drop(self, node: int) -> None:
+        """See coordinator.Host."""
+        if node == self.node:
+            self._inbox.put(self._end)  # once all have been told
+        elif node in self._peers:
+            self.send(node, ("end",))
+            self._peers[node].shut()
+
+    def _end(self) -> None:
+        """Go, whatever other threads are in: its ranks start it again."""
+        logger.warning("the checkpoint writer process of node %d gives up what hangs", self.node)
+        os._exit(1)
 
     def call_at(self, moment: float, work: Callable[[], None]) -> None:
         """See coordinator.Host."""
@@ -343,6 +358,9 @@ class Writer:
             self._copy(*arguments)
         elif kind == "closed":
             self._closed()
+        elif kind == "end":
+            if self._writing:
+                self._end()
         elif kind == "outcome":
             key, outcome = arguments
             if self._current and self._current.key == key:  # else it was told before
@@ -413,9 +431,14 @@ class Writer:
             self._to_coordinator(("stopped", key, unit))
             return
         files = self._files[slot]
+        self._writing += 1
+
+        def answered(message: tuple[Any, ...]) -> None:
+            self._writing -= 1
+            self._to_coordinator(message)
 
         def answer(kind: str, *arguments: Any) -> None:
-            self._inbox.put(lambda: self._to_coordinator((kind, key, *arguments)))
+            self._inbox.put(lambda: answered((kind, key, *arguments)))
 
         def work() -> None:
             span = {

@@ -36,6 +36,7 @@ from checkpointing.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions
 
 NODES = 3
+SAVE_SECONDS = 25.0
 BLOCKS = {"a": 1, "b": 2 * UNIT_BLOCKS + 1, "c": UNIT_BLOCKS, "d": 2}
 OWNERS = {"a": 0, "b": 1, "c": 2, "d": 1}
 FILES = [TensorFile(name, b"", {}, blocks * BLOCK_BYTES) for name, blocks in BLOCKS.items()]
@@ -108,6 +109,7 @@ class World:
         """Key of each, and whether it waits for the one before."""
         self.went: set[Key] = set()
         self.outcomes: list[SaveOutcome] = []
+        self.dropped: list[int] = []
         self.remembered: defaultdict[Key, set[int]] = defaultdict(set)
         self.slots: dict[Key, int] = {}
         self.last: Key | None = None
@@ -132,7 +134,7 @@ class World:
             hold=lambda directory, mine: directory / ".writer-000001",
         )
         with self.patches:
-            options = CheckpointOptions(max_writers=limit)
+            options = CheckpointOptions(max_writers=limit, deadline=SAVE_SECONDS)
             self.coordinator = Coordinator(Path("/nowhere"), options, NODES, self)
 
     def new_target(self, final: Path, damaged: list[str]) -> FakeTarget:
@@ -153,7 +155,7 @@ class World:
             assert arguments[3] == max(committed, default=None), "else memory is not believed"
             assert arguments[1] != self.whole_slot, "a save that fails at once spares what is whole"
             self.slots[arguments[0]] = arguments[1]
-            self.last = arguments[0]
+            self.last = max(self.last or arguments[0], arguments[0], key=lambda key: key[1])
         if kind == "outcome" and not any(arguments[1] is known for known in self.outcomes):
             self.outcomes.append(arguments[1])
             if arguments[1].path or len(self.remembered[arguments[0]]) == NODES:
@@ -173,6 +175,18 @@ class World:
             self.out.add((key, unit, number))
             assert len(self.out) <= self.limit, "more writers than allowed"
         self.nodes[number].inbox.append(message)
+
+    def drop(self, number: int) -> None:
+        """A writer that holds a save up is ended. That of node 0 is the coordinator's process: here
+        it ends without the coordinator."""
+        self.dropped.append(number)
+        node = self.nodes[number]
+        if node.alive:
+            self.die(node)
+        if number == 0:
+            node.last_words.clear()
+            self.out = {entry for entry in self.out if entry[2] != 0}
+            self.come_back(node)
 
     def later(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         self.aside.append((work, done))
@@ -457,6 +471,60 @@ def test_a_unit_that_was_given_up_fails_its_save():
     assert world.outcomes[-1].error.endswith(
         f"its writer process has given up {unit.file}; earlier checkpoints are untouched"
     )
+    world.happen(world.end)
+
+
+def hold_up(node, what):
+    """A world in which a save has begun, and all has happened but what a node is to do last."""
+    world = World(limit=1, shared=False, in_parts=False)
+    world.happen(world.plan)
+    for held in world.nodes:
+        world.happen(partial(world.deliver, held))
+    for held in world.nodes:
+        world.happen(partial(world.ask, held, 1, False))
+
+    def may_happen(event):
+        if event.func in (world.pass_time, world.ask, world.refuse):
+            return False
+        if what == "commit":
+            return event.func != world.end_aside or "begun" not in states()
+        return event.func.__name__ != what or (event.args[:1] != (world.nodes[node],) and node)
+
+    def states():
+        return {target.state for target in world.targets}
+
+    while events := [event for event in world.progress() if may_happen(event)]:
+        world.happen(events[0])
+    return world
+
+
+@pytest.mark.parametrize(
+    ("node", "what", "missing", "file"),
+    [
+        (1, "stage", "the copy of its tensors on node(s) [1]", None),
+        (2, "finish", "c to be written", "c"),
+        (0, "end_aside", "a place in /nowhere", None),
+    ],
+)
+def test_a_save_that_takes_too_long_fails_with_what_is_missing(node, what, missing, file):
+    world = hold_up(node, what)
+    assert not world.outcomes
+    world.happen(partial(world.pass_time, SAVE_SECONDS))
+    (outcome,) = world.outcomes
+    assert f"on node {node}: not done within 25 s (checkpoint.deadline)" in outcome.error
+    assert f"waiting for {missing};" in outcome.error
+    assert (outcome.node, outcome.file) == (node, file)
+    assert world.dropped == [node]
+    world.happen(world.end)
+
+
+def test_what_is_being_committed_is_not_removed_meanwhile():
+    world = hold_up(0, "commit")
+    world.happen(partial(world.pass_time, SAVE_SECONDS))
+    assert not world.outcomes
+    assert not world.dropped
+    world.happen(world.settle)
+    assert [outcome.step for outcome in world.outcomes if outcome.path][:1] == [1]
     world.happen(world.end)
 
 

@@ -6,8 +6,9 @@ imports this file before all else. What happens there is said, as JSON, in WRITE
     root            calls on files below it, or in shared memory, are points
     log             a file that gets a line for every point
     kill            the point at which to die: its label, and the how manieth of that label
+    hang            the point at which not to come back; what it is about is not done
     who             "writer" dies alone, or "all": the rank that started it dies too
-    once            a file; who finds it there does not die any more
+    once            a file; who finds it there does not die or hang any more
     shared_memory   a folder to use in place of /dev/shm
     free            bytes of memory that there seem to be
     flip            names of steps of which a bit of a tensor flips once they are committed
@@ -65,6 +66,8 @@ def watched(call: str):
                 nth = counts[label]
             if [label, nth] == faults.get("kill"):
                 die(call, subject, arguments)
+            if [label, nth] == faults.get("hang") and is_first():
+                threading.Event().wait()
         result = original(subject, *arguments, **keywords)
         if call == "rename" and os.path.basename(arguments[0]) in faults.get("flip", ()):
             flip(Path(arguments[0], "model-00001-of-00001.safetensors"))
@@ -79,10 +82,16 @@ def watched(call: str):
     return wrapper
 
 
-def die(call: str, subject, arguments) -> None:
+def is_first() -> bool:
     try:
         Path(faults["once"]).touch(exist_ok=False)
     except FileExistsError:
+        return False
+    return True
+
+
+def die(call: str, subject, arguments) -> None:
+    if not is_first():
         return
     if call == "pwrite":  # torn: half of it is written
         data, offset = arguments
