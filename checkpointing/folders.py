@@ -61,10 +61,13 @@ def make(directory: str) -> Folder:
     Raises:
         OSError: there is no memory, or not for us.
     """
-    mode = SHARED_MEMORY.stat().st_mode
+    mode = stat.S_IMODE(SHARED_MEMORY.stat().st_mode)
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        why = "anybody may rename what is in it (no sticky bit)"
-        raise PermissionError(errno.EPERM, why, str(SHARED_MEMORY))
+        try:
+            SHARED_MEMORY.chmod(mode | stat.S_ISVTX)  # Kubernetes makes an emptyDir without
+        except OSError as error:
+            why = f"anybody may rename what is in it; chmod +t {SHARED_MEMORY} as its owner"
+            raise PermissionError(errno.EPERM, why, str(SHARED_MEMORY)) from error
     path = SHARED_MEMORY / f"{_NEW}{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
     folder = hold(path)

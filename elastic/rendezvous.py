@@ -372,7 +372,7 @@ class Member:
         text = json.dumps([self._beats, ask and asdict(ask)]).encode()
         self._client.set(key, self._secret.seal(key, text))
         self._told = ask
-        if self.name in self.state.members[:1]:
+        if self.name == next(iter(inside(self.state)), None):
             self._client.set(
                 last_secret(self._run_id), f"{self._fingerprint} {self._beats}".encode()
             )
@@ -480,7 +480,7 @@ def key_prefix(run_id: str, secret: Secret) -> str:
 
 
 def last_secret(run_id: str) -> str:
-    """The key that says by which secret a job of this name is running, to those who have another:
+    """The key that says by which secret a job of this name is here, to those who have another:
     its fingerprint and a counter. Anybody could write that, so it decides about no running node."""
     return f"perdure/{run_id}/secret"
 
@@ -737,8 +737,8 @@ class PerdureRendezvous(RendezvousHandler):
                 raise JobClosed(ended)
             raise RendezvousTimeoutError(
                 f"{len(state.arrived)} node(s) are here, at least {member.limits.minimum} are "
-                f"needed, and no more came within {timeout:.0f} s; start more, or lower "
-                "--nnodes MIN:MAX"
+                f"needed, and no more came within {timeout:.0f} s; start more, with this secret "
+                f"({SECRET_FILE}), or lower --nnodes MIN:MAX"
             )
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:

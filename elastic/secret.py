@@ -99,7 +99,10 @@ def read_secret(path: Path) -> Secret:
         with open(descriptor, "rb") as file:
             status, data = os.fstat(descriptor), file.read(4096).strip()
     except OSError as error:
-        raise SecretError(f"the secret of the job: {path}: {error.strerror}") from error
+        raise SecretError(
+            f"the secret of the job: {path}: {error.strerror}; name a file of yours by "
+            f"{SECRET_FILE}"
+        ) from error
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise SecretError(
             f"the secret of the job: {path} is not a file of yours (uid {os.geteuid()}) but of uid "

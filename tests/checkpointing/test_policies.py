@@ -118,6 +118,16 @@ def small_memory(tmp_path, monkeypatch) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", mount], check=True)
 
 
+def test_shared_memory_as_kubernetes_mounts_it_is_used(tmp_path, monkeypatch):
+    """Without a sticky bit anybody could rename what is in it."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(folders, "SHARED_MEMORY", shared)
+    folders.make(str(tmp_path / "run")).close()
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+
+
 def test_little_shared_memory_does_for_one_slot(small_memory, tmp_path, monkeypatch):
     """A slot of the tests' state takes two pages. What a slot holds cannot be said any more, and so
     no restart begins from it; saves do well without."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.membership import Ask, Closed, Limits, Membership, heed
-from elastic.rendezvous import Member, key_prefix
+from elastic.rendezvous import Member, key_prefix, last_secret
 from elastic.secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.store import StoreClient, host_store
 
@@ -86,13 +86,28 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
 def test_a_newcomer_who_finds_garbage_or_an_empty_store_does_not_end_the_job(job):
     members = job("a", "b")
     key = f"{key_prefix('run', SECRET)}/state"
-    newcomers = heed(Membership(), "c", Ask(), time.time())  # it was faster than a and b
+    newcomers = heed(Membership(), "c", Ask(), time.time() + 9)  # it was faster than a and b
     assert newcomers.version > members[0].state.version
     job.stranger.set(key, SECRET.derive("membership").seal(key, newcomers.encode()))
     assert still_works(members)
     assert members[0].state.members == ("a", "b")
     stored = SECRET.derive("membership").open(key, job.stranger.get(key))
     assert Membership.decode(stored).version > newcomers.version, "or it would not give way"
+
+
+def test_a_job_that_waits_for_nodes_tells_by_which_secret():
+    """Or those who come with another would wait for themselves, and nobody would say why."""
+    store = host_store("127.0.0.1", 0)
+    clients = [StoreClient("127.0.0.1", store.port, 5.0) for _ in range(2)]
+    member = Member(clients[0], "run", "a", LIMITS, lambda: None, lease=2.0)
+    member.start(SECRET)
+    member.ask(Ask())
+    deadline = time.monotonic() + 10
+    while not (found := clients[1].get(last_secret("run"))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found
+    assert found.startswith(SECRET.fingerprint.encode())
+    member.stop(timeout=1.0)
 
 
 def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):

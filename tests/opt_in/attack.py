@@ -137,18 +137,19 @@ def attack_memory(copy: str) -> Attack:
     name = Path(copy).name
     drop_rights()
     os.umask(0)
-    for number in range(1, 5):
-        folder = MEMORY / re.sub(r"-\d+-\w+$", f"-{999990 + number}-{number}", name)
-        if number == 4:
-            folder.symlink_to(copy)
-            attack.tried += 1
-            continue
+    places = [
+        MEMORY / re.sub(r"-\d+-\w+$", f"-{999990 + number}-{number}", name) for number in range(4)
+    ]
+    for folder in places[:3]:
+        closed = folder == places[0]
         for path, data in found.items():
             target = folder / path.relative_to(copy)
-            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if number == 1 else 0o777)
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if closed else 0o777)
             target.write_bytes(data)
-            target.chmod(0o600 if number == 1 else 0o666)
+            target.chmod(0o600 if closed else 0o666)
             attack.tried += 1
+    places[3].symlink_to(places[2])
+    attack.tried += 1
     return attack
 
 
