@@ -184,7 +184,7 @@ class World:
         if node.alive:
             self.die(node)
         if number == 0:
-            node.last_words.clear()
+            node.last_words.remove(("lost",))
             self.out = {entry for entry in self.out if entry[2] != 0}
             self.come_back(node)
 
