@@ -44,10 +44,12 @@ FLOOR = 3.5
 PATIENCE = 300.0
 """For what was not done often enough to know: importing, meeting, a first step that compiles, all
 from cold caches."""
-UNHURRIED = dict.fromkeys(
-    ("load", "data", "staging", "after", "evaluate", "save", "end", "first evaluate"), 2
-)
-"""Times PATIENCE: as long as the state takes to cross a slow filesystem."""
+UNHURRIED = {
+    **dict.fromkeys(("load", "data", "after", "evaluate", "first evaluate"), 2),
+    **dict.fromkeys(("staging", "save", "end"), 6),
+}
+"""Times PATIENCE: as long as the state takes to cross a slow filesystem. A save has a deadline of
+its own, and nobody is to be ended before that."""
 HURRIED = (*WITHIN_STEP, "evaluate")
 """What is done again and again, and computes. All else is done once in a process, or seldom, or
 with storage, which stalls when one of its servers is replaced: that it was quick before, perhaps in
