@@ -7,11 +7,13 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
+FAKE := .venv/fake-cuda
+FAKE_TABLE := benchmarks/results/fake-cuda.md
 
-.PHONY: help train test setup lint bench soak gluster transformers4 slurm attack image docs clean
+.PHONY: help train test setup lint bench gpu gpu-wheelhouse soak fakecuda gluster transformers4 slurm attack image docs clean
 
 help:            ## list the targets
-	@grep -E '^[a-z0-9]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
 train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 minutes on 2 cores
 	$(BIN)/perdure data prepare wikipedia --out data/wikipedia --train-bpe 4096
@@ -39,8 +41,14 @@ lint: $(DEV)     ## ruff, mypy and the import contracts
 bench: $(DEV)    ## every benchmark, against its peer
 	for name in $(basename $(notdir $(wildcard benchmarks/*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
+gpu:             ## measure the GPU of this machine for 520 s; again: on from there (docs/gpu.md)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu
+
+gpu-wheelhouse:  ## packages for `make gpu` on a machine without a registry, in .gpu/wheels
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --wheelhouse 3.12
+
 soak: $(DEV)     ## long randomised tests: kills, resumes, 200 seeded faults: about an hour
-	SOAK=1 $(BIN)/python -m pytest tests/distributed tests/checkpointing
+	SOAK=1 $(BIN)/python -m pytest tests/distributed tests/checkpointing tests/test_docs.py
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
 	tests/opt_in/gluster.sh --svg docs/images/writers.svg
@@ -48,6 +56,9 @@ gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), wit
 transformers4: $(DEV)  ## the Hugging Face tests once more, under transformers 4.57
 	$(BIN)/pip install -q --target .venv/transformers4 transformers==4.57.6
 	PYTHONPATH=.venv/transformers4 $(BIN)/python -m pytest tests/distributed/test_hugging_face.py tests/trainer/models
+
+fakecuda: $(FAKE)/.installed  ## train on a fake CUDA runtime, with torch's CUDA build in a venv of its own (4.6 GB, g++)
+	VENV=$(FAKE) FAKE_CUDA_TABLE=$(FAKE_TABLE) tests/fake_cuda/run.sh python -m pytest -n 2 --dist worksteal tests/fake_cuda tests/distributed/test_hidden_costs.py
 
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
 	tests/opt_in/slurm.sh
@@ -61,6 +72,7 @@ image:           ## build the Dockerfile on Ubuntu instead of NVIDIA's image, an
 docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/perdure recipe reference > docs/recipe.md
 	$(BIN)/perdure recipe schema > recipes/schema.json
+	$(BIN)/python docs/rooms.py
 
 clean:           ## remove .venv, data/ and runs/
 	rm -rf .venv data runs
@@ -70,6 +82,12 @@ $(RUNTIME): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	@touch $@
+
+$(FAKE)/.installed: pyproject.toml
+	test -x $(FAKE)/bin/python || $(PYTHON) -m venv $(FAKE)
+	$(FAKE)/bin/python -m pip install --quiet torch==2.11.0 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+	$(FAKE)/bin/python -m pip install --quiet --editable '.[all]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(DEV): $(RUNTIME)

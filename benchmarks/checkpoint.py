@@ -28,6 +28,7 @@ from benchmarks.support import (
     arguments,
     heading,
     print_table,
+    python_path,
     spread,
     torchrun,
     write_json,
@@ -125,7 +126,7 @@ def _run(
         result=str(result),
     )
     command = torchrun(ranks, "-m", "benchmarks.support.checkpoint_rank", json.dumps(asdict(task)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     print(f"{size:g} GB, {ranks} ranks, {kind}: {engine}", file=sys.stderr, flush=True)
     log = scratch / "log.txt"
     with log.open("w", encoding="utf-8") as output:

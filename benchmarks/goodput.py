@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.support import ROOT, arguments, heading, print_table, write_json
 from elastic import SaveClock, expected_mtbf
-from elastic.membership import MISSED_BEATS, beat_seconds
-from elastic.watchdog import FACTOR, FLOOR
+from elastic.group.membership import MISSED_BEATS, beat_seconds
+from elastic.node.watchdog import FACTOR, FLOOR
 
 GPUS = (1024, 2048, 4096, 8192, 16384)
 PER_NODE = 8
@@ -390,9 +390,9 @@ def _print_assumptions(
         "systems have spares that take a lost node's place at once."
     )
     say(
-        "Both save as elastic/interval.py has it (SaveClock, from the failures seen so far): this "
-        "trainer by what holds it up, as it does; DCP by all that a save costs, which is better "
-        f"for it. {days} days, {runs} runs each: mean (least-most)."
+        "Both save as elastic/record/interval.py has it (SaveClock, from the failures seen so "
+        "far): this trainer by what holds it up, as it does; DCP by all that a save costs, which "
+        f"is better for it. {days} days, {runs} runs each: mean (least-most)."
     )
 
 

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from benchmarks.support import arguments, heading, print_table, write_json
-from checkpointing.blocks import PlanInput, plan_node
-from checkpointing.layout import (
+from checkpointing.format.layout import (
     DTYPE_BYTES,
     MODEL,
     OPTIMIZER,
@@ -42,8 +41,7 @@ from checkpointing.layout import (
     index_json,
     lay_out,
 )
-from checkpointing.options import CheckpointOptions
-from checkpointing.plan import (
+from checkpointing.format.plan import (
     REPLICATE,
     Layout,
     Nodes,
@@ -55,7 +53,10 @@ from checkpointing.plan import (
     plan_pieces,
     replicated,
 )
+from checkpointing.format.sections import PlanInput
+from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import specs_digest
+from checkpointing.save.blocks import plan_node
 
 T = TypeVar("T")
 

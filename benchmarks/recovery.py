@@ -3,7 +3,7 @@
 The same small FSDP job, with the same decoder and batch, runs on nodes that are agents on this
 machine, one rank each: under stock torchrun with default flags, under stock torchrun tuned by hand,
 and under Perdure. Each fault is done to a job that trains; what it costs is read from what rank 0
-prints.
+prints. `--macs 1` also counts MACs and checks, and what they cost.
 """
 
 import argparse
@@ -21,19 +21,30 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.peers.stock_elastic import Task
-from benchmarks.support import ROOT, arguments, heading, print_table, spread, write_json
+from benchmarks.support import (
+    ROOT,
+    arguments,
+    heading,
+    macs,
+    print_table,
+    python_path,
+    spread,
+    write_json,
+)
 from benchmarks.support.elastic_job import Job, Recovery
 from benchmarks.support.faults import SCENARIOS, join
-from checkpointing.folders import run_id
-from elastic.local_nodes import LocalNodes
+from checkpointing.storage.folders import run_id
+from elastic.group.secret import SECRET_FILE, make_secret, read_secret
 from elastic.rendezvous import key_prefix
-from elastic.secret import SECRET_FILE, make_secret, read_secret
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
+from trainer.tools.local_nodes import LocalNodes
 
 TITLE = "Recovery from faults: this trainer, torchrun with DCP"
 LEGEND = """\
-Fault to first new step: seconds until a step is done that had not been done before. Median
-(min-max). For a join: since the new agent has registered, and since its launch.
+Fault to next step: seconds until a step is done by those who go on, that had been done before or
+not. Median (min-max).
+Fault to first new step: the same, until a step is done that had not been done before. For a join:
+since the new agent has registered, and since its launch.
 Steps redone: steps done a second time, because the state they led to was lost. Faults come 1, 3, 5,
 7 and 9 steps after a checkpoint, of which there is one every 10 steps.
 Recovered: of the faults that were done. After one that cost more than --patience seconds, or once
@@ -46,9 +57,12 @@ Tuned    the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, last_call_timeout=1
          outside of the nodes (at 2 attempts, an agent that sat through a last call takes itself for
          dead and stops its heartbeats; the next node to join then begins a second world)
 Perdure  torchrun --rdzv-backend perdure, the store outside of the nodes; a snapshot in memory every
-         step, and a copy of it on the next node. The memory of a node that is killed is deleted
+         step, and a copy of it on the next node. The memory of a node that is killed is deleted.
+         The ranks that are left go on in place
+Refork   the same with elastic.recovery=refork: all ranks are forked anew
 
 worker   kill -9 of one rank; 2 nodes          node   kill -9 of all of a node without rank 0; of 2
+four     kill -9 of one rank of four; 1 node
 join     a node joins; from 1 to 2             first  the same, with rank 0 (Stock: and the store);
 join 3   the same; from 2 to 3                        of 3
 notice   SIGTERM to an agent; of 2 nodes       hang   SIGSTOP of a rank; 2 nodes
@@ -56,6 +70,8 @@ store    kill -9 of the store's host, which comes back after 1 s; 1 s later kill
          from which is counted. Stock: kill -9 of the node that hosts it"""
 
 SAVE_EVERY = 10
+STEADY_SECONDS = 1.0
+"""Before each fault: so long the steps are free of what the fault before has caused."""
 STEPS = 1_000_000
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -78,7 +94,6 @@ RECIPE = {
     "schedule": {"name": "constant"},
     "precision": {"dtype": "fp32"},
     "checkpoint": {"every": SAVE_EVERY, "slots": 2, "peer_copy": True},
-    "elastic": {"snapshot_every": 1},
 }
 
 
@@ -97,14 +112,17 @@ class System:
     """Of the process group, in seconds; 0: the default."""
     hang_limit: float = 60.0
     """Seconds to wait for the end of a hang."""
+    recovery: str = "in_place"
+    """elastic.recovery, where it is Perdure."""
 
     @property
     def ours(self) -> bool:
         """Whether this is Perdure."""
         return self.backend == "perdure"
 
-    def job(self, folder: Path, most_nodes: int) -> Job:
-        """A job of 1 to `most_nodes` nodes that leaves its files in `folder`."""
+    def job(self, folder: Path, most_nodes: int, node_ranks: int) -> Job:
+        """A job of 1 to `most_nodes` nodes, of so many ranks each, that leaves its files in
+        `folder`."""
         folder.mkdir()
         task = Task(
             architecture=ARCHITECTURE,
@@ -120,14 +138,16 @@ class System:
         register = self.register or f"{key_prefix('local', read_secret(secret))}/state"
         peer = str(ROOT / "benchmarks/peers/stock_elastic.py")
         (folder / "data").symlink_to(folder.parent / "data")
-        (folder / "recipe.yaml").write_text(json.dumps(RECIPE), encoding="utf-8")
+        recipe = {**RECIPE, "elastic": {"snapshot_every": 1, "recovery": self.recovery}}
+        (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
         nodes = LocalNodes(
             ["-m", "trainer", "recipe.yaml"] if self.ours else [peer, json.dumps(asdict(task))],
             folder=folder,
             nnodes=f"1:{most_nodes}",
             logs=folder,
+            ranks=node_ranks,
             environment={
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": python_path(ROOT),
                 "TMPDIR": str(folder.parent),
                 SECRET_FILE: str(secret),
                 **self.environment,
@@ -162,6 +182,7 @@ SYSTEMS = {
         timeout=10.0,
     ),
     "perdure": System("Perdure", "perdure", "", hang_limit=30.0),
+    "refork": System("Refork", "perdure", "", hang_limit=30.0, recovery="refork"),
 }
 
 
@@ -178,6 +199,7 @@ def main() -> None:
         systems=",".join(SYSTEMS),
         scenarios=",".join(SCENARIOS),
         logs="",
+        macs=0,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left on any way out
     heading(TITLE)
@@ -185,7 +207,9 @@ def main() -> None:
     print(f"\nLoad of this machine before: {os.getloadavg()[0]:.1f}")
     figures: dict[str, dict[str, list[Recovery]]] = {}
     begun = time.monotonic()
+    spans: list[macs.Span] = []
     with TemporaryDirectory(prefix="perdure-bench-") as scratch, ExitStack() as at_end:
+        notes = at_end.enter_context(macs.noted()) if options.macs else None
         if options.logs:  # what the nodes printed
             ignore = shutil.ignore_patterns("checkpoints", "data", "corpus", "torchelastic*")
             at_end.callback(
@@ -195,9 +219,11 @@ def main() -> None:
         for system in options.systems.split(","):
             figures[system] = {}
             for scenario in options.scenarios.split(","):
-                found = _run(SYSTEMS[system], scenario, options, Path(scratch))
+                found = _run(SYSTEMS[system], scenario, options, Path(scratch), spans)
                 for kind, recoveries in found.items():
                     figures[system].setdefault(kind, []).extend(recoveries)
+        if notes:
+            macs.show(notes, spans)
     print(f"\n{time.monotonic() - begun:.0f} s in all\n")
     _print(figures)
     write_json(
@@ -217,9 +243,14 @@ def _prepare_data(scratch: Path) -> None:
 
 
 def _run(
-    system: System, name: str, options: argparse.Namespace, scratch: Path
+    system: System,
+    name: str,
+    options: argparse.Namespace,
+    scratch: Path,
+    spans: list[macs.Span],
 ) -> dict[str, list[Recovery]]:
-    """Faults of one kind → what each cost, by kind (joins are a kind of their own)."""
+    """Faults of one kind → what each cost, by kind (joins are a kind of their own); notes when
+    there was a recovery, and when there was none."""
     scenario = SCENARIOS[name]
     found: dict[str, list[Recovery]] = {}
     limit = system.hang_limit if name == "hang" else float(options.limit)
@@ -229,13 +260,15 @@ def _run(
         for number in range(options.faults):
             if job is None:
                 folder = scratch / f"{system.title}-{name}-{number}"
-                job = stack.enter_context(system.job(folder, scenario.nodes))
-                failure = job.start(scenario.nodes)
+                job = stack.enter_context(system.job(folder, scenario.nodes, scenario.node_ranks))
+                failure = job.start(scenario.nodes, scenario.node_ranks)
                 if failure:
                     _note(found, name, Recovery(None, failure=f"at the start: {failure}"), system)
                     break
             recoveries = _one(job, name, number, limit)
             for kind, recovery in recoveries.items():
+                if recovery.seconds is not None:
+                    spans += _spans(job, kind, recovery)
                 _note(found, kind, recovery, system)
             cost = sum(recovery.waited for recovery in recoveries.values())
             spent += cost
@@ -247,12 +280,23 @@ def _run(
     return found
 
 
+def _spans(job: Job, kind: str, recovery: Recovery) -> list[macs.Span]:
+    """A recovery, and the steps of the seconds before."""
+    end = recovery.at + (recovery.seconds or 0.0)
+    steps = [at for at in job.step_times if recovery.at - STEADY_SECONDS < at < recovery.at]
+    return [
+        macs.Span(f"recovery from {kind}", recovery.at, end),
+        macs.Span("steps", steps[0], steps[-1], len(steps) - 1),
+    ]
+
+
 def _one(job: Job, name: str, number: int, limit: float) -> dict[str, Recovery]:
     """One fault, and the return of the node that it took."""
     scenario, after_save = SCENARIOS[name], (1 + 2 * number) % SAVE_EVERY
-    job.steady(scenario.nodes, limit, after_save, SAVE_EVERY)
+    ranks = scenario.nodes * scenario.node_ranks
+    job.steady(ranks, limit, after_save, SAVE_EVERY)
     recoveries = {name: scenario.fault(job, number, limit)}
-    left = scenario.nodes - (1 if scenario.rejoin else 0)
+    left = ranks - (scenario.node_ranks if scenario.rejoin else 0)
     if recoveries[name].failure:
         return recoveries
     failure = job.steady(left, limit, after_save, SAVE_EVERY)
@@ -261,7 +305,7 @@ def _one(job: Job, name: str, number: int, limit: float) -> dict[str, Recovery]:
     elif scenario.rejoin:
         recovery = join(job, number, limit)
         if not recovery.failure:
-            failure = job.steady(scenario.nodes, limit, after_save, SAVE_EVERY)
+            failure = job.steady(ranks, limit, after_save, SAVE_EVERY)
             if failure:
                 recovery = replace(recovery, seconds=None, failure=f"then: {failure}")
         recoveries[scenario.rejoin] = recovery
@@ -289,6 +333,7 @@ def _print(figures: Mapping[str, Mapping[str, Sequence[Recovery]]]) -> None:
                 continue
             good = [recovery for recovery in recoveries if not recovery.failure]
             seconds = [recovery.seconds for recovery in good if recovery.seconds is not None]
+            to_next = [r.seconds - r.phases["redone steps"] for r in good if r.seconds is not None]
             if seconds:
                 medians[system] = median(seconds)
             failures = dict.fromkeys(recovery.failure for recovery in recoveries)
@@ -297,6 +342,7 @@ def _print(figures: Mapping[str, Mapping[str, Sequence[Recovery]]]) -> None:
                     "fault": kind,
                     "system": SYSTEMS[system].title,
                     "recovered": f"{len(good)} of {len(recoveries)}",
+                    "fault to next step, s": spread(to_next) if to_next else "never",
                     "fault to first new step, s": spread(seconds) if seconds else "never",
                     "steps redone": spread([r.redone for r in good], 0) if good else "",
                     "of stock's time": _ratio(medians, system, "stock"),

@@ -38,6 +38,8 @@ DDP = ("strategy.name=ddp",)
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "plain": ("1 rank, plain", 1, DDP),
     "ddp": ("2 ranks, DDP", 2, DDP),
+    "zero1": ("2 ranks, OPTIMIZER_STATE", 2, ("strategy.sharding=OPTIMIZER_STATE",)),
+    "zero2": ("2 ranks, SHARD_GRAD_OP", 2, ("strategy.sharding=SHARD_GRAD_OP",)),
     "full_shard": ("2 ranks, FULL_SHARD", 2, ()),
 }
 """By the word for `--cases`: name, ranks, overrides of the recipe."""
@@ -68,7 +70,8 @@ and what else it tells."""
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=3, steps=40, peers="all", cases="all")
+    usual = "plain,ddp,full_shard"
+    options = arguments(__doc__ or "", rounds=3, steps=40, peers="all", cases=usual)
     cases = chosen("cases", options.cases, list(CASES))
     notes = [
         "Memory of Perdure includes the slot that its checkpoints are copied to.",

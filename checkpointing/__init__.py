@@ -10,16 +10,17 @@ from typing import Any
 _HOME = {
     "Checkpointer": "checkpointer",
     "CheckpointOptions": "options",
-    "load_model": "reader",
-    "newest_checkpoint": "steps",
-    "read_state": "steps",
-    "optimizer_tensors": "tensors",
+    "load_model": "load.reader",
+    "newest_checkpoint": "storage.steps",
+    "read_state": "storage.steps",
+    "optimizer_tensors": "format.tensors",
     "CheckpointError": "errors",
     "WrongModel": "errors",
     "DamagedCheckpoint": "errors",
     "SaveFailed": "errors",
-    "SaveOutcome": "coordinator",
+    "SaveOutcome": "save.messages",
     "StorageError": "errors",
+    "Spare": "save.link",
 }
 __all__ = list(_HOME)
 

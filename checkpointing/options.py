@@ -18,13 +18,13 @@ class CheckpointOptions:
     "s3://bucket/folder"; null: `checkpoints` in the run directory."""
 
     every: int | Literal["auto"] = 500
-    """Steps between checkpoints; the last step of a run is always saved. 0: only the last. auto: as
-    often as loses the least time, by the measured cost of a checkpoint and the failures of the run
-    so far (Daly 2006); at least every 30 minutes."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last. auto: as often as
+    loses the least time, by the measured cost of a checkpoint and the failures so far (Daly 2006);
+    at least every 30 minutes."""
 
     when_busy: Literal["skip", "wait"] = "skip"
-    """What to do when a checkpoint is due while the one before is still being written: skip it, or
-    wait for the other to end. The last step always waits."""
+    """When a checkpoint is due while the one before is still being written: skip it, or wait. The
+    last step always waits."""
 
     keep: int = 3
     """How many committed checkpoints stay on disk, newest first; 0 keeps all."""
@@ -39,8 +39,8 @@ class CheckpointOptions:
     """The value in trainer_state.json by which `keep_best` judges; lower is better."""
 
     max_shard_size: int | str = "4 GB"
-    """Largest safetensors file, in bytes or as "4 GB" (10^9) or "4 GiB" (2^30). A tensor larger
-    than this gets a file of its own: tensors are never split."""
+    """Largest safetensors file, in bytes or as "4 GB" (10^9) or "4 GiB" (2^30). Tensors are never
+    split: a larger one gets a file of its own."""
 
     max_writers: int | Literal["auto"] | None = None
     """How many writers may write at once, over all nodes. auto: as many as raise the measured
@@ -51,22 +51,22 @@ class CheckpointOptions:
     limit."""
 
     slots: int = 2
-    """Copies of the state that each node holds in shared memory: 1 for writing, 2 so that the last
-    whole one is still there to restart from while the next is copied. Fewer are used, and it is
-    said, where memory does not suffice."""
+    """Copies of the state that each node holds in shared memory. 2: the last whole one is always
+    there to restart from. 1: one for writing. 0: none between saves, so a restart needs what was
+    written. Fewer are used, with a warning, where memory does not suffice."""
 
     slot_directory: str | None = None
-    """Directory on a local disk that takes these copies instead of memory, for state that memory
-    does not hold; nothing is then left to restart from but what was written. null: shared memory,
-    or strategy.offload_directory with strategy.offload: nvme."""
+    """Directory on a local disk that takes these copies instead of memory; a restart then needs
+    what was written. null: shared memory, or strategy.offload_directory with strategy.offload:
+    nvme."""
 
     peer_copy: bool = False
-    """Also keep what each node staged in the memory of the next node, so that a run goes on from
-    memory when a node is lost. Takes as much memory again."""
+    """Also keep each node's copy in the memory of the next node, so that a run goes on from memory
+    when a node is lost. Takes as much memory again."""
 
     deadline: float = 1200.0
-    """Seconds that a checkpoint may take. One that takes longer is given up, the writer processes
-    that hold it up are ended and made anew, and training goes on."""
+    """Seconds that a checkpoint may take. Then it is given up, the writers that hold it up are
+    started again, and training goes on."""
 
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
@@ -80,8 +80,10 @@ class CheckpointOptions:
                 raise ValueError(f"{name} must not be negative")
         if isinstance(self.max_writers, int) and self.max_writers < 1:
             raise ValueError('max_writers must be at least 1, "auto" or null')
-        if self.slots not in (1, 2):
-            raise ValueError("slots must be 1 or 2")
+        if self.slots not in (0, 1, 2):
+            raise ValueError("slots must be 0, 1 or 2")
+        if self.peer_copy and not self.slots:
+            raise ValueError("peer_copy copies slots: it needs slots: 1 or 2")
         if self.max_shard_bytes < 1:
             raise ValueError("max_shard_size must be at least one byte")
         if not 0 < self.deadline < math.inf:

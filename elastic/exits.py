@@ -15,6 +15,9 @@ EXIT_PAUSED = 76
 """Of a training process only, to the agent that asked it to pause: its state is saved."""
 EXIT_PEER_GONE = 77
 """Of a training process only, to its agent: it lost the connection to another rank."""
+EXIT_MENDED = 78
+"""Of a training process only, to its agent: it failed, and has seen to it that the next attempt
+does not fail in the same way. That is no failure to count."""
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not mend it: no progress, bad numbers that persist."""
 EXIT_INTERRUPTED = 130

@@ -43,11 +43,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.cloud import Notice, parse_sources, watch
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, leaving_code
-from elastic.facts import Facts, differences, digest, torchrun_program
-from elastic.health import check_node
-from elastic.membership import (
+from elastic.group.cloud import Notice, parse_sources, watch
+from elastic.group.health import check_node
+from elastic.group.membership import (
     MISSED_BEATS,
     OBSERVERS,
     Ask,
@@ -60,20 +59,23 @@ from elastic.membership import (
     beat_seconds,
     complete,
     fail,
-    heed,
+    heed_all,
     inside,
     look_seconds,
     lose,
     newer,
+    nodes_about,
     observers,
     room,
+    same_for_members,
     strange,
     watched,
 )
-from elastic.node import Node
-from elastic.occupancy import Occupancy, OccupiedError
-from elastic.secret import SECRET_FILE, Secret, SecretError, find_secret
-from elastic.store import LOST, StoreClient, StoreLostError, host_store
+from elastic.group.secret import SECRET_FILE, Secret, SecretError, find_secret
+from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
+from elastic.node.agent import Node
+from elastic.node.facts import Facts, differences, digest, torchrun_program
+from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.world import ROUND
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ ALONE_SECONDS = 0.4
 """How often a node reads the document where there can only be one."""
 MAX_KNOCKING = 20_000
 """Names at the door that a node remembers."""
+COUNTS_PER_BEAT = 8
+"""How often the first observer reads all counters in the time of a beat, while nodes come or go."""
 KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
 """How often a node leaves its name at the door until it is in the document."""
 REJOIN_SECONDS = 3600.0
@@ -99,11 +103,6 @@ MEET_SECONDS = 3600.0
 STORE_PATIENCE = 5.0
 RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
 """Before a node that was sent away is checked and may come back; doubled each time."""
-
-
-def torchrun_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point."""
-    return create_handler
 
 
 def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
@@ -185,7 +184,8 @@ class Member:
         self._wanted: list[Change] = []
         self._lock = threading.Lock()
         self._news = threading.Condition()
-        self._wake = threading.Event()
+        self.wake = threading.Event()
+        """There is something to do at once."""
         self._leases = Leases()
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
         self._beats, self._next_beat, self._end = 0, 0.0, False
@@ -197,8 +197,12 @@ class Member:
         self._knocking: dict[str, tuple[int, float]] = {}
         """Nodes at the door: the first counter that was seen of each, and until when it counts."""
         self._next_knock = 0.0
-        self._deserted = False
-        """All observers have lost their leases at once: this node watches everybody."""
+        self._at_door = 0.0
+        """Since when this node knocks; 0: it does not."""
+        self._next_count = 0.0
+        """When this observer reads the counters of all again, while nodes come or go."""
+        self._told_state: Membership | None = None
+        self._next_tell = 0.0
         self._version: bytes | None = None
         """Of the document that was read last, as the store tells it."""
         self._standing: tuple[int, str] | None = None
@@ -208,17 +212,21 @@ class Member:
 
     def start(self, secret: Secret) -> None:
         """Begin to follow the document; what is not sealed by `secret` is dropped."""
+        self.trust(secret)
+        self._thread.start()
+
+    def trust(self, secret: Secret) -> None:
+        """What is not sealed by `secret` is dropped from now on. Comes before the first `look`."""
         self._secret = secret.derive("membership")
         self._fingerprint = secret.fingerprint
         self._prefix = key_prefix(self._run_id, secret)
-        self._thread.start()
 
     def change(self, change: Change) -> None:
         """Apply a change to the document soon: again if another node was faster, so it must come to
         the same whatever was done in between."""
         with self._lock:
             self._wanted.append(change)
-        self._wake.set()
+        self.wake.set()
 
     def report(self, round: int, generation: int, failure: Failure) -> None:
         """Tell of a training process that failed."""
@@ -227,12 +235,12 @@ class Member:
     def ask(self, ask: Ask | None) -> None:
         """Come or leave, soon; None: nothing more."""
         self._ask = ask
-        self._wake.set()
+        self.wake.set()
 
     def stand(self, alarm: int, text: str) -> None:
         """Say where the ranks of this node stand."""
         self._standing = alarm, text
-        self._wake.set()
+        self.wake.set()
 
     def standings(self, alarm: int) -> list[str] | None:
         """What all nodes have said of an alarm; None as long as one is missing, and on all nodes
@@ -256,7 +264,7 @@ class Member:
                 break
             time.sleep(0.01)
         self._end = True
-        self._wake.set()
+        self.wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout=1)
 
@@ -264,30 +272,37 @@ class Member:
 
     def _run(self) -> None:
         while not self._end:
-            alone = self.limits.maximum == 1  # nobody else changes the document
-            size = max(self.state.size, len(self.state.arrived))
-            self._wake.wait(
-                ALONE_SECONDS if alone else look_seconds(size, self._observes(self.state))
-            )
-            self._wake.clear()
-            try:
-                self._follow()
-                if self.unreachable_since is not None:
-                    logger.warning("the store answers again")
-                    self.unreachable_since = None
-            except StoreLostError as lost:
-                if self.unreachable_since is None:
-                    self.unreachable_since = time.monotonic()
-                    logger.warning("%s; training goes on, joins and restarts wait", lost)
-            except Exception:
-                logger.exception("membership: an error of ours")
-                time.sleep(1)
+            seconds = self.look()
+            self.wake.wait(seconds)
+
+    def look(self) -> float:
+        """Look at the store once; returns in how many seconds to look again, if `wake` is not set
+        before. Called by the thread only, where there is one."""
+        self.wake.clear()
+        try:
+            self._follow()
+            if self.unreachable_since is not None:
+                logger.warning("the store answers again")
+                self.unreachable_since = None
+        except StoreLostError as lost:
+            if self.unreachable_since is None:
+                self.unreachable_since = time.monotonic()
+                logger.warning("%s; training goes on, joins and restarts wait", lost)
+        except Exception:
+            logger.exception("membership: an error of ours")
+            return 1.0
+        if self.limits.maximum == 1:  # nobody else changes the document
+            return ALONE_SECONDS
+        seconds = look_seconds(nodes_about(self.state), self._observes(self.state))
+        # At the door a node does not know how many others are there.
+        waited = time.monotonic() - self._at_door if self._at_door else 0.0
+        return max(seconds, min(waited / 4, KNOCK_SECONDS))
 
     def _observes(self, state: Membership) -> bool:
         """Whether this node changes the document for others. So does everybody while there are too
-        few, or none is left."""
+        few."""
         first = observers(state)
-        return self.name in first or len(first) < OBSERVERS or self._deserted
+        return self.name in first or len(first) < OBSERVERS
 
     def _follow(self) -> None:
         """One look at the store."""
@@ -297,8 +312,8 @@ class Member:
         beats = now >= self._next_beat
         if beats or ask != self._told:
             self._beat(ask)
-        if beats or (observes and self._pending()):
-            lapsed = self._look(now)
+        if beats or (observes and now >= self._next_count and self._pending()):
+            lapsed = self._count(now)
         if self._standing:
             self._stand(*self._standing)
         with self._lock:
@@ -315,18 +330,16 @@ class Member:
         text = self._open(key, data)
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
-        if stored and self._known and stored.version > self._known.version:
-            self._deserted = False
         observes = self._observes(best)
         state = best
         for change in wanted:
             state = change(state)
-        known = {*inside(best), *self._knocking}  # who was lost since must knock
-        asks = {node: wish for node, wish in self._asks.items() if observes and node in known}
-        if ask and observes:
-            asks[self.name] = ask
-        for node, wish in asks.items():
-            state = heed(state, node, wish, time.time())
+        if observes:
+            known = {*inside(best), *self._knocking}  # who was lost since must knock
+            asks = {node: wish for node, wish in self._asks.items() if node in known}
+            if ask:
+                asks[self.name] = ask
+            state = heed_all(state, asks, time.time())
         for node in lapsed:
             if node in state.members or node in state.arrived:
                 logger.warning("node %s is lost: no sign of life", node)
@@ -340,17 +353,18 @@ class Member:
             state = replace(state, version=max(versions) + 1)
             sealed = self._secret.seal(key, state.encode())
             if self._client.swap(key, data, sealed) != sealed:
-                self._wake.set()  # another was faster
+                self.wake.set()  # another was faster
                 return
-            self._tell_version(state.version)
-        elif observes and beats:
-            self._tell_version(state.version)
+        if observes or state != best:
+            self._tell(state, now, at_once=beats or not observes)
         self._asks = {}
         with self._lock:
             del self._wanted[: len(wanted)]
             if self._wanted:
-                self._wake.set()
+                self.wake.set()
         self._known = state
+        if self._at_door and self.name in inside(state):
+            self._at_door = 0.0
         self._sum(state)
         if state != self.state:
             with self._news:
@@ -358,21 +372,29 @@ class Member:
                 self._news.notify_all()
             self._changed()
 
-    def _tell_version(self, version: int) -> None:
-        """To those who only look whether it is another. It decides nothing, so it has no MAC."""
-        self._version = str(version).encode()
+    def _tell(self, state: Membership, now: float, at_once: bool) -> None:
+        """Tell the version to those who only look whether it is another, and then read the whole
+        document. What is nothing to act upon, as in a job whose nodes come one by one, is told no
+        more often than they look. The version decides nothing, so it has no MAC."""
+        before = self._told_state
+        early = before and (state.version == before.version or now < self._next_tell)
+        if early and not at_once and same_for_members(state, before or state):
+            return
+        self._version = str(state.version).encode()
         self._client.set(f"{self._prefix}/version", self._version)
+        self._told_state = state
+        self._next_tell = now + look_seconds(nodes_about(state), observes=False)
 
     def _beat(self, ask: Ask | None) -> None:
         """Keep our lease, and say what we ask for."""
-        seconds = beat_seconds(self.state.size)
+        seconds = beat_seconds(nodes_about(self.state))
         self._next_beat = time.monotonic() + seconds
         self._beats += 1
         key = f"{self._prefix}/beat/{self.name}"
-        text = json.dumps([self._beats, ask and asdict(ask)]).encode()
+        text = json.dumps([self._beats, ask and asdict(ask), seconds]).encode()
         self._client.set(key, self._secret.seal(key, text))
         self._told = ask
-        if self.name == next(iter(inside(self.state)), None):
+        if self.name in observers(self.state)[:1]:
             self._client.set(
                 last_secret(self._run_id), f"{self._fingerprint} {self._beats}".encode()
             )
@@ -384,20 +406,26 @@ class Member:
         begins = not state.members or room(state, self.limits) > 0
         return ends or begins or bool(state.closed or self._knocking)
 
-    def _look(self, now: float) -> list[str]:
+    def _count(self, now: float) -> list[str]:
         """Read the counters that are ours to watch, and what their nodes ask for; returns the nodes
         that did not keep their lease."""
-        seconds = beat_seconds(self.state.size)
+        seconds = beat_seconds(nodes_about(self.state))
         if self._observes(self.state):
+            # The first serves all; the others are there in case it does not.
+            them = observers(self.state)
+            place = them.index(self.name) if self.name in them else OBSERVERS
+            self._next_count = now + (1 + place) * seconds / COUNTS_PER_BEAT
             self._open_door(now)
-        others = watched(self.state, self.name, self._deserted)
+        others = watched(self.state, self.name)
         named = list(dict.fromkeys([*others, *self._knocking]))
         keys = [f"{self._prefix}/beat/{node}" for node in named]
         counters: dict[str, int] = {}
+        beats: dict[str, float] = {}
+        """By node: how often it raises its counter, as it says; not all know of a new size yet."""
         self._asks = {}
         for node, key, data in zip(named, keys, self._client.get_all(keys), strict=True):
-            counter, ask = json.loads(self._open(key, data) or b"[0, null]")
-            counters[node] = counter
+            counter, ask, every = json.loads(self._open(key, data) or b"[0, null, 0]")
+            counters[node], beats[node] = counter, max(every, seconds)
             first, until = self._knocking.get(node, (1, 0.0))
             if not first:
                 self._knocking[node] = counter, until
@@ -409,19 +437,19 @@ class Member:
         if self._client.connections != self._connections or late:
             self._connections = self._client.connections
             self._leases.forgive()
-        lease = self._lease or seconds * MISSED_BEATS
-        if self.name not in observers(self.state):
-            lease *= 2  # the other observers are first
+        patience = 1 if self.name in observers(self.state) else 2  # the observers are first
         lapsed = self._leases.lapsed(
-            {node: counters[node] for node in others}, time.monotonic(), lease
+            {node: counters[node] for node in others},
+            time.monotonic(),
+            {node: patience * (self._lease or beats[node] * MISSED_BEATS) for node in others},
         )
         for node in lapsed:
             self._asks.pop(node, None)
-        self._deserted |= bool(others) and set(lapsed) >= set(observers(self.state))
         return lapsed
 
     def _knock(self, now: float) -> None:
         """Leave our name at the door."""
+        self._at_door = self._at_door or now
         self._next_beat = now  # it is to be seen that we live
         if now < self._next_knock:
             return
@@ -638,7 +666,7 @@ class PerdureRendezvous(RendezvousHandler):
             StoreClient(*self._store_address, self._timeout).get("health")
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
-        problems = check_node(None, 0, round_trip, "auto")
+        problems = check_node(round_trip)
         for problem in problems:
             logger.warning("health check: %s", problem)
         if any(problem.check != "gpu" for problem in problems):

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -129,6 +130,13 @@ def is_lost_peer(error: RuntimeError) -> bool:
     elif isinstance(error, dist.DistError):  # of the store, or on the way to it
         return True
     return any(sign in str(error) for sign in gone)
+
+
+def drop_world() -> None:
+    """Let go of the process groups of an attempt that is over. On each rank by itself."""
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # some were aborted, and others had peers that are gone
+            dist.destroy_process_group()
 
 
 def supervised() -> bool:

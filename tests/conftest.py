@@ -9,7 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
-from checkpointing.folders import SHARED_MEMORY, forget, hold
+from checkpointing.storage.folders import SHARED_MEMORY, forget, hold
 
 # A busy machine is no failure.
 settings.register_profile("perdure", deadline=None)

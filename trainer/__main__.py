@@ -21,14 +21,14 @@ def main(arguments: list[str]) -> NoReturn:
         if home not in sys.path:  # of a checkout that is not installed
             sys.path.append(home)
     from elastic.exits import SIGNALS, leave_at_once
-    from elastic.standin import NODE_SOCKET, stand_in
+    from elastic.node.standin import NODE_SOCKET, stand_in
 
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
-        stand_in("trainer.worker:main", "trainer.worker:prepare", arguments)
+        stand_in("trainer.run.worker:main", "trainer.run.worker:prepare", arguments)
     if "RANK" not in os.environ:  # else torchrun decides
         for number in SIGNALS:
             signal.signal(number, leave_at_once)
-    from trainer.worker import main as work
+    from trainer.run.worker import main as work
 
     work(arguments)
 

@@ -1,15 +1,15 @@
-"""What this node would train, told to its agent before it joins: see elastic/facts.py."""
+"""What this node would train, told to its agent before it joins: see elastic/node/facts.py."""
 
 from pathlib import Path
 from typing import Any
 
-from elastic.batch_plan import most_ranks
-from trainer.errors import known_errors
-from trainer.worker import prepare
+from trainer.parallel.batch_plan import most_ranks
+from trainer.recipe.errors import known_errors
+from trainer.run.worker import prepare
 
 
 def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of `elastic.facts.Facts` for a recipe and its overrides."""
+    """The fields of `elastic.node.facts.Facts` for a recipe and its overrides."""
     try:
         recipe, _, identity = prepare(arguments)
     except known_errors() as error:
@@ -17,6 +17,7 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     batch = recipe.batch
     return {
         "identity": identity,
-        "most_ranks": most_ranks(batch.global_batch, batch.micro_batch, fixed=recipe.exact),
+        "most_ranks": most_ranks(batch.global_batch, recipe.micro_batch, fixed=recipe.exact),
         "directory": str(Path(recipe.run.dir).absolute()),
+        "save_seconds": recipe.checkpoint.deadline,
     }

@@ -55,7 +55,7 @@ def train(job: Job, clock: Clock) -> None:
             save_interval=None,
             log_interval=recipe.run.log_every,
             global_batch_size=batch.global_batch,
-            micro_batch_size=batch.micro_batch,
+            micro_batch_size=recipe.micro_batch,
             lr_warmup_steps=recipe.schedule.warmup_steps,
             max_tokens=recipe.run.steps * batch.global_batch * recipe.data.seq_len,
             max_norm=recipe.optimizer.clip_norm,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,9 @@ def train(job: Job, clock: Clock) -> None:
     recipe = job.recipe
     dist.init_process_group("nccl" if job.device.type == "cuda" else "gloo")
     model = job.model().to(job.device)
+    if recipe.strategy.activation_checkpointing == "full":
+        for number, block in enumerate(model.model.layers):
+            model.model.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False)
     blocks = list(model.blocks)
     if recipe.strategy.compile:
         for block in blocks:

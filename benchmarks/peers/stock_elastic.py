@@ -55,8 +55,8 @@ def main(task: Task) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from trainer.architecture import Architecture
     from trainer.models import Decoder
+    from trainer.recipe.architecture import Architecture
 
     mark("import")
     dist.init_process_group(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.support.peer import Clock, Job, run_peer
-from trainer.architecture import Architecture
+from trainer.recipe.architecture import Architecture
 
 
 def train(job: Job, clock: Clock) -> None:
@@ -34,7 +34,7 @@ def train(job: Job, clock: Clock) -> None:
     batches = trainer.batch_generator(trainer.dataloader)
     # The steps of Trainer.train, which itself needs torch.distributed.set_timeout, not in 2.13.
     for step in range(1, job.recipe.run.steps + 1):
-        trainer.step = step
+        trainer.run.step = step
         trainer.gc_handler.run(step)
         trainer.train_step(batches)
         clock.step()
@@ -117,7 +117,7 @@ def trainer_config(job: Job) -> Any:
             min_lr_factor=schedule.min_lr_ratio,
         ),
         training=TrainingConfig(
-            local_batch_size=recipe.batch.micro_batch,
+            local_batch_size=recipe.micro_batch,
             global_batch_size=recipe.batch.global_batch,
             seq_len=recipe.data.seq_len,
             max_norm=options.clip_norm,

@@ -53,8 +53,15 @@ def torchrun(ranks: int, *worker: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of a job that is started now: this package on its path, one thread per rank."""
-    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **paths, "PERDURE_LAUNCHED_AT": str(time.time())}
+
+
+def python_path(*folders: str | Path) -> str:
+    """`folders`, and what is on PYTHONPATH now: on machines without a registry that is where
+    packages lie."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, folders), *([given] if given else [])])
 
 
 def run(command: Sequence[str], directory: Path, more: Mapping[str, str] = {}) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from elastic.local_nodes import LocalNode, LocalNodes, children
-from elastic.store import StoreClient, StoreLostError
+from elastic.group.store import StoreClient, StoreLostError
+from trainer.tools.local_nodes import LocalNode, LocalNodes, children
 
 POLL_SECONDS = 0.005
 START_LIMIT = 120.0
@@ -43,6 +43,8 @@ class Recovery:
     """Seconds after which the failure was known."""
     more: dict[str, float] = field(default_factory=dict)
     """Other figures of this kind of fault."""
+    at: float = 0.0
+    """Unix time of the fault."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,14 @@ class Job:
 
     # --- what is done to it ------------------------------------------------------------------
 
-    def start(self, count: int) -> str:
-        """Start the first nodes, and wait until all of them train; returns what went wrong."""
+    def start(self, count: int, node_ranks: int) -> str:
+        """Start the first nodes, and wait until all their ranks train; returns what went wrong."""
         self.nodes.add()
         if not self.nodes.store_outside:
             self._wait_for_store()
         for _ in range(count - 1):
             self.nodes.add()
-        return self.steady(count, START_LIMIT)
+        return self.steady(count * node_ranks, START_LIMIT)
 
     def steady(self, ranks: int, limit: float, after_save: int = 1, save_every: int = 10) -> str:
         """Wait until so many ranks train, have saved, and are `after_save` steps past a save;
@@ -255,6 +257,7 @@ class Job:
                 "redone steps": self.step_times[-1] - last.at,
             },
             waited=waited,
+            at=mark.at,
         )
 
     def _phases(self) -> dict[str, float]:

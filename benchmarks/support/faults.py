@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.support.elastic_job import Job, Recovery
-from elastic.local_nodes import LocalNode
+from trainer.tools.local_nodes import LocalNode
 
 
 def kill_worker(job: Job, number: int, limit: float) -> Recovery:
@@ -18,6 +18,13 @@ def kill_worker(job: Job, number: int, limit: float) -> Recovery:
     if not ranks:
         return Recovery(None, failure="the job ended")
     os.kill(ranks[0], signal.SIGKILL)
+    return job.recovery(mark, limit)
+
+
+def kill_one_of_four(job: Job, number: int, limit: float) -> Recovery:
+    """kill -9 of one of a node's four ranks: first of rank 1, then of rank 0, 3, 2, 1, …"""
+    victim, mark = job.workers(job.main)[(1 - number) % 4], job.mark()
+    os.kill(victim, signal.SIGKILL)
     return job.recovery(mark, limit)
 
 
@@ -104,10 +111,13 @@ class Scenario:
     fault: Fault
     rejoin: str = ""
     """The kind of the join that makes up for the node that the fault took; "": it took none."""
+    node_ranks: int = 1
+    """Ranks of each node."""
 
 
 SCENARIOS = {
     "worker": Scenario(2, kill_worker),
+    "four": Scenario(1, kill_one_of_four, node_ranks=4),
     "node": Scenario(2, lose_node, rejoin="join"),
     "notice": Scenario(2, notice, rejoin="join"),
     "first": Scenario(3, lose_first, rejoin="join 3"),

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.architecture import Architecture
-from trainer.metrics import peak_memory
+from trainer.data.documents import cu_seqlens_of
 from trainer.models import Decoder, init_parameter
 from trainer.recipe import Recipe, load_recipe
+from trainer.recipe.architecture import Architecture
+from trainer.run.speed import peak_memory
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,13 @@ class Job:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded (ZeRO-2, ZeRO-3), or else whole on every rank."""
+        """Whether parameters are sharded (ZeRO-2, ZeRO-3), or else whole on every rank.
+
+        Raises:
+            ValueError: the recipe asks for ZeRO-1, which is neither; only DeepSpeed has it.
+        """
+        if self.recipe.sharding == "OPTIMIZER_STATE":
+            raise ValueError("no ZeRO-1 here")
         return self.recipe.strategy.name == "fsdp"
 
     @property
@@ -59,7 +66,7 @@ class Job:
     @property
     def passes(self) -> int:
         """Micro-batches of a rank and step."""
-        return self.recipe.batch.global_batch // (self.world_size * self.recipe.batch.micro_batch)
+        return self.recipe.batch.global_batch // (self.world_size * self.recipe.micro_batch)
 
     def model(self) -> Decoder:
         """The decoder on the CPU with the initial weights that the trainer draws."""
@@ -84,8 +91,9 @@ class Job:
 
     def micro_batches(self) -> Iterator[dict[str, Tensor]]:
         """This rank's micro-batches on its device, without end: `input_ids` and `labels`, each
-        (micro_batch, seq_len) int64, and with `data.document_mask` also `document_ids`, int32."""
-        rows, length = self.recipe.batch.micro_batch, self.recipe.data.seq_len
+        (micro_batch, seq_len) int64, and with `data.document_mask` also `cu_seqlens`, see
+        `trainer.data.documents`."""
+        rows, length = self.recipe.micro_batch, self.recipe.data.seq_len
         source = Path(self.recipe.data.sources[0].path)
         index = json.loads((source / "index.json").read_text())
         shard = min(source.glob("train-*.tokens"))
@@ -102,7 +110,9 @@ class Job:
                 documents.append(torch.searchsorted(ends, torch.arange(at, at + length)))
             batch = {"input_ids": torch.stack(inputs), "labels": torch.stack(labels)}
             if self.recipe.data.document_mask:
-                batch["document_ids"] = torch.stack(documents).int()
+                batch["cu_seqlens"] = cu_seqlens_of(torch.stack(documents))
+            if self.device.type == "cuda":  # or the copies would wait for all that was launched
+                batch = {key: value.pin_memory() for key, value in batch.items()}
             yield {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
             row += self.world_size * rows
 
@@ -121,11 +131,11 @@ class Clock:
 
     def step(self, loss: Tensor | None = None) -> None:
         """A step is done. `loss` is read only after the last: reading it waits for the device."""
-        if self.job.device.type == "cuda":
-            torch.cuda.synchronize()
         run = self.job.recipe.run
         self.steps += 1
         if self.job.rank == 0 and (self.steps == 1 or self.steps % run.log_every == 0):
+            if self.job.device.type == "cuda":
+                torch.cuda.synchronize()
             print(json.dumps({"step": self.steps, "at": time.time()}), flush=True)
         if self.steps == run.steps and loss is not None:
             self.loss = loss.item()

@@ -1,11 +1,12 @@
 """trace.jsonl, which `checkpoint.trace` writes: read it, check it, draw it."""
 
-import html
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from trainer.tools import svg
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ WIDTH, LEFT, RIGHT, TOP, ROW, GAP, CHART = 960, 150, 20, 58, 20, 8, 66
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 Scale = Callable[[float], float]
 """Moment → horizontal place."""
-FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
 def picture(spans: Sequence[Span], title: str, limit: int) -> str:
@@ -105,26 +105,20 @@ def picture(spans: Sequence[Span], title: str, limit: int) -> str:
     for name, row, color in rows:
         if name:
             y += GAP
-            body.append(_text(LEFT - 10, y + ROW - 6, name, anchor="end"))
-        body.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{ROW - 3}" '
-                    'fill="#f3f4f6"/>')  # fmt: skip
+            body.append(svg.label(LEFT - 10, y + ROW - 6, name, anchor="end"))
+        width = WIDTH - LEFT - RIGHT
+        body.append(svg.tag("rect", x=LEFT, y=y, width=width, height=ROW - 3, fill="#f3f4f6"))
         body += [_bar(span, x, y, color) for span in row]
         y += ROW
     body += _chart(at_once(writes(spans)), limit, x, y + 2 * GAP)
     bottom = y + 2 * GAP + CHART
     body += _axis(length, x, origin, bottom)
     height = round(bottom + 44)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" {FONT} font-size="12">',
-            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            _text(LEFT, 26, title, size=15),
-            _text(LEFT, 44, _summary(spans), color="#666666"),
-            *body,
-            "</svg>\n",
-        ]
-    )
+    head = [
+        svg.label(LEFT, 26, title, size=15),
+        svg.label(LEFT, 44, _summary(spans), color=svg.SOFT),
+    ]
+    return svg.document(WIDTH, height, [*head, *body])
 
 
 def _summary(spans: Sequence[Span]) -> str:
@@ -137,19 +131,16 @@ def _bar(span: Span, x: Scale, y: float, color: str) -> str:
     width = max(1.5, x(span.stop) - x(span.start))
     what = span.file or span.kind
     tip = f"{what}: {span.stop - span.start:.3f} s"
-    bar = (
-        f'<rect x="{x(span.start):.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" rx="2" '
-        f'fill="{color}" stroke="#ffffff" stroke-width="0.6">'
-        f"<title>{html.escape(tip)}</title></rect>"
-    )
+    border = {"stroke": "#ffffff", "stroke_width": 0.6}
+    bar = svg.bar(x(span.start), y, width, ROW - 3, tip, rx=2, fill=color, **border)
     if span.kind != "write":  # short ones, with room beside them
         ends = x(span.stop) > WIDTH - RIGHT - 60
         place = x(span.start) - 5 if ends else x(span.stop) + 5
-        return bar + _text(place, y + ROW - 7, what, "end" if ends else "start", "#555555", 10)
+        return bar + svg.label(place, y + ROW - 7, what, "end" if ends else "start", "#555555", 10)
     labels = (_short(what), _short(what).rpartition(" ")[2])
     label = next((label for label in labels if width > 6.2 * len(label) + 4), "")
     middle = x(span.start) + width / 2
-    return bar + _text(middle, y + ROW - 7, label, "middle", "#ffffff", 10)
+    return bar + svg.label(middle, y + ROW - 7, label, "middle", "#ffffff", 10)
 
 
 def _short(file: str) -> str:
@@ -169,30 +160,21 @@ def _chart(counts: Sequence[tuple[float, int]], limit: int, x: Scale, top: float
     for moment, count in counts:
         points += [f"{x(moment):.1f},{y(before):.1f}", f"{x(moment):.1f},{y(count):.1f}"]
         before = count
-    yield f'<polygon points="{" ".join(points)}" fill="#c9d8e8" stroke="#4e79a7"/>'
-    yield (
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" '
-        'stroke="#e15759" stroke-dasharray="5 4"/>'
+    yield svg.tag("polygon", points=" ".join(points), fill="#c9d8e8", stroke="#4e79a7")
+    dashes = {"stroke": "#e15759", "stroke_dasharray": "5 4"}
+    yield svg.line(LEFT, y(limit), WIDTH - RIGHT, y(limit), **dashes)
+    yield svg.label(
+        LEFT - 10, y(limit) + 4, f"max_writers = {limit}", anchor="end", color="#c0392b"
     )
-    yield _text(LEFT - 10, y(limit) + 4, f"max_writers = {limit}", anchor="end", color="#c0392b")
-    yield _text(LEFT - 10, bottom + 1, "writers at once", anchor="end")
+    yield svg.label(LEFT - 10, bottom + 1, "writers at once", anchor="end")
 
 
 def _axis(length: float, x: Scale, origin: float, y: float) -> Iterator[str]:
-    yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#999999"/>'
+    yield svg.line(LEFT, y, WIDTH - RIGHT, y, stroke=svg.LINE)
     magnitude = 10.0 ** math.floor(math.log10(length))
     step = next(s for s in (0.1, 0.2, 0.5, 1, 2) if length / (s * magnitude) <= 10) * magnitude
     for number in range(int(length / step) + 1):
         place = x(origin + number * step)
-        yield f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{y}" y2="{y + 4}" stroke="#999999"/>'
-        yield _text(place, y + 18, f"{number * step:g}", anchor="middle", color="#666666")
-    yield _text(WIDTH - RIGHT, y + 34, "seconds", anchor="end", color="#666666")
-
-
-def _text(
-    x: float, y: float, text: str, anchor: str = "start", color: str = "#222222", size: int = 12
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}" '
-        f'font-size="{size}">{html.escape(text)}</text>'
-    )
+        yield svg.line(place, y, place, y + 4, stroke=svg.LINE)
+        yield svg.label(place, y + 18, f"{number * step:g}", anchor="middle", color=svg.SOFT)
+    yield svg.label(WIDTH - RIGHT, y + 34, "seconds", anchor="end", color=svg.SOFT)

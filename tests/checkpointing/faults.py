@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from checkpointing import Checkpointer
-from checkpointing.folders import dead_folders, living_folders
-from checkpointing.memory import TOKEN
+from checkpointing.load.memory import TOKEN
+from checkpointing.storage.folders import dead_folders, living_folders
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
 
 _PATTERN = torch.arange(251, dtype=torch.uint8)

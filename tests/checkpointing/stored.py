@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpointing.layout import (
+from checkpointing.format.layout import (
     COMMIT_RECORD,
     MODEL,
     OPTIMIZER,
@@ -20,7 +20,7 @@ from checkpointing.layout import (
     json_bytes,
     lay_out,
 )
-from checkpointing.tensors import TORCH_DTYPES
+from checkpointing.format.tensors import TORCH_DTYPES
 
 STORED = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

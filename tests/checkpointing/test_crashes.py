@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, newest_checkpoint, staging
-from checkpointing.inspect import verify
-from checkpointing.layout import COMMIT_RECORD
-from checkpointing.link import Link
-from checkpointing.memory import TOKEN
+from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, newest_checkpoint
+from checkpointing.format.layout import COMMIT_RECORD
+from checkpointing.load.memory import TOKEN
+from checkpointing.save import staging
+from checkpointing.save.link import Link
+from checkpointing.save.messages import Begin, Staged
+from checkpointing.tools.inspect import verify
 from tests.checkpointing.faults import (
     Job,
     load,
@@ -167,22 +169,22 @@ def test_bytes_reach_the_disk_before_the_names_that_lead_to_them(tmp_path, monke
 ALL_COPIED = (2, 0)
 """The place behind the last of two files."""
 MOMENTS = {
-    "before it asks": (False, "begin"),
-    "after it has asked": (True, "begin"),
-    "before the first part is copied": (False, "staged"),
-    "in the middle of copying": (True, "staged"),
-    "before it says that all is copied": (False, "staged", ALL_COPIED),
-    "after all is copied": (True, "staged", ALL_COPIED),
+    "before it asks": (False, Begin),
+    "after it has asked": (True, Begin),
+    "before the first part is copied": (False, Staged),
+    "in the middle of copying": (True, Staged),
+    "before it says that all is copied": (False, Staged, ALL_COPIED),
+    "after all is copied": (True, Staged, ALL_COPIED),
 }
 """Around what a rank tells its writer, and whether after it."""
 
 
-def die_around(after: bool, kind: str, position: tuple[int, int] | None = None) -> None:
+def die_around(after: bool, kind: type, position: tuple[int, int] | None = None) -> None:
     """From now on, SIGKILL to this process when it tells its writer this."""
     send = Link.send
 
     def watched(self, message):
-        due = message[0] == kind and position in (None, message[2])
+        due = isinstance(message, kind) and position in (None, getattr(message, "position", None))
         if after or not due:
             send(self, message)
         if due:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, optimizer_tensors
-from checkpointing.inspect import verify
+from checkpointing.format.tensors import as_bytes
+from checkpointing.save import staging
+from checkpointing.tools.inspect import verify
 from tests.checkpointing.worlds import run_ranks
 
 BULK = 64 << 20
@@ -101,3 +103,31 @@ def test_what_fails_on_one_rank_fails_on_all(prepared, tmp_path):
         assert says in message
     assert all(len(told) == 5 and "NoneType" in told[4] for told in (first, *others))
     assert (tmp_path / "step-00000009").exists()
+
+
+def test_no_copy_of_a_tensor_in_another_order_is_larger_than_a_portion(tmp_path, monkeypatch):
+    """Such a tensor is cut into portions like any other. Each takes the elements that it wants."""
+    monkeypatch.setattr(staging, "PORTION_BYTES", 1001)  # inside elements
+    handled = []
+
+    def watched(tensor):
+        handled.append(tensor.nbytes)
+        return as_bytes(tensor)
+
+    monkeypatch.setattr(staging, "as_bytes", watched)
+    values = torch.arange(3 * 5 * 700, dtype=torch.float64).reshape(3, 5, 700)
+    model = {
+        "a": values.permute(2, 0, 1),  # rows shorter than a portion
+        "b": values.permute(1, 2, 0),  # longer ones
+        "c": values.float().transpose(1, 2)[:, ::2],
+        "d": values[0].bfloat16().T,
+    }
+    with Checkpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
+        checkpointer.save(1, model=model, optimizer={}, state={}, files={}, wait=True)
+        checkpointer.wait()
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+        checkpointer.load(model=loaded, optimizer={})
+    assert len(handled) > sum(tensor.nbytes for tensor in model.values()) // 1001
+    assert max(handled) <= 1001 + 2 * 8
+    for name, tensor in model.items():
+        assert torch.equal(loaded[name], tensor), name

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from checkpointing import Checkpointer, CheckpointOptions, load_model
-from checkpointing.layout import BLOCK_BYTES, MODEL, OPTIMIZER
-from checkpointing.steps import open_step
+from checkpointing.format.layout import BLOCK_BYTES, MODEL, OPTIMIZER
+from checkpointing.storage.steps import open_step
 from tests.checkpointing.worlds import (
     STRATEGIES,
     local,
@@ -134,7 +134,7 @@ def test_tensors_larger_than_a_block_are_cut_between_replicas(tmp_path):
     written = {}
 
     def work(rank):
-        from checkpointing import storage
+        from checkpointing.storage import posix as storage
 
         pwrite, mine = storage.os.pwrite, []
         storage.os.pwrite = lambda *call: mine.append(pwrite(*call)) or mine[-1]

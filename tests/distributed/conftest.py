@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.jobs import RECIPE, Job
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
 
 
 @pytest.fixture(scope="session")

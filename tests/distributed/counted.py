@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import trainer.train
-from trainer.worker import main
+import trainer.run.train
+from trainer.run.worker import main
 
 WAITING = ("tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """Methods that read a tensor's value without an operator that `Operators` sees."""
@@ -31,10 +31,12 @@ counts: list[Counter[str]] = []
 class Operators(TorchDispatchMode):
     """Counts collectives, and operators whose result the host waits for."""
 
+    supports_higher_order_operators = True  # as FlexAttention is
+
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = operator._schema.name.removeprefix("aten::")
+        name = operator.name().removeprefix("aten::").partition(".")[0]
         if name.startswith("c10d::") or name in READING:
             counts[-1][name] += 1
         return operator(*args, **(kwargs or {}))
@@ -52,7 +54,7 @@ class Methods(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-plain_step = trainer.train.train_step
+plain_step = trainer.run.train.train_step
 
 
 def counted_step(*args: Any) -> Any:
@@ -70,12 +72,12 @@ def counted_step(*args: Any) -> Any:
     synchronised = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     if cuda:
         counts[-1]["synchronised"] = len(synchronised)
-    if os.environ["RANK"] == "0":
+    if os.environ.get("RANK", "0") == "0":  # one rank alone needs no launcher
         Path(path).write_text(json.dumps(counts))
     return result
 
 
 if __name__ == "__main__":
     path = sys.argv[1]
-    trainer.train.train_step = counted_step
+    trainer.run.train.train_step = counted_step
     main(sys.argv[2:])

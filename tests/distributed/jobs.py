@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from checkpointing.folders import living_folders
-from checkpointing.memory import token
-from checkpointing.slots import read_manifest
+from checkpointing.load.memory import token
+from checkpointing.save.manifest import read_manifest
+from checkpointing.storage.folders import living_folders
 
 ROOT = Path(__file__).parents[2]
 soak = pytest.mark.skipif(
     not os.environ.get("SOAK"), reason="in `make soak`, to keep `make test` short"
 )
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["trainer.worker", __name__])
+FORKS.set_forkserver_preload(["trainer.run.worker", __name__])
 RECIPE = """\
 run: {dir: run, steps: 50, log_every: 1, seed: 7, device: cpu}
 model:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import trainer.train
-from trainer.worker import main
+import trainer.run.train
+from trainer.run.worker import main
 
-plain_requests = trainer.train.requests
+plain_requests = trainer.run.train.requests
 
 
 def stray_requests(plan: Any, rank: int, start: int) -> Iterator[list[int]]:
@@ -28,5 +28,5 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "1" and how == "recipe":
         arguments.append("optimizer.lr=1e-3")
     if os.environ["RANK"] == "1" and how == "data":
-        trainer.train.requests = stray_requests
+        trainer.run.train.requests = stray_requests
     main(arguments)

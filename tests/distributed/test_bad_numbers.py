@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.jobs import losses, records, soak, wait_for_step
-from trainer.optimizer import LossScale
+from trainer.optim.optimizer import LossScale
 
 FACTORY = '''
 import torch
@@ -121,7 +121,7 @@ def test_a_step_is_unscaled_by_the_scale_that_it_was_scaled_by(workspace, start,
         FACTORY.replace("Dropout(0.1)", "Identity()")
         + """
 def growing(every):
-    from trainer.optimizer import LossScale
+    from trainer.optim.optimizer import LossScale
 
     LossScale.GROWTH_INTERVAL = every
     return build()

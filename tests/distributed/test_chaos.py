@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.chaos import gone, processes_with
-from elastic.chaos_plan import Fault, Plan, random_plan
-from elastic.machine import network_possible
+from benchmarks.support import python_path
 from tests.distributed.jobs import ROOT, soak
-from trainer.chaos import judge, run_chaos
+from trainer.tools.chaos.faults import gone, processes_with
+from trainer.tools.chaos.plan import Fault, Plan, random_plan
+from trainer.tools.chaos.run import judge, run_chaos
+from trainer.tools.container import network_possible
 
 CUT = Fault(what="partition", at=20, node=2, seconds=2.5, way="out")
 FAULTS = (
@@ -32,7 +33,9 @@ FAULTS = (
 )
 """Of every kind, on three nodes of which one is left."""
 STEADY = [
-    *("optimizer.lr=3e-4", "checkpoint.every=20"),
+    # At 3e-4 undisturbed runs of one and of two ranks are 1.6e-4 apart after 6,013 steps; at 1e-4
+    # 7.5e-7 after 11,844: fast mode compares what rounding does not hide.
+    *("optimizer.lr=1e-4", "checkpoint.every=20"),
     *("elastic.snapshot_every=1", "checkpoint.slots=2"),
 ]
 
@@ -50,9 +53,9 @@ def chaos(workspace, monkeypatch):
             "recipe.yaml",
             overrides,
             plan,
-            tolerance=0.0 if mode == "exact" else 1e-4,
+            tolerance=0.0 if mode == "exact" else 2e-5,
             patience=180.0,
-            environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+            environment={"PYTHONPATH": python_path(ROOT, workspace)},
         )
 
     return chaos
@@ -74,9 +77,9 @@ def test_a_few_faults(chaos, workspace, tmp_path):
 
     # What passed was looked at: a run that is otherwise is found out.
     run, undisturbed = workspace / "few-chaos/run", workspace / "few-chaos/undisturbed"
-    assert judge(run, undisturbed, steps, 1e-4)[1] == []
+    assert judge(run, undisturbed, steps, 2e-5)[1] == []
     assert "of a weight tensor" in judge(run, undisturbed, steps, 1e-9)[1][-1]
-    assert judge(run, undisturbed, steps + 1, 1e-4)[1] == [
+    assert judge(run, undisturbed, steps + 1, 2e-5)[1] == [
         f"the run ended at step {steps} of {steps + 1}"
     ]
     spoilt = tmp_path / "run"
@@ -89,7 +92,7 @@ def test_a_few_faults(chaos, workspace, tmp_path):
         kept = [line for line in lines if mark not in line]
         assert kept != lines
         (spoilt / file).write_text("".join(kept))
-    sequences, loss = judge(spoilt, undisturbed, steps, 1e-4)[1]
+    sequences, loss = judge(spoilt, undisturbed, steps, 2e-5)[1]
     assert "no record of 5" in sequences
     assert loss == "largest relative difference of a loss: inf, of step 5"
 
@@ -100,7 +103,8 @@ def test_a_few_faults(chaos, workspace, tmp_path):
 def test_a_hundred_faults(chaos, mode):
     seed, cuts = int(os.environ.get("CHAOS_SEED", "1")), network_possible()
     plan = random_plan(seed, 100, 1, 4, nodes=2, every=12, partitions=cuts)
-    verdict = chaos(plan, mode, steps_for(plan, 400), mode)
+    for_a_join = {"fast": 300, "exact": 150}[mode]
+    verdict = chaos(plan, mode, steps_for(plan, for_a_join), mode)
     print(verdict)
     assert not verdict.problems, verdict
     assert len(verdict.outcomes) == 100
@@ -114,7 +118,7 @@ def test_nothing_outlives_it(workspace):
     harness = subprocess.Popen(
         [*command, "run.dir=outlived", "run.steps=30"],
         cwd=workspace,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{workspace}", mark[0]: mark[1]},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT, workspace), mark[0]: mark[1]},
         stdout=subprocess.DEVNULL,
     )
 
@@ -123,7 +127,7 @@ def test_nothing_outlives_it(workspace):
 
     deadline = time.monotonic() + 200
     try:
-        while sum("elastic.zygote" in process for process in left()) < 2:
+        while sum("elastic.node.zygote" in process for process in left()) < 2:
             assert harness.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -136,12 +140,11 @@ def test_nothing_outlives_it(workspace):
 def test_a_wrong_plan_ends_before_anything_starts(workspace):
     (workspace / "wrong.yaml").write_text("faults:\n  - {what: kil_node}\n")
     command = [sys.executable, "-m", "trainer.cli", "chaos", "recipe.yaml", "--plan", "wrong.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     refused = subprocess.run(
         command, cwd=workspace, env=environment, capture_output=True, text=True, check=False
     )
     assert refused.returncode == 2
-    assert refused.stderr == (
-        "error: wrong.yaml:2: faults.0.what: there is no 'kil_node'; did you mean 'kill_node'?\n"
-    )
+    assert refused.stderr.startswith("error: wrong.yaml:2: faults.0.what: input should be 'kill_")
+    assert refused.stderr.endswith("but it is 'kil_node'; did you mean 'kill_node'?\n")
     assert not (workspace / "run-chaos").exists()

@@ -11,18 +11,35 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from checkpointing.folders import SHARED_MEMORY, run_id
-from elastic import Pulse, plan_batch
-from elastic.chaos import gone, processes_with
-from elastic.history import Step
+from benchmarks.support import python_path
+from checkpointing.storage.folders import SHARED_MEMORY, run_id
+from elastic import Pulse
+from elastic.node.recall import Recall
+from elastic.record.history import Step
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
-from trainer.compare import (
+from trainer.data.loader import load
+from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.batch_plan import plan_batch
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
+from trainer.plan import predict
+from trainer.recipe import RecipeError, load_recipe
+from trainer.run.profile import StepProfiler, peak_bytes, read_records, torch_profiler
+from trainer.run.speed import Speed
+from trainer.run.state import Progress, Run
+from trainer.run.step import train_step
+from trainer.run.trace_summary import read_trace
+from trainer.run.train import requests
+from trainer.tasks.task import build_task
+from trainer.tools.chaos.faults import gone, processes_with
+from trainer.tools.compare.compare import (
     INTERRUPTED,
     Outcome,
     compare_losses,
@@ -30,19 +47,8 @@ from trainer.compare import (
     run_comparison,
     stall,
 )
-from trainer.compare_report import plan_table, table
-from trainer.compare_strategies import AFTER_SAVE, candidate
-from trainer.data.loader import load
-from trainer.optimizer import build_optimizer
-from trainer.parallel.mesh import build_mesh
-from trainer.parallel.parallelize import parallelize
-from trainer.plan import predict
-from trainer.profile import StepProfiler, peak_bytes, read_records, torch_profiler
-from trainer.recipe import RecipeError, load_recipe
-from trainer.step import Progress, TrainState, train_step
-from trainer.tasks import build_task
-from trainer.trace_summary import read_trace
-from trainer.train import requests
+from trainer.tools.compare.report import plan_table, table
+from trainer.tools.compare.strategies import AFTER_SAVE, candidate
 
 MARK = "PERDURE_TEST_COMPARE"
 # Shards are padded to rows that every rank has: 257 rows over 4 ranks are 260.
@@ -58,14 +64,18 @@ def measure(recipe, rank, world_size):
     task, mesh = build_task(recipe), build_mesh(recipe, world)
     model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
     model.draw_weights()
-    optimizer = build_optimizer(model.optimized, recipe.optimizer)
     plan = plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
+    run = Run(
+        recipe, recipe, task, world, mesh, plan, model,
+        build_optimizer(model.optimized, recipe.optimizer), Progress(),
+        SimpleNamespace(wait_staged=lambda: None), None, None, Pulse.from_environment(),
+        Recall(None),
+    )  # fmt: skip
     batches = load(task.stream, requests(plan, rank, 0), workers=0, pin_memory=False)
-    state = TrainState(model, optimizer, Progress())
-    with StepProfiler(recipe, model, optimizer, world) as profiler:
+    with StepProfiler(run, Speed(run)) as profiler:
         for _ in range(recipe.run.steps):
-            train_step(state, batches, plan, recipe, world, Pulse.from_environment(), lambda: None)
-            profiler.step_done()
+            train_step(run, batches)
+            profiler.after_step()
 
 
 def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
@@ -136,7 +146,7 @@ def perdure_compare(folder, *arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.cli", "compare", "recipe.yaml", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), MARK: "yes"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), MARK: "yes"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -216,8 +226,8 @@ def test_interrupted(workspace):
 def test_wrong_input(workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(workspace)
 
-    def compare(names, out=tmp_path / "new", overrides=(), **options):
-        run_comparison("recipe.yaml", overrides, names, ranks=2, steps=4, out=out, **options)
+    def compare(names, out=tmp_path / "new"):
+        run_comparison("recipe.yaml", (), names, ranks=2, steps=4, out=out)
 
     with pytest.raises(RecipeError, match=r"no 'zero4'; it is one of ddp, zero1"):
         compare(["ddp", "zero4"])
@@ -227,11 +237,6 @@ def test_wrong_input(workspace, tmp_path, monkeypatch):
         compare(["ddp"], out=tmp_path)
     with pytest.raises(RecipeError, match=r"hybrid: needs groups"):
         compare(["hybrid"])
-    with pytest.raises(RecipeError, match="--against no_such_peer: it is not installed"):
-        compare(["ddp"], against="no_such_peer")
-    graph = ["model={kgat: {}}", "data={graph: {path: nowhere}}"]
-    with pytest.raises(RecipeError, match=r"--against torch: .*model\.kgat is none"):
-        compare(["ddp"], overrides=graph, against="torch")
     assert not (tmp_path / "new").exists()
 
 

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from elastic.history import read_history
-from elastic.local_nodes import LocalNodes
+from benchmarks.support import python_path
+from elastic.record.history import read_history
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory
+from trainer.tools.local_nodes import LocalNodes
 
 STEPS = 100
 RECIPE = [f"run.steps={STEPS}", "optimizer.lr=3e-4"]
@@ -43,7 +44,7 @@ def cluster(workspace, tmp_path):
             nnodes=nnodes,
             logs=tmp_path,
             ranks=ranks,
-            environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+            environment={"PYTHONPATH": python_path(ROOT, workspace)},
         )
         started.append(nodes.__enter__())
         return nodes
@@ -62,7 +63,7 @@ def undisturbed(workspace):
     subprocess.run(
         [sys.executable, "-m", "trainer", "recipe.yaml", "run.dir=alone", *RECIPE],
         cwd=workspace,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{workspace}"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT, workspace)},
         check=True,
         capture_output=True,
     )
@@ -94,17 +95,30 @@ def same_losses(workspace, run, expected):
         assert found[step] == pytest.approx(loss, rel=1e-4), step
 
 
-@pytest.mark.timeout(120)
-def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace):
-    """A node of two ranks has the whole global batch of 2; nobody else disturbs it."""
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("members", "ranks"),
+    [(1, 2), pytest.param(4, 1, marks=soak)],
+    ids=["one of two", "four of one"],
+)
+def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace, members, ranks):
+    """The nodes have the whole global batch between them; nobody else disturbs them."""
     (workspace / "paced.py").write_text(PACED)
-    hold = workspace / "hold"
-    hold.touch()
+    hold, run = workspace / "hold", workspace / f"crowd-{members}"
     model = ("model.architecture=null", "model.factory=paced:Paced", "strategy.name=ddp")
-    size = ("run.dir=crowd", "run.steps=40", "batch.global_batch=2", "checkpoint.every=10")
-    nodes = cluster("1:5", *model, *size, ranks=2)
-    member = nodes.add()
-    wait_until((workspace / "crowd" / "ledger.jsonl").exists, member)
+    size = (f"run.dir={run.name}", "run.steps=80", "checkpoint.every=10")
+    size += (f"batch.global_batch={members * ranks}", "batch.micro_batch=1")
+    nodes = cluster("1:8", *model, *size, ranks=ranks)
+    first = [nodes.add() for _ in range(members)]
+
+    def sizes():
+        if not (run / "ledger.jsonl").exists():
+            return []
+        return [attempt.start.nodes for attempt in read_history(run).attempts]
+
+    wait_until(lambda: sizes()[-1:] == [members], first[0])
+    hold.touch()
+    before = sizes()
     spare = nodes.add()
     nodes.worker = [*nodes.worker, "optimizer.lr=1e-3"]
     stranger = nodes.add()
@@ -113,14 +127,16 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace)
     assert "optimizer.lr is 0.001 here, 0.0003 there" in stranger.text()
     wait_until(lambda: "waits as a spare" in spare.text(), spare)
     hold.unlink()
-    wait_for_step(workspace, "crowd", 12, nodes)
-    assert len(read_history(workspace / "crowd").attempts) == 1, "the run was disturbed"
-    member.kill()
-    assert nodes.wait(60)[1] == 0, spare.text()
-    history = read_history(workspace / "crowd")
-    assert [attempt.start.nodes for attempt in history.attempts] == [1, 1]
-    assert [attempt.start.round for attempt in history.attempts] == [1, 2]
-    assert (history.step, history.problems) == (40, [])
+    done = max(losses(workspace, run.name), default=0)
+    wait_for_step(workspace, run.name, done + 12, nodes)
+    assert sizes() == before, "the run was disturbed"
+    first[-1].kill()
+    codes = nodes.wait(60)
+    assert codes == [*[0] * (members - 1), -signal.SIGKILL, 0, 2], spare.text()
+    history = read_history(run)
+    assert sizes() == [*before, members], "the spare took its place at once"
+    assert len({attempt.start.round for attempt in history.attempts}) == len(sizes())
+    assert (history.step, history.problems) == (80, [])
 
 
 @soak

@@ -1,7 +1,9 @@
 """With run.determinism=exact the world size, and its changes, show in no bit of the result."""
 
 import math
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.distributed.jobs import records, soak
-from trainer.exact import (
+from tests.checkpointing.faults import until
+from tests.distributed.jobs import ROOT, records, soak
+from trainer.optim.exact import (
     GRID,
     LARGEST_GRADIENT,
     ExactAdamW,
@@ -21,6 +24,7 @@ from trainer.exact import (
     square_sums,
 )
 from trainer.recipe import RecipeError, load_recipe
+from trainer.tools.local_nodes import LocalNodes
 
 STEPS = 20
 EXACT = ("run.determinism=exact", f"run.steps={STEPS}", "schedule.name=constant")
@@ -37,7 +41,7 @@ def result(folder, run):
         for name, tensor in load_file(file).items()
     }
     steps = [r for r in records(folder, run) if "loss" in r]
-    assert [r["step"] for r in steps] == list(range(1, STEPS + 1))
+    assert list(dict.fromkeys(r["step"] for r in steps)) == list(range(1, STEPS + 1))
     numbers = {
         f"step {r['step']}": torch.tensor([r["loss"], r["grad_norm"]], dtype=torch.float64)
         for r in steps
@@ -87,6 +91,36 @@ def test_same_bits_at_any_world_size(workspace, train, single, precision, legs):
     for step, ranks, overrides in legs:
         train(ranks, f"run.dir={run}", *common, *overrides, f"run.steps={step}")
     assert_equal_bits(result(workspace, run), single[precision])
+
+
+def test_ranks_that_go_on_in_place_after_others_were_killed_make_the_same_bits(
+    workspace, single, train, tmp_path
+):
+    if "fp32" not in single:
+        train(1, "run.dir=exact-fp32", *EXACT, *UNEVEN)
+        single["fp32"] = result(workspace, "exact-fp32")
+    run = ["run.dir=exact-kills", *EXACT, *UNEVEN, "elastic.snapshot_every=1"]
+    command = ["-m", "trainer", "recipe.yaml", *run, "checkpoint.slots=2", "data.workers=0"]
+    with LocalNodes(
+        command, folder=workspace, nnodes="1", logs=tmp_path, ranks=3,
+        environment={"PYTHONPATH": str(ROOT)},
+    ) as nodes:  # fmt: skip
+        node, stays = nodes.add(), set()
+        for step, victim in ((4, 2), (11, 0), (15, None)):
+
+            def reached(step=step):
+                progress = node.progress(1)
+                return progress is not None and progress.step >= step
+
+            assert until(reached, 60), node.text()
+            pids = node.trainers()
+            stays.add(pids[1])
+            if victim is not None:
+                os.kill(pids[victim], signal.SIGKILL)
+        nodes.wait(60)
+    assert node.text().count("from memory; rank") == 2, node.text()
+    assert len(stays) == 1
+    assert_equal_bits(result(workspace, "exact-kills"), single["fp32"])
 
 
 @given(gradients=st.lists(GRADIENTS, min_size=4, max_size=4), dtype=st.booleans())

@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from elastic.local_nodes import LocalNodes, children
+from benchmarks.support import python_path
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, records, soak
+from trainer.tools.local_nodes import LocalNodes, children
 
 FACTORY = '''
 import time
@@ -85,7 +86,7 @@ def slow_job(workspace, tmp_path):
                 nnodes="1",
                 logs=tmp_path,
                 ranks=2,
-                environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+                environment={"PYTHONPATH": python_path(ROOT, workspace)},
             )
             return stack.enter_context(nodes).add()
 

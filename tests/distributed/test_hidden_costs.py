@@ -10,19 +10,24 @@ from tests.distributed.jobs import RECIPE, soak
 
 WORD = {"c10d::allreduce_": 1, "tolist": 1}  # the step's one word, and the one read of it
 PASSES = 2  # of a step: 8 sequences, 2 ranks, 2 at a time
+DOCUMENTS = {"nonzero": PASSES}  # the loader finds their ends, on the host
 UNITS = 3  # two blocks, and the rest
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "expected"),
+    ("name", "ranks", "overrides", "expected"),
     [
+        # No launcher has given it a number.
+        ("alone", 1, ["strategy.name=ddp"], {**WORD, "nonzero": 2 * PASSES}),
         # Two buckets of gradients, reduced in the last pass.
-        ("ddp", ["strategy.name=ddp"], {**WORD, "c10d::allreduce_": 3}),
+        ("ddp", 2, ["strategy.name=ddp"], {**WORD, **DOCUMENTS, "c10d::allreduce_": 3}),
         (
             "full-shard",
+            2,
             [],
             {
                 **WORD,
+                **DOCUMENTS,
                 # Every unit for forward and each block again for backward.
                 "c10d::_allgather_base_": PASSES * (UNITS + UNITS - 1),
                 "c10d::_reduce_scatter_base_": UNITS,
@@ -30,9 +35,11 @@ UNITS = 3  # two blocks, and the rest
         ),
         pytest.param(
             "shard-grad-op",
+            2,
             ["strategy.sharding=SHARD_GRAD_OP"],
             {
                 **WORD,
+                **DOCUMENTS,
                 "c10d::_allgather_base_": PASSES * UNITS,
                 "c10d::_reduce_scatter_base_": UNITS,
             },
@@ -40,10 +47,10 @@ UNITS = 3  # two blocks, and the rest
         ),
     ],
 )
-def test_collectives_and_waits_of_a_step(workspace, start, name, overrides, expected):
+def test_collectives_and_waits_of_a_step(workspace, start, name, ranks, overrides, expected):
     path = workspace / f"{name}.json"
     job = start(
-        2, f"run.dir=counted-{name}", "run.steps=4", "schedule={}", *overrides,
+        ranks, f"run.dir=counted-{name}", "run.steps=4", "schedule={}", *overrides,
         program=["tests.distributed.counted", str(path)],
     )  # fmt: skip
     code, output = job.wait()
@@ -57,7 +64,8 @@ def test_one_synchronisation_a_step_on_cuda(workspace, start):
     (workspace / "cuda.yaml").write_text(RECIPE.replace("device: cpu", "device: cuda"))
     path = workspace / "cuda.json"
     job = start(
-        1, "run.dir=counted-cuda", "run.steps=4", "schedule={}", recipe="cuda.yaml",
+        1, "run.dir=counted-cuda", "run.steps=4", "schedule={}", "precision.dtype=bf16",
+        recipe="cuda.yaml",
         program=["tests.distributed.counted", str(path)],
     )  # fmt: skip
     code, output = job.wait()

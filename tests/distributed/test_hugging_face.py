@@ -16,14 +16,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from checkpointing.convert import export
+from checkpointing.tools.convert import export
 from tests.distributed.jobs import losses
 from trainer.data.loader import TokenStream
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import read_index
 from trainer.data.tokenizer import train_bpe
-from trainer.model_files import files_beside
 from trainer.models import read_config
+from trainer.models.model_files import files_beside
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,6 @@ def test_there_and_back(workspace, train, published):
         seq_len=32,
         seed=7,
         shuffle=True,
-        document_mask=False,
     )
     theirs = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     expected = mean_loss(theirs, stream.fetch(range(8)))

@@ -6,7 +6,7 @@ import pytest
 from safetensors import safe_open
 
 from checkpointing import read_state
-from checkpointing.inspect import find_checkpoint
+from checkpointing.tools.inspect import find_checkpoint
 from tests.distributed.jobs import losses, records
 from tests.graphs import write_graph
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.local_nodes import LocalNode
+from benchmarks.support import python_path
 from tests.distributed.jobs import ROOT
-from trainer.data.sources import UNIT_BYTES
+from trainer.data.prepare.sources import UNIT_BYTES
+from trainer.tools.local_nodes import LocalNode
 
 PERDURE = Path(sys.executable).parent / "perdure"
 LONG_EVALUATION = ["run.evaluate_every=2", "data.validation_sequences=800", "batch.micro_batch=1"]
@@ -30,7 +31,7 @@ def launch(workspace, tmp_path):
             process = subprocess.Popen(
                 [PERDURE, *words],
                 cwd=workspace,
-                env={**os.environ, "PYTHONPATH": f"{ROOT}"},
+                env={**os.environ, "PYTHONPATH": python_path(ROOT, workspace)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 process_group=0,
@@ -93,6 +94,37 @@ def test_ctrl_c_and_notices_in_every_phase(launch, start, workspace):
     until(lambda: "the next one ends it at once" in node.text(), node)
     os.killpg(node.process.pid, signal.SIGINT)
     ends(node, 130, seconds=5)
+
+
+LONG_PASS = """
+import time, torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Embedding(257, 257)])
+
+    def forward(self, input_ids, labels, document_ids):
+        if torch.distributed.is_initialized():  # and not where it is only tried
+            time.sleep(600)
+        return self.layers[0](input_ids).mean()
+"""
+
+
+def test_a_notice_in_a_long_first_pass_is_followed_at_once(launch, workspace):
+    """Nothing is lost by that: the run has nothing yet that is not in storage."""
+    (workspace / "long_pass.py").write_text(LONG_PASS)
+    model = ["model.architecture=null", "model.factory=long_pass:Model", "strategy.name=ddp"]
+    node = launch("train", "recipe.yaml", "run.dir=long-pass", *model, "--nproc-per-node", "2")
+
+    def computing():
+        found = [node.progress(local_rank) for local_rank in range(2)]
+        return all(one and (one.step, one.phase) == (1, "step") for one in found)
+
+    until(computing, node)
+    node.process.send_signal(signal.SIGTERM)
+    ends(node, 75, seconds=10)
+    assert "this node was told to go (SIGTERM)" in node.text()
 
 
 def test_a_process_without_an_agent_leaves_likewise(start, workspace):

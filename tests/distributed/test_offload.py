@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.support import python_path
 from benchmarks.support.memory_limit import NoLimitError, memory_limit
 from checkpointing import optimizer_tensors
 from tests.distributed.jobs import ROOT, losses, soak, wait_for_step
 from tests.distributed.test_resume import SHORT, assert_same
-from trainer.exact import ExactAdamW
-from trainer.optimizer import FusedAdamW, build_optimizer, update
+from trainer.optim.exact import ExactAdamW
+from trainer.optim.optimizer import FusedAdamW, build_optimizer, update
 from trainer.parallel import offload
 from trainer.parallel.offload import OffloadFile, bytes_needed
-from trainer.preflight import check_inputs
 from trainer.recipe import Optimizer, RecipeError, load_recipe
-from trainer.tasks import build_task
+from trainer.run.preflight import check_inputs
+from trainer.tasks.task import build_task
 
 NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
 
@@ -153,7 +154,7 @@ def test_trains_under_a_memory_limit_that_its_optimizer_state_exceeds(workspace,
             limited = subprocess.run(
                 group.command(command),
                 cwd=workspace,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
                 timeout=120,

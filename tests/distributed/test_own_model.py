@@ -7,10 +7,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from elastic.local_nodes import LocalNodes
+from benchmarks.support import python_path
 from tests.distributed.jobs import ROOT
 from trainer.recipe import load_recipe
-from trainer.tasks import bare_model
+from trainer.tasks.task import bare_model
+from trainer.tools.local_nodes import LocalNodes
 
 FACTORY = '''
 import time
@@ -18,7 +19,7 @@ import time
 import torch
 from torch import nn
 
-from checkpointing.staging import Staging
+from checkpointing.save.staging import Staging
 
 copy = Staging._copy
 
@@ -68,7 +69,7 @@ def test_an_own_model_trains(workspace):
     done = subprocess.run(
         [perdure, "train", "recipe.yaml", "--nproc-per-node", "2", *MODEL, *run],
         cwd=workspace,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "2"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -106,7 +107,7 @@ def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp
         nnodes="1",
         logs=tmp_path,
         ranks=2,
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": python_path(ROOT)},
     ) as nodes:
         node = nodes.add()
         assert nodes.wait(60) == [2], node.text()

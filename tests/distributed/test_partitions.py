@@ -5,12 +5,13 @@ import time
 
 import pytest
 
-from elastic.history import read_history
-from elastic.local_nodes import LocalNodes
-from elastic.machine import network_possible
+from benchmarks.support import python_path
+from elastic.record.history import read_history
 from tests.distributed.jobs import ROOT, losses, soak
 from tests.distributed.test_elastic import wait_for_step
-from trainer.report import check
+from trainer.tools.container import network_possible
+from trainer.tools.local_nodes import LocalNodes
+from trainer.tools.report.report import check
 
 pytestmark = pytest.mark.skipif(
     not network_possible(), reason="takes root, and the commands ip, nft and nsenter"
@@ -29,7 +30,7 @@ def cluster(workspace, tmp_path):
             folder=workspace,
             nnodes=nnodes,
             logs=tmp_path,
-            environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+            environment={"PYTHONPATH": python_path(ROOT, workspace)},
             own_network=True,
         )
         started.append(nodes.__enter__())
@@ -63,13 +64,13 @@ def test_the_others_go_on_and_the_job_grows_back(
         nodes.add()
     wait_for_step(workspace, run, 15, nodes)
     cut = nodes.nodes[victim]
-    cut.machine.cut(incoming=incoming, outgoing=outgoing)
+    cut.container.cut(incoming=incoming, outgoing=outgoing)
     at = max(losses(workspace, run))
     wait_for_step(workspace, run, at + 2, nodes)
     committed = cut.text().count("saved ")
     wait_for_step(workspace, run, at + 25, nodes)
     assert cut.text().count("saved ") == committed
-    cut.machine.heal()
+    cut.container.heal()
     until_worlds_of_three(nodes, 2)
     wait_for_step(workspace, run, max(losses(workspace, run)) + 5, nodes)
     history = read_history(workspace / run)
@@ -85,12 +86,12 @@ def test_a_job_of_fixed_size_waits_until_all_are_back(cluster, workspace):
     for _ in range(3):
         nodes.add()
     wait_for_step(workspace, "wait", 15, nodes)
-    nodes.nodes[1].machine.cut()
+    nodes.nodes[1].container.cut()
     time.sleep(4)
     at = max(losses(workspace, "wait"))
     time.sleep(4)
     assert max(losses(workspace, "wait")) == at
-    nodes.nodes[1].machine.heal()
+    nodes.nodes[1].container.heal()
     wait_for_step(workspace, "wait", at + 10, nodes)
     fine, text = check(read_history(workspace / "wait"))
     assert fine, text

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from elastic.history import read_history
-from elastic.local_nodes import children
+from benchmarks.support import python_path
+from elastic.record.history import read_history
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory, wait_for_step
-from trainer.report import check
+from trainer.tools.local_nodes import children
+from trainer.tools.report.report import check
 
 STEPS = 40
 SHORT = (f"run.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=2")
@@ -164,7 +165,7 @@ def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, train):
     with subprocess.Popen(
         [*launcher, "-m", "trainer", "recipe.yaml", "run.dir=restarted", *SHORT],
         cwd=workspace,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,6 +2,12 @@
 
 import json
 
+from elastic.node.agent import Node
+from elastic.node.facts import Program
+from elastic.node.progress import Progress
+from elastic.node.standin import NODE_SOCKET
+from tests.elastic.node.test_strangers import Group
+
 
 def test_a_slow_storage_costs_checkpoints_but_not_the_last_one(train, workspace):
     output = train(
@@ -16,3 +22,18 @@ def test_a_slow_storage_costs_checkpoints_but_not_the_last_one(train, workspace)
     assert saved[-1] == 12
     steps = sorted(path.name for path in (workspace / "slow" / "checkpoints").glob("step-*"))
     assert steps[-1] == "step-00000012"
+
+
+def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
+    """The agent learns `checkpoint.deadline` from the recipe."""
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv(NODE_SOCKET, "")
+    arguments = ("recipe.yaml", "checkpoint.deadline=90000")
+    node = Node(Group(), Program(package="trainer", arguments=arguments))
+    node.start()
+    try:
+        assert node.facts(60)
+        for phase in ("staging", "save", "end"):
+            assert node._times.limit(0, Progress(9, phase, 0.0, False)) > 1.2 * 90_000
+    finally:
+        node.stop()

@@ -7,6 +7,37 @@ from tests.distributed.jobs import Job, losses, records, soak
 # Largest relative difference seen here: 6e-7, float32 rounding in another order of summation.
 TOLERANCE = 1e-4
 EVALUATE = "run.evaluate_every=25"
+COMPILED = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(257, 257)
+
+    def forward(self, input_ids):
+        return self.table(input_ids).tanh()
+
+    def compile(self):
+        super().compile(backend=told)  # inductor's C++ compiler would take half a minute
+
+
+def told(graph, _inputs):
+    print("a graph is compiled", flush=True)
+    return graph
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, input_ids, labels, document_ids=None):
+        logits = sum(layer(input_ids) for layer in self.layers)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +80,14 @@ def test_same_curve_as_single_process(workspace, train, single, name, ranks, ove
     )
     assert len(ours) == 2
     assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+def test_ddp_leaves_compiled_blocks_whole(workspace, train):
+    """Below 2 MiB torch's own way to compile under DDP fails; above, it cuts blocks."""
+    (workspace / "compiled.py").write_text(COMPILED)
+    model = ["model.architecture=null", "model.factory=compiled:Model"]
+    model += ["strategy.name=ddp", "run.steps=2", "schedule.warmup_steps=0"]
+    output = train(2, "run.dir=ddp-compiled", *model, "strategy.compile=true")
+    assert output.count("a graph is compiled") in (2, 4), "on each rank one, or one for each block"
+    train(2, "run.dir=ddp-eager", *model)
+    assert losses(workspace, "ddp-compiled") == losses(workspace, "ddp-eager")

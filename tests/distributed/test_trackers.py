@@ -9,14 +9,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support import python_path
 from elastic import Start
-from elastic.companion import Companion, part_with
-from elastic.history import read_history
-from elastic.local_nodes import LocalNodes
+from elastic.node.companion import Companion, part_with
+from elastic.record.history import read_history
 from tests.distributed.jobs import RECIPE, ROOT, losses
-from trainer.metrics import Metrics, keep_records
 from trainer.recipe import load_recipe
-from trainer.trackers import Tail
+from trainer.run.metrics import Log, keep_records
+from trainer.run.trackers import Tail
+from trainer.tools.local_nodes import LocalNodes
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
 
@@ -57,16 +58,17 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
     tail = Tail(path, 0.0)
     assert len(tail.read()[1]) == 3
-    with Metrics(recipe, Start(step=1, sequences=8, global_batch=8, world_size=1)) as metrics:
-        metrics.record(2, {"loss": 1.0})
-        metrics.record(2, {"validation_loss": 2.0})
+    start = Start(step=1, sequences=8, global_batch=8, world_size=1)
+    with Log(recipe, start, silent=False) as log:
+        log.record(2, {"loss": 1.0})
+        log.record(2, {"validation_loss": 2.0})
     assert [record["step"] for record in tail.read()[1]] == [2, 2]
 
 
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
     broken = ["class init:", " def __init__(self, **_): pass", " def log(self, *_, **__): 1 / 0"]
     (tmp_path / "wandb.py").write_text("\n".join([*broken, "Settings = dict"]))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
     code, output = start(1, "run.dir=tracked", "run.steps=9", *TRACKED).wait()
     assert code == 0, output
     assert output.count("W&B failed (ZeroDivisionError: division by zero)") == 1
@@ -97,19 +99,19 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
         folder=workspace,
         nnodes="1",
         logs=tmp_path,
-        environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
+        environment={"PYTHONPATH": python_path(ROOT, workspace)},
     ) as nodes:
         node, run = nodes.add(), workspace / "tracked-on"
         deadline = time.monotonic() + 60
         while max(losses(workspace, run.name), default=0) < 10:
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
-        before = node.running("trainer.trackers")
+        before = node.running("trainer.run.trackers")
         os.kill(node.trainers()[0], signal.SIGKILL)
         while len(read_history(run).attempts) < 2:
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
-        assert node.running("trainer.trackers") == before
+        assert node.running("trainer.run.trackers") == before
         assert nodes.wait(60) == [0], node.text()
     assert len(before) == 2
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1

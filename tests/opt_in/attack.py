@@ -26,11 +26,12 @@ import torch.distributed as dist
 from isal.isal_zlib import crc32
 from safetensors.torch import load_file
 
-from elastic.local_nodes import LocalNodes, children
-from elastic.machine import Machine
-from elastic.zygote import Job
+from benchmarks.support import python_path
+from elastic.node.zygote import Job
 from tests.distributed.jobs import RECIPE, ROOT, losses
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
+from trainer.tools.container import Container
+from trainer.tools.local_nodes import LocalNodes, children
 
 STRANGER = 65534
 MEMORY = Path("/dev/shm")
@@ -65,7 +66,7 @@ class Attack:
 # --- what strangers do: processes of their own, as another user -----------------------------------
 
 
-def stranger(machine: Machine, function: str, *arguments: object) -> subprocess.Popen[str]:
+def stranger(machine: Container, function: str, *arguments: object) -> subprocess.Popen[str]:
     """Begin `function` on a machine, as user 65534."""
     command = [*machine.run, "tests.opt_in.attack", function, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -354,9 +355,10 @@ def two_machines(scratch: Path) -> list[Attack]:
     worker = ["recipe.yaml", *OVERRIDES, "run.dir=two", "checkpoint.every=0"]
     with LocalNodes(
         [*worker, "checkpoint.peer_copy=true"], folder=scratch, nnodes="2", logs=scratch / "log",
-        environment={"PYTHONPATH": f"{ROOT}"}, launcher=("trainer.cli", "train"), own_network=True,
+        environment={"PYTHONPATH": python_path(ROOT)}, launcher=("trainer.cli", "train"),
+        own_network=True,
     ) as nodes:  # fmt: skip
-        outside = Machine.start(nodes._network, f"{nodes.prefix}.99")
+        outside = Container.start(nodes._network, f"{nodes.prefix}.99")
         try:
             say("two machines, and a third that writes to the store from the first moment")
             stops = [marker.with_name(f"stop-{number}") for number in range(2)]
@@ -376,10 +378,10 @@ def two_machines(scratch: Path) -> list[Attack]:
             for node, family in zip(both, pids, strict=True):
                 found.append(
                     result_of(
-                        stranger(node.machine, "attack_sockets", marker, scratch / "two", *family)
+                        stranger(node.container, "attack_sockets", marker, scratch / "two", *family)
                     )
                 )
-                found.append(plant(scratch, node.machine))
+                found.append(plant(scratch, node.container))
             say(f"step {newest(scratch / 'two')}: the third machine, meanwhile a rank is killed")
             again = stranger(
                 outside, "attack_network", f"{nodes.prefix}.1", nodes.port, stops[1], *places
@@ -412,9 +414,9 @@ def one_machine(scratch: Path) -> list[Attack]:
     loopback = Attack("3. listening on loopback only")
     found = [outcome, loopback]
     marker = scratch / "strangers" / "got-in-alone"
-    network = Machine.start_network("10.78.0.1")
+    network = Container.start_network("10.78.0.1")
     try:
-        machine = Machine.start(network, "10.78.0.11")
+        machine = Container.start(network, "10.78.0.11")
         try:
             say("one machine, two ranks")
             run = scratch / "one"
@@ -451,17 +453,18 @@ def one_machine(scratch: Path) -> list[Attack]:
     return found
 
 
-def start_alone(machine: Machine, scratch: Path) -> subprocess.Popen[bytes]:
+def start_alone(machine: Container, scratch: Path) -> subprocess.Popen[bytes]:
     """`perdure train` on a machine."""
     worker = ["train", "recipe.yaml", *OVERRIDES, "run.dir=one", "checkpoint.every=20"]
     with open(scratch / "log" / "one.log", "ab") as log:
         return subprocess.Popen(
             [*machine.run, "trainer.cli", *worker, "--nproc-per-node", "2"],
-            cwd=scratch, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": f"{ROOT}"},
+            cwd=scratch, stdout=log, stderr=log,
+            env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         )  # fmt: skip
 
 
-def plant(scratch: Path, machine: Machine) -> Attack:
+def plant(scratch: Path, machine: Container) -> Attack:
     """Copy the run's memory on a machine, change weights and step, mend what can be mended without
     its secret, and have a stranger put it there."""
     attack = Attack("2. planted memory")

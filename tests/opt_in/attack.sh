@@ -31,7 +31,7 @@ fi
 
 scratch=$2
 cd "$(dirname "$0")/../.."
-export PATH="$PATH:/usr/sbin" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH="$PWD"
+export PATH="$PATH:/usr/sbin" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 ip link set lo up
 mount -t tmpfs none /dev/shm
 chmod 1777 /dev/shm

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.support import python_path
 from tests.distributed.jobs import RECIPE, ROOT, losses
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
 
 ENDED = "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"
 NODE = """\
@@ -53,7 +54,9 @@ class Node:
 
     def cores(self) -> set[int]:
         """Those that the ranks of a job may use."""
-        warm = [pid for pid, command in self._commands().items() if "elastic.zygote" in command]
+        warm = [
+            pid for pid, command in self._commands().items() if "elastic.node.zygote" in command
+        ]
         return set.intersection(*map(os.sched_getaffinity, warm))
 
     def left(self) -> list[str]:
@@ -195,7 +198,7 @@ class Job:
 def submit(scratch: Path, log: Path) -> str:
     """Returns the number of the job."""
     options = ["--time=2", "--signal=USR1@45", f"--output={log}/job.log", "--parsable"]
-    variables = f"--export=ALL,RANKS_PER_NODE=1,PYTHONPATH={ROOT}"
+    variables = f"--export=ALL,RANKS_PER_NODE=1,PYTHONPATH={python_path(ROOT)}"
     script = str(ROOT / "recipes/slurm/train.sbatch")
     job = [script, "recipe.yaml", "checkpoint.every=20"]
     return slurm("sbatch", *options, variables, f"--chdir={scratch}", *job)

@@ -6,10 +6,12 @@ drops samples when the number of ranks or workers changes, ours is one integer, 
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -17,6 +19,8 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from elastic.process import die_with_parent
+from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
 from trainer.data.shards import DataError, Reader, TokenDataset
 from trainer.data.stream import Stream
@@ -24,6 +28,10 @@ from trainer.data.stream import Stream
 CONSUMED = "consumed"
 """Name under which a micro-batch carries the digest of its samples, for the step."""
 MASK = 0xFFFFFFFF
+
+Documents: TypeAlias = Literal["document_ids", "cu_seqlens"]
+"""How a micro-batch tells which document each token belongs to: a number for each, (B, T) int32, or
+boundaries, see `trainer.data.documents.cu_seqlens_of`."""
 
 
 class TokenStream(Dataset):
@@ -38,12 +46,12 @@ class TokenStream(Dataset):
         datasets: Sequence[TokenDataset],
         order: Order | None,
         seq_len: int,
-        document_mask: bool,
+        documents: Documents | None,
         fingerprint: str,
     ) -> None:
         """Use `open`. Without an order, position p is sample p of the sources one after another."""
         self._datasets, self._order = datasets, order
-        self.seq_len, self._document_mask = seq_len, document_mask
+        self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
         """What the stream is: data, weights, seq_len and version of the order; not the seed, which
         callers keep beside it to be able to say which of the two changed."""
@@ -60,7 +68,7 @@ class TokenStream(Dataset):
         seq_len: int,
         seed: int,
         shuffle: bool,
-        document_mask: bool,
+        documents: Documents | None = None,
         reader: Reader = "auto",
     ) -> "TokenStream":
         """Open prepared data sets as one stream.
@@ -71,7 +79,7 @@ class TokenStream(Dataset):
             seq_len: tokens per sequence.
             seed: of the order.
             shuffle: in a keyed random order without end; else in file order, once.
-            document_mask: give document_ids too.
+            documents: tell documents apart, in this form.
             reader: see `TokenDataset`.
 
         Raises:
@@ -101,10 +109,10 @@ class TokenStream(Dataset):
                 raise DataError(f"data.sources: {error}") from error
         parts = [ORDER_VERSION, seq_len, weights, [dataset.fingerprint for dataset in datasets]]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        return cls(datasets, order, seq_len, document_mask, f"sha256:{digest}")
+        return cls(datasets, order, seq_len, documents, f"sha256:{digest}")
 
     def fetch(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """input_ids and labels, (B, T) int64, and document_ids (B, T) int32 where asked for."""
+        """input_ids and labels, (B, T) int64, and documents where asked for."""
         return self.fetch_with_digest(positions)[0]
 
     def fetch_with_digest(
@@ -117,21 +125,23 @@ class TokenStream(Dataset):
         numbers = np.asarray(positions, dtype=np.int64)
         sources, samples = self.locate(numbers)
         tokens = np.empty((len(positions), length + 1), dtype=np.int64)
-        documents = np.empty((len(positions), length), dtype=np.int32)
+        ids = np.empty((len(positions), length), dtype=np.int32)
         for row, (source, sample) in enumerate(zip(sources, samples, strict=True)):
             dataset, start = self._datasets[source], int(sample) * length
             tokens[row] = dataset.read(start, length + 1)
-            if self._document_mask:
-                ids = dataset.document_ids(start, length)
-                documents[row] = ids - ids[0]  # numbered within the sequence
+            if self._documents:
+                numbers_here = dataset.document_ids(start, length)
+                ids[row] = numbers_here - numbers_here[0]  # numbered within the sequence
             if int(tokens[row].max()) >= dataset.vocab_size:
                 raise _outside_vocabulary(dataset, start, tokens[row])
         batch = {
             "input_ids": torch.from_numpy(tokens[:, :-1].copy()),
             "labels": torch.from_numpy(tokens[:, 1:].copy()),
         }
-        if self._document_mask:
-            batch["document_ids"] = torch.from_numpy(documents)
+        if self._documents == "document_ids":
+            batch["document_ids"] = torch.from_numpy(ids)
+        elif self._documents == "cu_seqlens":
+            batch["cu_seqlens"] = cu_seqlens_of(torch.from_numpy(ids))
         contents = sum(crc32(row.data) for row in tokens) & MASK
         return batch, (sample_digest(numbers, sources, samples), contents)
 
@@ -210,8 +220,15 @@ def load(
             # Python's own choice up to 3.13; from 3.14 on it would start a server, and pickle all.
             multiprocessing_context="fork" if workers else None,
             snapshot_every_n_steps=1 << 62,  # its snapshots are not used, and cost time
+            worker_init_fn=partial(_die_with, os.getpid()) if workers else None,
         )
     return _raise_errors(iter(loader))
+
+
+def _die_with(parent: int, worker: int) -> None:
+    """Have a worker end with the process that reads from it. By itself it would notice after
+    seconds, and until then hold what it has inherited: among it the GPU, with all its memory."""
+    die_with_parent(parent)
 
 
 def _raise_errors(

@@ -175,8 +175,8 @@ class Order:
 
 
 def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int:
-    """Of which sample stands at which position, (N,) int64 each: the sum, modulo 2**32, of a hash
-    of each, so that the digests of parts sum to that of the whole."""
+    """A digest of which sample stands at which position, (N,) int64 each: the sum, modulo 2**32, of
+    a hash of each, so that the digests of parts sum to that of the whole."""
     with np.errstate(over="ignore"):
         found = _mix(np.asarray(positions).astype(np.uint64), _U(1))
         found = _mix(_mix(sources.astype(np.uint64), found), samples.astype(np.uint64))

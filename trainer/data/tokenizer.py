@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from checkpointing.untrusted import read_object
+from checkpointing.format.untrusted import read_object
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"

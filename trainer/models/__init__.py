@@ -1,5 +1,6 @@
 """Models that Perdure builds itself, and their Hugging Face files."""
 
+from trainer.models.attention import choose_attention
 from trainer.models.decoder import TIED_COPIES, Decoder, init_parameter
 from trainer.models.hf import (
     ConfigError,
@@ -11,6 +12,7 @@ from trainer.models.hf import (
 
 __all__ = [
     "Decoder",
+    "choose_attention",
     "init_parameter",
     "TIED_COPIES",
     "ConfigError",

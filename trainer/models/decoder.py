@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.architecture import Architecture, RopeScaling
-from trainer.models.loss import head_cross_entropy
-from trainer.seeds import stable_seed
+from trainer.data.documents import cu_seqlens_of
+from trainer.models.attention import Asked, Documents, attend, locate
+from trainer.models.loss import HeadLoss
+from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.recipe.seeds import stable_seed
 
 TIED_COPIES = ("lm_head.weight",)
 """What a published checkpoint of a tied model may hold twice."""
@@ -52,13 +54,15 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, architecture.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, architecture.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
+    ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)  # (B, N, T, H)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)  # (B, K, T, H)
-        v = self.v_proj(x).view(heads).transpose(1, 2)  # (B, K, T, H)
-        mixed = attend(rotate(q, rope), rotate(k, rope), v, mask)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        q = self.q_norm(self.q_proj(x).view(heads))  # (B, T, N, H)
+        k = self.k_norm(self.k_proj(x).view(heads))  # (B, T, K, H)
+        v = self.v_proj(x).view(heads)  # (B, T, K, H)
+        mixed = attend(rotate(q, rope), rotate(k, rope), v, documents)
+        return self.o_proj(mixed.flatten(2))
 
 
 class MLP(nn.Module):
@@ -86,30 +90,36 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(architecture)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Backbone(nn.Module):
     """Everything below the output head."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, attention: Asked) -> None:
         super().__init__()
-        self.architecture = architecture
+        self.architecture, self.attention = architecture, attention
         self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
             Block(architecture) for _ in range(architecture.num_hidden_layers)
         )
         self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        # Tables and mask are made once here and shared by all layers.
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        # What all layers share is made once here.
         rope = rope_table(self.architecture, input_ids.shape[1], input_ids.device)
-        mask = None if document_ids is None else document_mask(document_ids)
         x = self.embed_tokens(input_ids)  # (B, T, D)
+        if torch.is_autocast_enabled(x.device.type):  # or the residual stream would be float32
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        documents = None
+        if cu_seqlens is not None:
+            documents = locate(cu_seqlens, x, self.architecture.head_dim, self.attention)
         for layer in self.layers:
-            x = layer(x, rope, mask)
+            x = layer(x, rope, documents)
         return self.norm(x)
 
 
@@ -121,23 +131,31 @@ class Decoder(nn.Module):
     embedding matrix is used a second time, which `to_empty` and sharding cannot untie.
     """
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, attention: Asked = "auto") -> None:
+        """`attention`: how documents are told apart, see `choose_attention`."""
         super().__init__()
-        self.model = Backbone(architecture)
+        self.model = Backbone(architecture, attention)
         self.lm_head: nn.Linear | None = None
         if not architecture.tie_word_embeddings:
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
+        self.head_loss = HeadLoss()
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
         """The repeated parts: data for strategies (units of sharding, recomputation, compiling)."""
         return self.model.layers
 
+    @property
+    def compiled_beside_blocks(self) -> Iterable[nn.Module]:
+        """What else `strategy.compile` compiles."""
+        return [self.head_loss]
+
     def forward(
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Logits, or with labels the loss.
 
@@ -145,13 +163,18 @@ class Decoder(nn.Module):
             input_ids: (B, T) int64.
             labels: (B, T) int64, the token that follows each input; -100 where none counts.
             document_ids: (B, T) integers; attention stays inside runs of one document. Positions
-                are counted over the whole sequence: RoPE sees only their differences.
+                are counted over the whole sequence: RoPE sees only their differences. On a GPU this
+                waits for it.
+            cu_seqlens: the same, as `trainer.data.documents.cu_seqlens_of` gives it; waits for
+                nothing.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
             over the labels that count, a float32 scalar (0 when none does).
         """
-        hidden = self.model(input_ids, document_ids)
+        if document_ids is not None:
+            cu_seqlens = cu_seqlens_of(document_ids)
+        hidden = self.model(input_ids, cu_seqlens)
         return self.head(hidden) if labels is None else self.loss(hidden, labels)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -160,56 +183,19 @@ class Decoder(nn.Module):
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Hidden states (B, T, D), labels (B, T) → mean cross-entropy; large logits in parts."""
-        return head_cross_entropy(hidden, self._head_weight, labels)
+        return self.head_loss(hidden, self._head_weight, labels)
 
     @property
     def _head_weight(self) -> Tensor:
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled dot-product attention, causal unless `mask` says where to look.
-
-    Args:
-        q: (B, N, T, H).
-        k, v: (B, K, T, H), N a multiple of K; head n of q looks at head n // (N / K).
-        mask: (B, 1, T, T) bool, True where a query may look.
-
-    Returns:
-        (B, N, T, H)
-    """
-    grouped = q.shape[1] != k.shape[1]
-    # On CUDA only flash attention takes fewer key heads than query heads, and it takes neither
-    # masks nor float32; without repeated heads SDPA would fall back to the whole (T, T) matrix.
-    in_kernel = q.device.type == "cpu" or (
-        mask is None and q.dtype != torch.float32 and _has_flash_attention(q.device)
-    )
-    if grouped and not in_kernel:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped and in_kernel
-    )
-
-
-def _has_flash_attention(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-# torch.compiler.assume_constant_result does no more, but imports the compiler: over a second.
-_has_flash_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """(B, T) → (B, 1, T, T) bool: True where key and query share a document, the key not later."""
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
-
-
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x[i], x[i + H/2]) of x (B, heads, T, H) by their position's angles."""
+    """Rotate the pairs (x[i], x[i + H/2]) of x (B, T, heads, H) by their position's angles."""
     cos, sin = rope
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
+    low, high = x.transpose(1, 2).chunk(2, dim=-1)
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return rotated.type_as(x).transpose(1, 2)
 
 
 def rope_table(

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpointing.untrusted import read_object
-from trainer.architecture import Architecture, RopeScaling
+from checkpointing.format.untrusted import read_object
 from trainer.models.family import Family
 from trainer.models.llama import LLAMA
 from trainer.models.qwen3 import QWEN3
+from trainer.recipe.architecture import Architecture, RopeScaling
 
 FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
 

@@ -7,21 +7,46 @@ only a few rows of them at a time.
 Shapes: N tokens, D hidden, V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED_LABEL = -100
 """Positions with this label are not part of the loss."""
-CHUNK = 1 << 27
+LOGITS_ON_CPU = 1 << 27
 """Most logits at a time: 0.5 GB in float32. Smaller chunks would add to the gradient of the head,
 which is as large as the head, more often."""
-
+CHUNK_SHARE = 1 / 16
+"""Share of a GPU's memory that a chunk takes. With a vocabulary of 151,936 that is 4,400 rows on an
+H100, 7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once more,
+in float32."""
+BYTES_PER_LOGIT = 8
+"""On a GPU at most: in float32, and the logarithm of its softmax."""
 ROWS_ON_CPU = 128
 """Logits that go through the loss together on a CPU: few enough to stay in its cache, which takes
 a fifth off the time of head and loss of the quickstart. A GPU is faster with all at once."""
+
+Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""`_pointwise`, compiled."""
+
+
+class HeadLoss(nn.Module):
+    """`head_cross_entropy`, whose elementwise part can be compiled: then a chunk's logits are read
+    twice and its gradient written once, all in the format of the computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fused: Fused | None = None
+
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """As `nn.Module.compile`."""
+        self._fused = torch.compile(_pointwise, *arguments, **options)
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return head_cross_entropy(hidden, weight, labels, fused=self._fused)
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -31,7 +56,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         logits: (..., V), any floating dtype; the softmax is float32.
         labels: (...) int64.
     """
-    rows = ROWS_ON_CPU if logits.device.type == "cpu" else labels.numel()
+    rows = labels.numel() if on_gpu(logits) else ROWS_ON_CPU
     total = logits.new_zeros((), dtype=torch.float32)
     for some, label in zip(
         logits.flatten(0, -2).split(rows), labels.flatten().split(rows), strict=True
@@ -43,19 +68,27 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def head_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = CHUNK
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | None = None,
+    fused: Fused | None = None,
 ) -> Tensor:
     """`mean_cross_entropy` of the logits that the output head would give, a float32 scalar.
 
-    Beyond `chunk` logits they are computed, used for loss and gradients, and dropped, rows by rows.
+    On a GPU, and on a CPU beyond `chunk` logits, they are computed, used for loss and gradients,
+    and dropped, rows by rows.
 
     Args:
         hidden: (..., D).
         weight: (V, D), of the head.
         labels: (...) int64.
-        chunk: most logits at a time; at least one row.
+        chunk: most logits at a time; at least one row. As many as the device's memory suggests,
+            unless said.
+        fused: `_pointwise`, compiled.
     """
-    if labels.numel() * weight.shape[0] <= chunk:
+    chunk = most_logits(hidden) if chunk is None else chunk
+    if not on_gpu(hidden) and labels.numel() * weight.shape[0] <= chunk:
         return mean_cross_entropy(F.linear(hidden, weight), labels)
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -68,12 +101,63 @@ def head_cross_entropy(
         labels.flatten(),
         rows,
         torch.is_grad_enabled(),
+        fused,
     )
     return total / _counted(labels)
 
 
+def on_gpu(tensor: Tensor) -> bool:
+    """Where products of half precision can give float32, and memory is read rather than cached."""
+    return tensor.is_cuda
+
+
+def most_logits(tensor: Tensor) -> int:
+    """In a chunk, where `tensor` is."""
+    if not on_gpu(tensor):
+        return LOGITS_ON_CPU
+    memory = torch.cuda.get_device_properties(tensor.device).total_memory
+    return logits_in(memory)
+
+
+def logits_in(memory: float) -> int:
+    """Most logits in a chunk on a GPU of so many bytes."""
+    return int(CHUNK_SHARE * memory) // BYTES_PER_LOGIT
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to a float32 sum; on a GPU without rounding it to the format of its factors."""
+    if on_gpu(left):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
 def _counted(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _pointwise(
+    logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the losses of a chunk, and the gradient of its logits, which those of labels that do
+    not count have, too. In words that a compiler makes one kernel of."""
+    log_softmax = F.log_softmax(logits, 1, dtype=torch.float32)
+    loss = -(log_softmax.gather(1, label) * counts).sum()
+    if not with_gradient:
+        return loss, None
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return loss, (log_softmax.exp() - (columns == label) * counts.float()).to(logits.dtype)
+
+
+def _in_place(
+    log_softmax: Tensor, label: Tensor, counts: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """What `_pointwise` gives, with the gradient in `dtype`, unless None. The memory of
+    `log_softmax` holds softmax and gradient in turn."""
+    loss = -(log_softmax.gather(1, label) * counts).sum()
+    if dtype is None:
+        return loss, None
+    return loss, log_softmax.exp_().scatter_add_(1, label, -counts.float()).to(dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -86,32 +170,51 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, with_gradients: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        with_gradients: bool,
+        fused: Fused | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if with_gradients else None
         # In float32 whatever the dtype: it is a sum over chunks.
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
+        # A softmax of bf16 would first copy its input to float32; a compiled one reads it as it is.
+        wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) and not fused else {}
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(labels), rows):
                 part = slice(start, start + rows)
                 label, counts = labels[part, None], labels[part, None] != IGNORED_LABEL
                 label = label.clamp(min=0)
-                # Named for what it is first; the same memory then holds softmax and gradient.
-                log_softmax = F.log_softmax(hidden[part] @ weight.T, 1, dtype=torch.float32)
-                total -= (log_softmax.gather(1, label) * counts).sum()
-                if to_hidden is None or to_weight is None:
+                if fused:
+                    logits = hidden[part] @ weight.T
+                    loss, gradient = fused(logits, label, counts, with_gradients)
+                    del logits
+                else:
+                    loss, gradient = _in_place(
+                        F.log_softmax(
+                            torch.mm(hidden[part], weight.T, **wide), 1, dtype=torch.float32
+                        ),
+                        label,
+                        counts,
+                        hidden.dtype if with_gradients else None,
+                    )
+                total += loss
+                if gradient is None or to_hidden is None or to_weight is None:
                     continue
-                softmax = log_softmax.exp_()
-                gradient = softmax.scatter_add_(1, label, -counts.float()).to(hidden.dtype)
                 torch.mm(gradient, weight, out=to_hidden[part]).mul_(counts)
-                to_weight += gradient.T @ (hidden[part] * counts)
+                add_product(to_weight, gradient.T, hidden[part] * counts)
+                del gradient  # before the next chunk's logits
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Nobody else has them, and the head's is large: scaled where it lies.
         to_hidden, to_weight = ctx.saved_tensors
-        scaled = (to_hidden.float() * gradients[0], to_weight * gradients[0])
-        return *(gradient.to(ctx.dtype) for gradient in scaled), None, None, None
+        scaled = (to_hidden.float().mul_(gradients[0]), to_weight.mul_(gradients[0]))
+        return *(gradient.to(ctx.dtype) for gradient in scaled), None, None, None, None

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.exact import local_slice
+from checkpointing.format.tensors import local_tensor
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes of gradients that are reduced, and of parameters that are gathered, at a time."""
@@ -123,7 +123,7 @@ class ShardedView:
         """Bring the updated slices of all ranks into the whole parameters. On all ranks."""
         for names in self._buckets:
             whole = [self._whole[name] for name in names]
-            mine = [local_slice(self.parameters[name]) for name in names]
+            mine = [local_tensor(self.parameters[name]) for name in names]
             _gather(whole, mine, self._mesh)
         for shard in self.parameters.values():
             shard.grad = None

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from trainer.exact import snap_gradients
+from trainer.optim.exact import snap_gradients
 from trainer.recipe import Recipe
 
 
@@ -46,7 +46,7 @@ def apply_fsdp(
         # them (rotary tables) is meant to stay so.
         cast_forward_inputs=False,
     )
-    free = recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+    free = recipe.gathers_twice
     for unit in (*blocks, model):
         fully_shard(
             unit,
@@ -59,7 +59,7 @@ def apply_fsdp(
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
     if recipe.exact:
-        terms = -(-recipe.batch.global_batch // recipe.batch.micro_batch)
+        terms = -(-recipe.batch.global_batch // recipe.micro_batch)
         snap_gradients((*blocks, model), terms)
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own.

@@ -5,6 +5,9 @@ group for every one of those on every rank, one after the other, and with gloo e
 that wakes a hundred times a second.
 """
 
+from dataclasses import dataclass
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from elastic.world import World
@@ -12,6 +15,19 @@ from trainer.recipe import Recipe, RecipeError
 
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 """Names of dimensions: over whole replicas, and over the shards of one."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks by named dimension, and this one among those that share a global batch."""
+
+    device_mesh: DeviceMesh
+    dp_rank: int
+    """Data-parallel rank: which share of the global batch is this rank's."""
+    dp_size: int
+    """Into how many shares it is cut."""
+    dp_group: dist.ProcessGroup
+    """The ranks of all shares."""
 
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:
@@ -35,20 +51,29 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     return world_size // shards, shards
 
 
-def is_sharded_by_fsdp(recipe: Recipe) -> bool:
-    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1."""
-    return recipe.exact or (recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE")
+def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
+    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A single rank has nobody
+    to shard with: FSDP would only copy its parameters. Exact mode and offload rest on it, though.
+    """
+    if recipe.exact:
+        return True
+    by_fsdp = recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
+    return by_fsdp and (world_size > 1 or recipe.strategy.offload != "none")
 
 
-def build_mesh(recipe: Recipe, world: World) -> DeviceMesh:
-    """The mesh of all ranks: (REPLICATE,) for DDP; for FSDP (SHARD,), or (REPLICATE, SHARD) if it
-    has replicas, too. Called on all ranks."""
+def build_mesh(recipe: Recipe, world: World) -> Mesh:
+    """The mesh of all ranks: (REPLICATE,) for DDP, as which a single rank counts; for FSDP
+    (SHARD,), or (REPLICATE, SHARD) if it has replicas, too. Each rank has a share of the batch.
+    Called on all ranks."""
     replicas, shards = mesh_shape(recipe, world.world_size, world.local_world_size)
     sizes = {REPLICATE: replicas, SHARD: shards}
-    if not is_sharded_by_fsdp(recipe):
+    if not is_sharded_by_fsdp(recipe, world.world_size):
         del sizes[SHARD]
     elif replicas == 1:
         # FSDP would all-reduce each gradient with nobody, and keep it until backward ends.
         del sizes[REPLICATE]
     device = world.device.type
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    group = dist.group.WORLD
+    assert group  # init_device_mesh has made one where there was none
+    return Mesh(mesh, world.rank, world.world_size, group)

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from checkpointing.format.tensors import local_tensor
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
@@ -87,7 +88,7 @@ class OffloadFile:
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of zeros in the file, with shape, dtype and placement of `tensor`, which may be
         on the meta device."""
-        local = _local(tensor)
+        local = local_tensor(tensor)
         if local.numel():
             start, self._used = self._used, self._used + _pages(local.nbytes)
             region = self._bytes[start : start + local.nbytes]
@@ -96,10 +97,8 @@ class OffloadFile:
             made = torch.zeros_like(local, device="cpu")  # a rank without a part of it
         if not isinstance(tensor, DTensor):
             return made
-        return DTensor.from_local(
-            made, tensor.device_mesh, tensor.placements, run_check=False,
-            shape=tensor.shape, stride=tensor.stride(),
-        )  # fmt: skip
+        # Not from_local: that moves it to the mesh's device.
+        return DTensor(made, tensor._spec, requires_grad=False)
 
     @torch.no_grad()
     def take_weights(self, model: nn.Module, device: torch.device) -> None:
@@ -131,7 +130,7 @@ class OffloadFile:
         def move(parameter: nn.Parameter) -> None:
             fresh, kept = parameter.grad, gradients[parameter]
             if fresh is not None and fresh is not kept:  # else it was added to
-                _local(kept).copy_(_local(fresh))
+                local_tensor(kept).copy_(local_tensor(fresh))
                 parameter.grad = kept
             self._later(self._flush, _bytes(kept))
 
@@ -296,7 +295,7 @@ def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
     used = 0
     for group in groups:
         for parameter in (p for p in group["params"] if p.grad is not None):
-            start, nbytes = 0, _local(parameter).nbytes
+            start, nbytes = 0, local_tensor(parameter).nbytes
             while start < nbytes:
                 if used == PORTION_BYTES:
                     yield portion
@@ -319,7 +318,9 @@ def _new_buffer() -> torch.Tensor:
 
 def bytes_needed(parameters: Iterable[nn.Parameter]) -> int:
     """Size of an OffloadFile for these parameters (of this rank; on any device), in bytes."""
-    return sum(_pages(_local(p).nbytes) * (COPIES if p.requires_grad else 1) for p in parameters)
+    return sum(
+        _pages(local_tensor(p).nbytes) * (COPIES if p.requires_grad else 1) for p in parameters
+    )
 
 
 def _open_direct(descriptor: int) -> int:
@@ -331,14 +332,9 @@ def _open_direct(descriptor: int) -> int:
         return os.open(path, os.O_RDWR)
 
 
-@torch.no_grad()  # with gradients to_local makes a view instead of handing out what there is
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of this rank's part of a tensor, flat."""
-    return _local(tensor).reshape(-1).view(torch.uint8)
+    return local_tensor(tensor).reshape(-1).view(torch.uint8)
 
 
 def _extent(place: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:

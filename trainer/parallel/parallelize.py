@@ -1,28 +1,32 @@
 """The order in which strategies are applied, and what the loop needs of the result."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.exact import use_exact_kernels
+from trainer.optim.exact import use_exact_kernels
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
-from trainer.parallel.mesh import is_sharded_by_fsdp
+from trainer.parallel.mesh import SHARD, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.recipe import Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+DRAWN_BYTES = 4 << 30
+"""Most that whole tensors take which are drawn at once, beyond a single one."""
+
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""(FQN, global shape) → the whole initial tensor on the CPU."""
+"""(FQN, global shape) → the whole initial tensor on the CPU. May be called in several threads."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,11 @@ def mean_loss(result: Any) -> torch.Tensor:
 def parallelize(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
+    mesh: Mesh,
     recipe: Recipe,
     device: torch.device,
     fill: Fill | None,
+    cores: int = 1,
 ) -> ParallelModel:
     """Apply the recipe's strategy; weights are to be loaded, or drawn. Called on all ranks.
 
@@ -115,6 +120,7 @@ def parallelize(
             ranks.
         blocks: its repeated parts; units of sharding, recomputation and compilation.
         fill: gives initial weights, equal for every world size and strategy.
+        cores: that this rank may draw them with.
 
     Activation checkpointing comes before compilation, so that recomputation is part of the
     compiled graph, and both before FSDP, whose hooks stay outside it.
@@ -126,11 +132,13 @@ def parallelize(
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
     if strategy.compile:
-        for block in blocks or [model]:
-            block.compile()
-    sharded_by_fsdp = is_sharded_by_fsdp(recipe)
+        # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
+        torch._dynamo.config.optimize_ddp = False
+        for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
+            part.compile()
+    sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
     if sharded_by_fsdp:
-        apply_fsdp(model, blocks, mesh, recipe, dtype)
+        apply_fsdp(model, blocks, mesh.device_mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
         trained = list(model.parameters())
@@ -139,7 +147,11 @@ def parallelize(
         file.take_gradients(model.parameters())
         file.read_ahead(model, blocks)
     elif fill:
-        model.to_empty(device=torch.device("cpu") if strategy.offload == "cpu" else device)
+        # Buffers are computed with where the model computes, whatever becomes of parameters.
+        host = torch.device("cpu") if strategy.offload == "cpu" else device
+        model._apply(
+            lambda t: torch.empty_like(t, device=host if isinstance(t, nn.Parameter) else device)
+        )
     elif not sharded_by_fsdp:
         model.to(device)
     parameters = {_fqn(name): p for name, p in model.named_parameters()}
@@ -149,20 +161,21 @@ def parallelize(
     }
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
-        if mesh.size() > 1:
-            module = apply_ddp(model, mesh)
+        if mesh.dp_size > 1:
+            module = apply_ddp(model, mesh.device_mesh)
         if recipe.sharding == "OPTIMIZER_STATE":
-            view = ShardedView(parameters, mesh)
+            view = ShardedView(parameters, mesh.device_mesh)
             optimized = view.parameters
 
     def autocast() -> Any:
         if sharded_by_fsdp or dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(device.type, dtype=dtype)
+        # A cache would hold every weight in `dtype` until the loss is there; each is used once.
+        return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
     def draw_weights() -> None:
         if fill:
-            _fill({**parameters, **buffers}, fill)
+            _fill({**parameters, **buffers}, fill, cores)
 
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
@@ -171,14 +184,17 @@ def parallelize(
 
 
 @torch.no_grad()
-def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill) -> None:
+def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
     """Give parameters and persistent buffers their initial values, by FQN; each rank keeps its part
-    of the whole tensor.
+    of the whole tensor. Several are drawn at once, as none depends on another.
 
     torch.nn.init on a sharded CPU parameter would draw the same numbers for every shard.
     """
-    for name, tensor in tensors.items():
-        whole = fill(name, tuple(tensor.shape))
+    drawn: deque[tuple[torch.Tensor, Future[torch.Tensor]]] = deque()
+
+    def place() -> None:
+        tensor, future = drawn.popleft()
+        whole = future.result()
         if isinstance(tensor, DTensor):
             whole = distribute_tensor(
                 whole.to(tensor.device),
@@ -187,6 +203,14 @@ def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill) -> None:
                 src_data_rank=None,
             )
         tensor.copy_(whole)
+
+    with ThreadPoolExecutor(cores, thread_name_prefix="draw") as pool:
+        for name, tensor in tensors.items():
+            while drawn and sum(t.nbytes for t in (tensor, *(t for t, _ in drawn))) > DRAWN_BYTES:
+                place()
+            drawn.append((tensor, pool.submit(fill, name, tuple(tensor.shape))))
+        while drawn:
+            place()
 
 
 def _fqn(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Seconds of a step on a machine that is described, not there: a roofline, and rings.
+"""Seconds of a step on a machine that is described, not there: one roofline.
 
 Every assumption is a constant of this file, and printed with the figures.
 """
@@ -8,21 +8,21 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer.metrics import named_tflops
-from trainer.parallel.mesh import is_sharded_by_fsdp
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.memory import Layout, reductions_of
+from trainer.plan.gpus import GPUS, Gpu, peak_tflops
+from trainer.plan.memory import Layout
 from trainer.plan.trace import Blueprint, Shape, Trace, Work
 from trainer.recipe import Recipe, RecipeError
 
 PEAK_SHARE = 0.7
-"""Of the peak FLOP/s that large matrix products reach. Assumed: vendors' GEMM libraries reach 0.6
-to 0.8 of the data sheet on A100 and H100."""
+"""Share of the peak FLOP/s that large matrix products reach. Assumed: vendors' GEMM libraries reach
+0.6 to 0.8 of the data sheet on A100 and H100."""
 BANDWIDTH_SHARE = 0.8
-"""Of the peak memory bandwidth that element-wise kernels reach. Assumed, as by most rooflines."""
+"""Share of the peak memory bandwidth that element-wise kernels reach. Assumed, as by most
+rooflines."""
 NETWORK_SHARE = 0.8
-"""Of a link's bandwidth that a ring collective reaches. Assumed; nccl-tests on the machine at hand
-tell more."""
+"""Share of a link's bandwidth that a ring collective reaches. Assumed; nccl-tests on the machine at
+hand tell more."""
 HOST_BANDWIDTH = 200e9
 """Bytes/s at which all optimizers of a node update state in host memory. Assumed: eight channels
 of DDR5-4800 give 307 GB/s."""
@@ -32,9 +32,8 @@ UPDATE_ON_DISK = 32
 """Bytes per parameter between memory and disk in an update: weight and two moments are read and
 written, the gradient is read for the norm and once more."""
 PAGEABLE_SHARE = 0.5
-"""Of PCIe's bandwidth that copies to and from memory that is not pinned reach: files', and what
-receives a gradient that is added to those of passes before. Assumed: the driver copies everything
-once more, in NVIDIA's examples at half the speed."""
+"""Share of PCIe's bandwidth that copies to and from memory that is not pinned, as that of files,
+reach. Assumed: the driver copies everything once more, in NVIDIA's examples at half the speed."""
 DEFAULT_NET = 50e9
 """Bytes/s between a node and the others where nothing is said: 400 Gb/s."""
 UPDATE_TRAFFIC = 40
@@ -47,36 +46,6 @@ before: two are read, one is written."""
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Figures of a data sheet. Dense TFLOP/s are in `metrics.PEAK_TFLOPS`."""
-
-    memory: float
-    """Bytes, decimal."""
-    bandwidth: float
-    """Bytes/s of its memory."""
-    link: float
-    """Bytes/s to the other GPUs of a node, one way: NVLink, else PCIe."""
-    pcie: float
-    """Bytes/s to the host, one way."""
-    flash_attention: bool = True
-    """As from compute capability 8.0 on."""
-
-
-GPUS = {
-    "H200": Gpu(141e9, 4.8e12, 450e9, 64e9),
-    "H100": Gpu(80e9, 3.35e12, 450e9, 64e9),
-    "H100 NVL": Gpu(94e9, 3.9e12, 64e9, 64e9),
-    "H100 PCIe": Gpu(80e9, 2.0e12, 64e9, 64e9),
-    "A100": Gpu(80e9, 2.04e12, 300e9, 32e9),
-    "L40S": Gpu(48e9, 0.864e12, 32e9, 32e9),
-    "L4": Gpu(24e9, 0.3e12, 32e9, 32e9),
-    "V100": Gpu(16e9, 0.9e12, 150e9, 16e9, flash_attention=False),
-    "V100 32GB": Gpu(32e9, 0.9e12, 150e9, 16e9, flash_attention=False),
-    "T4": Gpu(16e9, 0.32e12, 16e9, 16e9, flash_attention=False),
-}
-
-
-@dataclass(frozen=True)
 class Machine:
     """What is to be rented."""
 
@@ -84,7 +53,7 @@ class Machine:
     gpus_per_node: int
     gpu: Gpu
     peak_flops: float
-    """Of one GPU, dense, at the precision of the computation; 1/s."""
+    """Peak of one GPU, dense, at the precision of the computation; 1/s."""
     net: float = DEFAULT_NET
     """Bytes/s between one node and the others, one way, all its network cards together."""
     storage: float | None = None
@@ -140,13 +109,14 @@ def describe_machine(
         raise RecipeError(f"--nodes: must be at least 1, but it is {nodes}")
     notes = []
     if size:
-        wanted = float(size[1]) * 1e9
+        wanted = float(size[1])
         # Of those that have so much, the slowest: better surprised than disappointed.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(
-            able, key=lambda n: (abs(GPUS[n].memory - wanted), named_tflops(n, dtype) or 0.0)
+            able,
+            key=lambda n: (abs(GPUS[n].sold_as - wanted), peak_tflops(GPUS[n], dtype) or 0.0),
         )
-        gpu = replace(GPUS[name], memory=wanted)
+        gpu = replace(GPUS[name], memory=wanted * 1e9)
         named = shlex.quote(f"{count}x{name}")
         notes.append(f"No GPU is named: seconds are those of {name} (--gpus {named}).")
     else:
@@ -168,7 +138,7 @@ def describe_machine(
         nodes=nodes,
         gpus_per_node=count,
         gpu=gpu,
-        peak_flops=(tflops or named_tflops(name, dtype) or 0.0) * 1e12,
+        peak_flops=(tflops or peak_tflops(gpu, dtype) or 0.0) * 1e12,
         net=_rate("--net", net) if net else DEFAULT_NET,
         storage=_rate("--storage", storage) if storage else None,
         node_memory=_size("--host-memory", memory) if memory else None,
@@ -199,82 +169,44 @@ def _size(option: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Collective:
-    """Communication that happens in one phase of a step, all units together."""
+    """What one group of ranks sends in a step."""
 
-    phase: str
-    """forward, backward (of every pass), last backward, or update. In all but the last the GPU
-    computes beside."""
     payload: int
-    """Bytes of the whole tensors that are gathered or reduced, per step."""
+    """Bytes of the whole tensors that are gathered or reduced."""
     times: int
-    """How often those travel round the ring: 1 to gather or to reduce-scatter, 2 to all-reduce."""
+    """How often they travel round the ring: 1 to gather or to reduce-scatter, 2 to all-reduce."""
     ranks: int
     stride: int
     """Distance between neighbours in the group, in ranks."""
-    exposed: int = 0
-    """Bytes of the payload that no computation can hide, as what needs them waits, or what makes
-    them is the last."""
 
     @property
     def sent(self) -> float:
-        """Bytes that every rank sends, and receives, per step."""
+        """Bytes that every rank sends, and receives."""
         return self.times * self.payload * (self.ranks - 1) / self.ranks
 
-    def seconds(self, machine: Machine, payload: int | None = None) -> float:
-        """Of the whole payload, or of so many bytes of it, on rings."""
-        if self.ranks == 1 or not self.payload:
-            return 0.0
+    def seconds(self, machine: Machine) -> float:
+        """On a ring."""
         in_node = max(1, min(self.ranks, machine.gpus_per_node // self.stride))
         bandwidth = machine.gpu.link
         if self.ranks > in_node:  # groups of one node share its network
             bandwidth = min(bandwidth, machine.net * in_node / machine.gpus_per_node)
-        share = 1.0 if payload is None else payload / self.payload
-        return share * self.sent / (bandwidth * NETWORK_SHARE)
+        return self.sent / (bandwidth * NETWORK_SHARE)
 
 
 def collectives_of(blueprint: Blueprint, recipe: Recipe, layout: Layout) -> list[Collective]:
     """What a step communicates; a few bytes that carry loss and norm are left out."""
     shapes = [shape for unit in blueprint.units for shape in unit]
-    root, whole = blueprint.units[0], _elements(shapes, 1)
-    last = max((_elements([shape], 1) for shape in root), default=0)
-    shards, replicas = layout.shards, layout.replicas
-    if not is_sharded_by_fsdp(recipe):
-        found = [Collective("last backward", 4 * whole, 2, replicas, 1, exposed=4 * last)]
-        if recipe.sharding == "OPTIMIZER_STATE":
-            found.append(Collective("update", 4 * whole, 1, replicas, 1, exposed=4 * whole))
-        return found
-    compute = DTYPES[recipe.precision.dtype].itemsize
-    reduced = 8 if recipe.exact else 4
-    passes = layout.passes
-    reductions, waiting = reductions_of(recipe, layout), _waiting_reductions(recipe, layout)
-    when = "backward" if recipe.strategy.reduce_every_pass else "last backward"
-    padded, padded_root = shards * _elements(shapes, shards), shards * _elements(root, shards)
-    gather, reduction = passes * compute * padded, reductions * reduced * padded
-    first = passes * compute * padded_root
-    exposed = reduced * (waiting * padded + (reductions - waiting) * padded_root)
-    found = [
-        Collective("forward", gather, 1, shards, 1, exposed=first),
-        Collective(when, reduction, 1, shards, 1, exposed=exposed),
-    ]
-    if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
-        # What is in no block stays gathered; beside its backward pass the last block comes again.
-        found.append(Collective("backward", gather - first, 1, shards, 1))
-    if replicas > 1:
-        found.append(
-            Collective(
-                when, reduction // shards, 2, replicas, shards,
-                exposed=exposed // shards,
-            )
-        )  # fmt: skip
-    return found
-
-
-def _waiting_reductions(recipe: Recipe, layout: Layout) -> int:
-    """In how many reductions of a step the host waits for the gradients of every unit, so that
-    nothing is computed beside them: it adds them to those of the passes before, or puts them into a
-    file (torch's `foreach_reduce`)."""
-    reductions = reductions_of(recipe, layout)
-    return {"none": 0, "cpu": reductions - 1, "nvme": reductions}[recipe.strategy.offload]
+    if not layout.by_fsdp:  # ZeRO-1 gathers the updated parameters once more
+        times = 3 if recipe.sharding == "OPTIMIZER_STATE" else 2
+        return [Collective(4 * _elements(shapes, 1), times, layout.replicas, 1)]
+    shards = layout.shards
+    whole, root = (shards * _elements(these, shards) for these in (shapes, blueprint.units[0]))
+    # What is in no block stays gathered for the backward pass.
+    gathered = 2 * whole - root if recipe.gathers_twice else whole
+    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
+    reduction = layout.reductions * reduced * whole
+    sharded = Collective(layout.passes * compute * gathered + reduction, 1, shards, 1)
+    return [sharded, Collective(reduction // shards, 2, layout.replicas, shards)]
 
 
 def _elements(shapes: Sequence[Shape], ranks: int) -> int:
@@ -285,14 +217,12 @@ def _elements(shapes: Sequence[Shape], ranks: int) -> int:
 class Times:
     """Seconds of a step."""
 
-    forward: float
-    backward: float
-    """Recomputation included."""
+    compute: float
+    """Forward and backward passes, recomputation included."""
     update: float
-    """Norm, clipping and optimizer."""
+    """Norm, clipping and optimizer; with offload also the sums of gradients on the host."""
     transfers: float
-    """Between host and device, with strategy.offload, and sums of gradients on the host, as if
-    nothing overlapped."""
+    """Between host and device, with strategy.offload, as if nothing overlapped."""
     communication: float
     """As if nothing overlapped."""
     exposed: float
@@ -301,57 +231,43 @@ class Times:
     @property
     def step(self) -> float:
         """All together."""
-        return self.forward + self.backward + self.update + self.exposed
+        return self.compute + self.update + self.exposed
 
 
 def times_of(
     blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, machine: Machine
 ) -> Times:
     """Estimate a step. Kernels run one after another, each as fast as arithmetic or memory allows;
-    communication runs beside them; launching is free."""
-    forward = layout.passes * work_seconds(trace.forward, machine)
-    backward = layout.passes * work_seconds(trace.backward, machine)
+    launching is free. What is moved lies beside computation as far as that reaches, but for the
+    share of one unit: what the first one needs is waited for, and nothing follows the last."""
+    compute = layout.passes * work_seconds((*trace.forward, *trace.backward), machine)
     shapes = [shape for unit in blueprint.units for shape in unit]
-    owned = _elements(shapes, layout.shards)
-    if recipe.sharding == "OPTIMIZER_STATE":
-        owned = _elements(shapes, layout.replicas)
+    zero1 = recipe.sharding == "OPTIMIZER_STATE"
+    owned = _elements(shapes, layout.replicas if zero1 else layout.shards)
     update = UPDATE_TRAFFIC * owned / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
-    beside = dict.fromkeys(("forward", "backward", "last backward", "update"), 0.0)
-    at_least = dict(beside)
-    for collective in collectives_of(blueprint, recipe, layout):
-        beside[collective.phase] += collective.seconds(machine)
-        at_least[collective.phase] += collective.seconds(machine, collective.exposed)
-    communication, transfers = sum(beside.values()), 0.0
+    communication = sum(c.seconds(machine) for c in collectives_of(blueprint, recipe, layout))
+    late = communication / 3 if zero1 else 0.0  # the gather, which follows the update
+    transfers, beside = 0.0, compute
     if recipe.strategy.offload != "none":
         of_node = owned * machine.gpus_per_node
-        update = UPDATE_TRAFFIC * of_node / HOST_BANDWIDTH
-        gathers, again = layout.passes, 0.0
-        if recipe.sharding in ("FULL_SHARD", "HYBRID_SHARD"):
-            again = 1 - _elements(blueprint.units[0], layout.shards) / owned
-        additions = reductions_of(recipe, layout) - 1
-        up = down = 4 * owned / machine.gpu.pcie  # fp32, as the shards are
-        pageable = down_again = up / PAGEABLE_SHARE
-        addition = ADDITION_TRAFFIC * of_node / HOST_BANDWIDTH
+        sums = ADDITION_TRAFFIC * (layout.reductions - 1)
+        update = (UPDATE_TRAFFIC + sums) * of_node / HOST_BANDWIDTH
+        gathers = layout.passes * (2 if recipe.gathers_twice else 1)
+        moved = 4 * owned * (gathers + layout.reductions)  # float32, as the shards are
+        transfers = moved / machine.gpu.pcie
         if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
-            on_disk = 4 * of_node / DISK_BANDWIDTH
-            up = down = down_again = max(pageable, on_disk)
-            addition += on_disk  # what is added to is read again
+            on_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
+            transfers = max(transfers / PAGEABLE_SHARE, on_disk)
             update = max(update, UPDATE_ON_DISK * of_node / DISK_BANDWIDTH)
-        gradients = down + additions * (down_again + addition)
-        beside["forward"] += gathers * up
-        beside["backward"] += gathers * again * up + gradients
-        waiting = _waiting_reductions(recipe, layout)
-        at_least["backward"] += waiting * pageable + additions * addition
-        transfers = gathers * (1 + again) * up + gradients
-    hidden = beside["backward"] - at_least["backward"]
-    left = max(0.0, backward - hidden) / layout.passes
-    hidden_by = {"forward": forward, "backward": backward, "last backward": left, "update": 0.0}
-    exposed = sum(max(at_least[phase], beside[phase] - hidden_by[phase]) for phase in beside)
-    return Times(forward, backward, update, transfers, communication, exposed)
+        if layout.shards == 1:  # FSDP's all-gather is a copy then, before what computes with it
+            beside = 0.0
+    moving = communication + transfers - late
+    exposed = late + max(moving / len(blueprint.units), moving - beside)
+    return Times(compute, update, transfers, communication, exposed)
 
 
 def work_seconds(work: Work, machine: Machine) -> float:
-    """Of operators, one after another (Williams et al. 2009, "Roofline")."""
+    """Operators take so long, one after another (Williams et al. 2009, "Roofline")."""
     arithmetic = machine.peak_flops * PEAK_SHARE
     traffic = machine.gpu.bandwidth * BANDWIDTH_SHARE
     return sum(max(flops / arithmetic, nbytes / traffic) for flops, nbytes in work)

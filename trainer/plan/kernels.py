@@ -1,6 +1,5 @@
 """Kernels that only a GPU has, for traces that run on the CPU."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,19 +9,44 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from trainer.models import loss
+from trainer.models import attention, loss
 
 
 @contextmanager
-def cuda_kernels(flash: bool) -> Iterator[None]:
-    """While entered, attention and RMSNorm are what CUDA would call, and the loss takes all rows at
-    once. Fake tensors of a GPU need a build of torch for it; these stand on the CPU, whose kernels
-    keep other tensors for the backward pass. (A TorchFunctionMode would be off in the backward
-    pass, where blocks are recomputed.) `flash`: as from compute capability 8.0 on."""
+def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
+    """While entered, attention and RMSNorm are what CUDA would call, and the loss is that of a GPU
+    with so many bytes of memory. Fake tensors of a GPU need a build of torch for it; these stand on
+    the CPU, whose kernels keep other tensors for the backward pass. (A TorchFunctionMode would be
+    off in the backward pass, where blocks are recomputed.) `flash`: as from compute capability 8.0
+    on."""
     attend = partial(_attend, flash)
     kernels = patch.multiple(F, scaled_dot_product_attention=attend, rms_norm=_normalise)
-    with kernels, patch.object(loss, "ROWS_ON_CPU", sys.maxsize):
+    choice = patch.multiple(
+        attention,
+        capability=lambda _: (8, 0) if flash else (7, 0),
+        flex_kernels=lambda: (_flex_attention, lambda *_: None),
+    )
+    gpu = patch.multiple(
+        loss,
+        on_gpu=lambda _tensor: True,
+        most_logits=lambda _tensor: loss.logits_in(memory),
+        add_product=_add_product,
+    )
+    with kernels, choice, gpu:
         yield
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Fake tensors of torch 2.11 know no `out_dtype` here."""
+    wide = [x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)]
+    torch.addmm(total, *wide, out=total)
+
+
+def _flex_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: None, enable_gqa: bool
+) -> torch.Tensor:
+    """It keeps what flash attention keeps; of an eager one autograd would know every part."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
 def _attend(
@@ -45,7 +69,7 @@ def _attend(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, dropout_p, is_causal, scale=scale)[0]
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # `models.decoder.attend` repeats them on CUDA, and SDPA would
+    if groups > 1:  # `models.attention.attend` repeats them on CUDA, and SDPA would
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not flash and q.dtype == torch.bfloat16:
         products = torch.ops.aten._scaled_dot_product_attention_math

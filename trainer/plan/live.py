@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.storages import storage_of
+from trainer.plan.storages import storage_of
 
 
 class LiveTensors(TorchDispatchMode):

@@ -31,11 +31,7 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from trainer.parallel.ddp import buckets
-from trainer.parallel.fsdp import gathers_ahead_on_cpu
-from trainer.parallel.mesh import is_sharded_by_fsdp
 from trainer.parallel.offload import BUFFERS, COPIES, PORTION_BYTES
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.trace import Blueprint, Shape, Trace
@@ -50,8 +46,14 @@ class Layout:
     """Groups of ranks that hold the same."""
     shards: int
     """Ranks of such a group."""
+    by_fsdp: bool
+    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1."""
+    gathers_ahead: bool
+    """Whether forward, too, gathers a block while the one before is computed, as on CPUs."""
     passes: int
     """Forward and backward passes per step."""
+    reductions: int
+    """How often a step reduces each gradient."""
     micro_batch: int
     """Sequences of the largest pass."""
 
@@ -72,8 +74,8 @@ class Memory:
     """At the peak, besides the others: gathered units, buffers of reductions, unreduced gradients
     of earlier passes, and what operators work with."""
     peak: int
-    """Of the device, at the largest moment of a step, which is less than the sum of the others.
-    What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
+    """What the device holds at the largest moment of a step, which is less than the sum of the
+    others. What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
     moment: str
     """Which one that is: forward, head, blocks, end, reduce or update; see [Note: moments]."""
     host: int
@@ -96,11 +98,6 @@ class Moment:
     other: int = 0
 
 
-def reductions_of(recipe: Recipe, layout: Layout) -> int:
-    """How often a step reduces each gradient."""
-    return layout.passes if recipe.strategy.reduce_every_pass else 1
-
-
 def memory_of(
     blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, device: str
 ) -> Memory:
@@ -120,9 +117,9 @@ def memory_of(
     to_host = recipe.strategy.offload == "cpu" and device != "cpu"
     offloaded = to_disk or to_host
     state = 2 * slices + 4 * len(shapes)  # two moments of the gradient, and the step
-    if is_sharded_by_fsdp(recipe):
+    if layout.by_fsdp:
         parameters, gradients = slices, slices
-        moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded, device)
+        moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded)
     else:
         parameters, gradients = whole, whole
         gathered = 0
@@ -190,16 +187,17 @@ def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, gathered: i
             held = trace.first_backward + below * trace.block_saved
             moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
         return moments
+    # Gradients of passes before are all there; else those of what the trace is through with.
+    before, block = (whole, 0) if several else (0, _bytes(blueprint.units[-1]))
     moments += [
-        Moment("forward", whole if several else 0, trace.head_forward),
-        Moment("head", whole if several else root, trace.head_backward),
-        Moment("end", whole, trace.tail_backward),
+        Moment("forward", before, trace.head_forward),
+        Moment("head", before, trace.head_backward),
+        Moment("blocks", before, trace.last_backward),
+        Moment("end", before or whole - root, trace.tail_backward),
     ]
-    block = _bytes(blueprint.units[-1])
-    moments.append(Moment("blocks", whole if several else root + block, trace.last_backward))
     for back, below in _inner_blocks(blueprint):
         held = trace.first_backward + below * trace.block_saved
-        moments.append(Moment("blocks", whole if several else root + (back + 1) * block, held))
+        moments.append(Moment("blocks", before + back * block, held))
     return moments
 
 
@@ -216,7 +214,6 @@ def _fsdp_moments(
     layout: Layout,
     trace: Trace,
     offloaded: bool,
-    device: str,
 ) -> list[Moment]:
     shards, units = layout.shards, blueprint.units
     compute = DTYPES[recipe.precision.dtype].itemsize
@@ -230,7 +227,7 @@ def _fsdp_moments(
     block = max((padded(unit, compute) for unit in blocks), default=0)
     buffer = max((padded(unit, reduced) for unit in blocks), default=0)
     flat = block if shards > 1 else 0  # a group of one rank copies without it
-    keeps_whole = recipe.sharding not in ("FULL_SHARD", "HYBRID_SHARD")
+    keeps_whole = not recipe.gathers_twice
     everything = sum(padded(unit, compute) for unit in units)
 
     slices = sum(_bytes(unit, shards) for unit in units)
@@ -247,16 +244,16 @@ def _fsdp_moments(
     # Reductions of a step whose all-reduced shards are not the gradients themselves.
     apart = 0
     if layout.replicas > 1:
-        apart = reductions_of(recipe, layout) - (not offloaded and not recipe.exact)
+        apart = layout.reductions - (not offloaded and not recipe.exact)
 
     def all_reduced(done: int) -> int:
-        """Of such shards, when so many blocks are through with their last backward pass."""
+        """Bytes of such shards, when so many blocks are through with their last backward pass."""
         found = units if apart > 1 else blocks[:done] if apart else ()
         return sum(_bytes(unit, shards, reduced) for unit in found)
 
     gathered = everything if keeps_whole else root
     ahead = 0 if keeps_whole else flat
-    left = 0 if gathers_ahead_on_cpu(recipe, device) else flat
+    left = 0 if layout.gathers_ahead else flat
     before, after = all_reduced(0), all_reduced(len(blocks))
     moments = [
         Moment("forward", early, trace.head_forward, gathered + left + aside + kept + before),
@@ -293,8 +290,3 @@ def _fsdp_moments(
         Moment("reduce", done, 0, reducing(max(root, root_aside), root_buffer) + after),
         Moment("update", slices),
     ]
-
-
-def traced_dtype(recipe: Recipe) -> tuple[torch.dtype, bool]:
-    """(format of the computation, whether autocast brings it about), as `parallelize` decides."""
-    return DTYPES[recipe.precision.dtype], not is_sharded_by_fsdp(recipe)

@@ -6,11 +6,13 @@ from typing import Literal
 
 import torch
 
-from elastic import plan_batch
-from trainer.parallel.mesh import mesh_shape
+from trainer.parallel.batch_plan import plan_batch
+from trainer.parallel.fsdp import gathers_ahead_on_cpu
+from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
+from trainer.parallel.parallelize import DTYPES
 from trainer.plan.costs import Machine, collectives_of, times_of
-from trainer.plan.memory import Layout, Memory, memory_of, traced_dtype
-from trainer.plan.trace import Blueprint, read_blueprint, trace
+from trainer.plan.memory import Layout, Memory, memory_of
+from trainer.plan.trace import USUAL_GPU, Blueprint, read_blueprint, trace
 from trainer.recipe import Recipe, RecipeError
 
 HOW = {
@@ -37,28 +39,28 @@ class Prediction(Memory):
     passes: int
     """Forward and backward passes per step."""
     micro_batch: int
-    """Sequences of the largest pass; `batch.micro_batch` is their limit."""
+    """Sequences of the largest pass; `batch.micro_batch` is their limit (1, if that is auto)."""
     communication_bytes: float
     """Sent by this rank per step, and as many received."""
     checkpoint_bytes: int
-    """Of one checkpoint, all ranks together."""
+    """Size of one checkpoint, all ranks together."""
     node_memory: int
     """Host memory of a node: `host` of its ranks (`peak`, if they run on CPUs), and one slot that
     checkpoints are copied to; with `checkpoint.peer_copy` another node's as well. Further slots
     are made only where there is room. The processes themselves, and loaders of data, come on
     top."""
     node_disk: int
-    """Of a node's local disk: `disk` of its ranks, and one slot, where slots are files."""
+    """What a node's local disk holds: `disk` of its ranks, and one slot, where slots are files."""
     slot_bytes: int
-    """Of one slot, on one node."""
+    """Size of one slot, on one node."""
     checkpoint_seconds: float | None
     seconds_per_step: float | None
     communication_seconds: float | None
     """Per step, as if nothing overlapped."""
     transfer_seconds: float | None
-    """Per step, between host and device and on the host, likewise."""
+    """Per step, between host and device, as if nothing overlapped."""
     exposed_seconds: float | None
-    """Of both, what no computation hides."""
+    """What of communication and transfers no computation hides."""
     mfu: float | None
     """Share of the peak FLOP/s, as `perdure train` reports it."""
 
@@ -70,6 +72,7 @@ def predict(
     *,
     machine: Machine | None = None,
     device: Literal["cpu", "cuda"] | None = None,
+    gpu_memory: float | None = None,
     blueprint: Blueprint | None = None,
 ) -> Prediction:
     """Predict a run of `recipe`. Needs neither its data nor a GPU, and starts no process group.
@@ -80,6 +83,7 @@ def predict(
         local_world_size: ranks on each node.
         machine: what they run on, for seconds.
         device: whose kernels; unless said, that of `run.device`, and for `auto` what is here.
+        gpu_memory: bytes of a GPU; unless said, those of `machine`, or of a usual one.
         blueprint: of the recipe's model, to build it once for several predictions.
 
     Raises:
@@ -91,15 +95,29 @@ def predict(
         device = auto if recipe.run.device == "auto" else recipe.run.device
     batch = recipe.batch
     try:
-        plan = plan_batch(batch.global_batch, world_size, batch.micro_batch, fixed=recipe.exact)
+        plan = plan_batch(batch.global_batch, world_size, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
-    layout = Layout(replicas, shards, plan.passes, plan.micro_batch)
-    dtype, autocast = traced_dtype(recipe)
-    recompute = recipe.strategy.activation_checkpointing
+    by_fsdp = is_sharded_by_fsdp(recipe, world_size)
+    reductions = plan.passes if recipe.strategy.reduce_every_pass else 1
+    layout = Layout(
+        replicas,
+        shards,
+        by_fsdp,
+        gathers_ahead_on_cpu(recipe, device),
+        plan.passes,
+        reductions,
+        plan.micro_batch,
+    )
+    dtype, recompute = DTYPES[recipe.precision.dtype], recipe.strategy.activation_checkpointing
     flash = machine is None or machine.gpu.flash_attention
-    traced = trace(blueprint, plan.micro_batch, recompute, dtype, autocast, device, flash)
+    if gpu_memory is None:
+        gpu_memory = machine.gpu.memory if machine else USUAL_GPU
+    keep = by_fsdp or (world_size == plan.passes == 1)  # no bucket, nothing to be added to
+    traced = trace(
+        blueprint, plan.micro_batch, recompute, dtype, not by_fsdp, device, flash, gpu_memory, keep
+    )
     memory = memory_of(blueprint, recipe, layout, traced, device)
     checkpoint = 12 * blueprint.parameter_count + blueprint.buffers
     slot = checkpoint * local_world_size // world_size

@@ -1,6 +1,7 @@
 """Every strategy on one machine: predictions, and which one to take."""
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -88,7 +89,13 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         )
         return Candidate(label, recipe, prediction)
 
-    own = candidate("as it is", recipe)
+    as_it_is = recipe
+    if recipe.batch.micro_batch == "auto":
+        number = largest_micro_batch(
+            recipe, world_size, local, machine.gpu.memory, device, blueprint=blueprint
+        )
+        as_it_is = _changed(recipe, recipe.strategy, number)
+    own = candidate("as it is", as_it_is)
     found, everything = [], []
     for label, strategy in _strategies(recipe, machine):
         for recompute in RECOMPUTES:
@@ -114,6 +121,42 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         best = simple
     nodes = None if simple else _enough_nodes(recipe, machine, device, blueprint)
     return Plan(recipe, machine, blueprint, own, tuple(found), tuple(everything), best, nodes)
+
+
+def largest_micro_batch(
+    recipe: Recipe,
+    world_size: int,
+    local_world_size: int,
+    memory: float,
+    device: Literal["cpu", "cuda"],
+    *,
+    blueprint: Blueprint | None = None,
+) -> int:
+    """Sequences of the largest pass that leaves ROOM; 1 if none does.
+
+    Args:
+        recipe: whose `batch.micro_batch` does not count.
+        world_size: ranks.
+        local_world_size: ranks on each node.
+        memory: bytes of a GPU, or on CPUs of a node.
+        device: what the ranks run on.
+        blueprint: of the recipe's model, if it is there.
+
+    Raises:
+        RecipeError: its model cannot be traced.
+    """
+    blueprint = blueprint or read_blueprint(recipe)
+
+    def too_large(micro_batch: int) -> bool:
+        prediction = predict(
+            _changed(recipe, recipe.strategy, micro_batch), world_size, local_world_size,
+            device=device, gpu_memory=memory, blueprint=blueprint,
+        )  # fmt: skip
+        needed = prediction.node_memory if device == "cpu" else prediction.peak
+        return needed > (1 - ROOM) * memory
+
+    sizes = _micro_batches(recipe, world_size)
+    return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
 def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strategy]]:
@@ -147,7 +190,7 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     """Powers of two, and all that a rank has to do."""
     per_rank = max(1, -(-recipe.batch.global_batch // world_size))
     if recipe.exact:  # what counts as a micro-batch is part of such a run
-        return [recipe.batch.micro_batch]
+        return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
 
 

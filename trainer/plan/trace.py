@@ -19,16 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from trainer.data.documents import room_for_documents
 from trainer.models import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.plan.kernels import cuda_kernels
 from trainer.plan.live import LiveTensors
 from trainer.recipe import Recipe, RecipeError
-from trainer.tasks import bare_model
+from trainer.tasks.task import bare_model, documents_for, repeated_blocks
 
 DEPTH = 2
 """Blocks that are traced where all are alike: the last one, and one whose output another block
 takes in."""
+
+USUAL_GPU = 80e9
+"""Bytes of a GPU of which nothing is said."""
 
 Recompute: TypeAlias = Literal["none", "full", "selective"]
 Work: TypeAlias = tuple[tuple[float, float], ...]
@@ -60,7 +64,8 @@ class Blueprint:
     """The same model with fewer blocks, or itself."""
     block_count: int
     seq_len: int
-    document_mask: bool
+    documents: Literal["document_ids", "cu_seqlens"] | None
+    """What of them the model is given."""
     flops_per_token: float
     """As `Task.flops_per_token`."""
     units: tuple[tuple[Shape, ...], ...]
@@ -86,7 +91,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     traced = model
     if architecture and architecture.num_hidden_layers > DEPTH:
         with torch.device("meta"):
-            traced = Decoder(dataclasses.replace(architecture, num_hidden_layers=DEPTH))
+            shallow = dataclasses.replace(architecture, num_hidden_layers=DEPTH)
+            traced = Decoder(shallow, recipe.model.attention)
     in_blocks = {p for block in blocks for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks]
     units = [rest, *(list(block.parameters()) for block in blocks)]
@@ -95,7 +101,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         traced=traced,
         block_count=len(blocks),
         seq_len=recipe.data.seq_len,
-        document_mask=recipe.data.document_mask,
+        documents=documents_for(recipe),
         flops_per_token=flops,
         units=tuple(tuple(map(_shape, unit)) for unit in units),
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
@@ -145,6 +151,8 @@ def trace(
     autocast: bool,
     device: Literal["cpu", "cuda"],
     flash: bool = True,
+    gpu_memory: float = USUAL_GPU,
+    keep_gradients: bool | None = None,
 ) -> Trace:
     """Trace a pass.
 
@@ -153,23 +161,27 @@ def trace(
         micro_batch: sequences.
         recompute: `strategy.activation_checkpointing`.
         dtype: of the computation.
-        autocast: parameters stay as they are and are cast operator by operator, as under DDP, and
-            their gradients go into buckets; else the parameters have `dtype`, as those that FSDP
-            gathers, and the gradients of a unit stay until all of them are there.
+        autocast: parameters stay as they are and are cast operator by operator, as under DDP; else
+            the parameters have `dtype`, as those that FSDP gathers.
         device: whose kernels for attention and norms are assumed.
         flash: whether a GPU has flash attention, as from compute capability 8.0 on.
+        gpu_memory: bytes of a GPU, by which the loss goes.
+        keep_gradients: those of a unit stay until all of them are there, as with FSDP, or where
+            they have no other place (unless said: without autocast); else they go into buckets, or
+            are added to those of passes before.
 
     Raises:
         RecipeError: the model does not run on fake tensors.
     """
     model = copy.deepcopy(blueprint.traced)
-    blocks = _largest_list(model)
+    blocks = repeated_blocks(model)
     extra = blueprint.block_count - len(blocks)
     if recompute != "none":
         blocks = apply_activation_checkpointing(model, blocks, recompute)
     if not autocast:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+    keep = not autocast if keep_gradients is None else keep_gradients
     shape = (micro_batch, blueprint.seq_len)
     try:
         with ExitStack() as stack:
@@ -178,14 +190,19 @@ def trace(
             inputs = {
                 name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")
             }
-            if blueprint.document_mask:
+            if blueprint.documents == "document_ids":
                 inputs["document_ids"] = torch.zeros(shape, dtype=torch.int32)
-            tape = _Tape(model, blocks, keep_gradients=not autocast)
+            elif blueprint.documents == "cu_seqlens":
+                ends = room_for_documents(*shape) + 1
+                inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
+            tape = _Tape(model, blocks, blueprint.seq_len, keep_gradients=keep)
             if device == "cuda":
-                stack.enter_context(cuda_kernels(flash))
+                stack.enter_context(cuda_kernels(flash, gpu_memory))
             stack.enter_context(tape)
             casts = autocast and dtype != torch.float32
-            with torch.autocast("cpu", dtype=dtype) if casts else nullcontext():
+            with (
+                torch.autocast("cpu", dtype=dtype, cache_enabled=False) if casts else nullcontext()
+            ):
                 loss = _loss(model(**inputs))
             tape.forward_ends()
             loss.backward()
@@ -196,12 +213,6 @@ def trace(
             "its activations are not known; measure them with `perdure compare`"
         ) from error
     return tape.result(extra)
-
-
-def _largest_list(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: as `tasks` finds them."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda m: sum(p.numel() for b in m for p in b.parameters()), default=[])
 
 
 def _loss(result: Any) -> torch.Tensor:
@@ -218,9 +229,10 @@ class _Tape(LiveTensors):
     """Notes live bytes and work while a pass goes through its phases."""
 
     def __init__(
-        self, model: nn.Module, blocks: Iterable[nn.Module], *, keep_gradients: bool
+        self, model: nn.Module, blocks: Iterable[nn.Module], seq_len: int, *, keep_gradients: bool
     ) -> None:
         super().__init__()
+        self._seq_len = seq_len
         names = ("start", "first", "others", "head", "head back", "last back", "others back",
                  "first back", "tail")  # fmt: skip
         self._phases = {name: _Phase() for name in names}
@@ -282,7 +294,7 @@ class _Tape(LiveTensors):
         if operator.namespace == "prim":
             return result
         self._phase.peak = max(self._phase.peak, self.alive)
-        work = _work(operator, args, kwargs or {}, result)
+        work = _work(operator, args, kwargs or {}, result, self._seq_len)
         if any(work):
             self._phase.work.append(work)
         return result
@@ -330,28 +342,34 @@ def _on_gradient(value: Any, call: Callable[[], None]) -> None:
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 
 
-def _work(operator: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float]:
+_NAMESPACES = ("aten", "torch_attn", "perdure")
+
+
+def _work(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> tuple[float, float]:
     """Operations and bytes of an operator; none for one that only makes another view."""
-    if operator.namespace != "aten" or operator.overloadpacket.__name__ in _NO_TRAFFIC:
+    if operator.namespace not in _NAMESPACES or operator.overloadpacket.__name__ in _NO_TRAFFIC:
         return 0.0, 0.0
     given = {_place(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     made = {_place(t): t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
     if operator.is_view or not made:
         return 0.0, 0.0
     traffic = sum(t.numel() * t.element_size() for t in (*given.values(), *made.values()))
-    return _operations(operator, args, kwargs, result), float(traffic)
+    return _operations(operator, args, kwargs, result, seq_len), float(traffic)
 
 
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _operations(operator: Any, args: Any, kwargs: Any, result: Any) -> float:
+def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> float:
     name = operator.overloadpacket.__name__
+    named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
+    products = 5 if "backward" in name else 2  # Dao et al. 2022: five products in backward
+    if "varlen" in name:  # as if each sequence were one document: how long they are is not known
+        tokens, heads, size = named["query"].shape
+        return float(products * tokens * heads * seq_len * size)
     if name.startswith("_scaled_dot_product"):
-        named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
         batch, heads, queries, size = named["query"].shape
-        products = 5 if "backward" in name else 2  # Dao et al. 2022: five products in backward
         whole = 2.0 * products * batch * heads * queries * named["key"].shape[2] * size
         return whole / 2 if named.get("is_causal") else whole
     formula = flop_registry.get(operator.overloadpacket)

@@ -114,8 +114,9 @@ if "root" in faults:
             os.supports_dir_fd.add(watcher)
         setattr(os, name, watcher)
 if "shared_memory" in faults:
-    from checkpointing import folders, slots
+    from checkpointing.save import room
+    from checkpointing.storage import folders
 
     folders.SHARED_MEMORY = Path(faults["shared_memory"])
     if "free" in faults:
-        slots.available_bytes = lambda: faults["free"]
+        room.available_bytes = lambda: faults["free"]

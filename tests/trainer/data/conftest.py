@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
 
 
 @pytest.fixture(scope="session")

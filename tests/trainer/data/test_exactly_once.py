@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic import plan_batch
 from trainer.data.loader import TokenStream, load
 from trainer.data.order import Order
+from trainer.parallel.batch_plan import plan_batch
 
 # One life of a job: ranks, micro-batch limit, steps until it is killed, steps between saves,
 # background workers.
@@ -80,9 +80,7 @@ def test_any_history_is_the_uninterrupted_one(sizes, global_batch, history):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_real_loaders_with_real_workers(prepared, seed):
-    stream = TokenStream.open(
-        [(prepared, 1.0)], split="train", seq_len=64, seed=seed, shuffle=True, document_mask=False
-    )
+    stream = TokenStream.open([(prepared, 1.0)], split="train", seq_len=64, seed=seed, shuffle=True)
     random = np.random.default_rng(seed)
     history = [
         (int(random.integers(1, 4)), int(random.integers(1, 5)), int(random.integers(1, 6)), 2, w)

@@ -1,33 +1,39 @@
 """Positions become the right tensors, in this process and in workers, and errors come out whole."""
 
+import math
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
-from itertools import count, islice
+from itertools import accumulate, count, groupby, islice
 from multiprocessing import active_children
+from select import select
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from trainer.data.documents import room_for_documents
 from trainer.data.loader import TokenStream, load
-from trainer.data.prepare import prepare
+from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError, read_index
 
 T = 48
 
 
-def open_stream(*paths, split="train", seq_len=T, shuffle=True, document_mask=True, weights=None):
+def open_stream(*paths, split="train", seq_len=T, shuffle=True, documents=None, weights=None):
     sources = list(zip(paths, weights or [1.0] * len(paths), strict=True))
     return TokenStream.open(
-        sources, split=split, seq_len=seq_len, seed=1, shuffle=shuffle, document_mask=document_mask
+        sources, split=split, seq_len=seq_len, seed=1, shuffle=shuffle, documents=documents
     )
 
 
 def test_packing_is_a_window_over_all_documents(prepared, tokens):
-    stream = open_stream(prepared, shuffle=False)
+    stream = open_stream(prepared, shuffle=False, documents="document_ids")
     flat = [token for document in tokens for token in document]
     owner = [number for number, document in enumerate(tokens) for _ in document]
     assert stream.sequences == (len(flat) - 1) // T
@@ -39,7 +45,24 @@ def test_packing_is_a_window_over_all_documents(prepared, tokens):
         assert batch["document_ids"][n].tolist() == [o - first for o in owner[n * T : n * T + T]]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert batch["document_ids"].dtype == torch.int32
-    assert "document_ids" not in open_stream(prepared, document_mask=False).fetch([0])
+    assert open_stream(prepared).fetch([0]).keys() == {"input_ids", "labels"}
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=4), st.sampled_from([7, T, 150]))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_boundaries_are_those_of_the_documents(prepared, tokens, positions, length):
+    """Each run of tokens of one document in one row is one of them, and the rest are empty."""
+    stream = open_stream(prepared, seq_len=length, shuffle=False, documents="cu_seqlens")
+    owner = [number for number, document in enumerate(tokens) for _ in document]
+    windows = [position % stream.sequences for position in positions]
+    flat = [(row, owner[n * length + t]) for row, n in enumerate(windows) for t in range(length)]
+    expected = list(accumulate((len(list(run)) for _, run in groupby(flat)), initial=0))
+    found = stream.fetch(windows)["cu_seqlens"]
+    assert found.dtype == torch.int32
+    assert found.tolist() == expected + [len(flat)] * (len(found) - len(expected))
+    room = room_for_documents(len(windows), length)
+    doublings = max(0, math.ceil(math.log2((len(expected) - 1) / room)))
+    assert len(found) == room * 2**doublings + 1
 
 
 def test_shuffled_epoch_shows_every_window_once(prepared):
@@ -53,7 +76,7 @@ def test_shuffled_epoch_shows_every_window_once(prepared):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_same_tensors_from_any_number_of_workers(prepared, workers):
-    stream = open_stream(prepared)
+    stream = open_stream(prepared, documents="cu_seqlens")
     requests = [[3, 1], [2], [10**9, 5, 4], [0]]
     batches = list(load(stream, requests, workers=workers, pin_memory=False))
     assert len(batches) == len(requests)
@@ -100,8 +123,7 @@ KILLED_WORKER = """
 import multiprocessing, sys
 from trainer.data.loader import TokenStream, load
 
-stream = TokenStream.open([(sys.argv[1], 1.0)], split="train", seq_len=8, seed=0, shuffle=True,
-                          document_mask=False)
+stream = TokenStream.open([(sys.argv[1], 1.0)], split="train", seq_len=8, seed=0, shuffle=True)
 batches = load(stream, ([n] for n in range(10**9)), workers=1, pin_memory=False)
 next(batches)
 (worker,) = multiprocessing.active_children()
@@ -124,6 +146,26 @@ def test_a_killed_worker_is_an_error_not_a_hang(prepared):
     assert "is killed" in done.stderr
 
 
+def test_workers_end_with_a_process_that_is_killed(prepared):
+    """At once: on a GPU machine they hold the memory of the device, which its successor needs."""
+    read, write = os.pipe()
+    reader = os.fork()
+    if reader == 0:
+        batches = load(open_stream(prepared), ([n] for n in count()), workers=2, pin_memory=False)
+        next(batches)
+        os.write(write, " ".join(str(worker.pid) for worker in active_children()).encode())
+        signal.pause()
+    workers = [int(pid) for pid in os.read(read, 100).split()]
+    assert len(workers) == 2
+    os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
+    os.close(write)
+    # A pipe that nobody can write to any more ends: of those who had it, none is left.
+    assert select([read], [], [], 1.0)[0]
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
 def test_validation_is_in_file_order_over_all_sources(tmp_path, write_jsonl, documents):
     options = {"tokenizer": "bytes", "validation_fraction": 0.5}
     paths = []
@@ -141,7 +183,7 @@ def test_validation_is_in_file_order_over_all_sources(tmp_path, write_jsonl, doc
 
 def test_fingerprint_tells_streams_apart(prepared, tmp_path):
     base = open_stream(prepared)
-    assert base.fingerprint == open_stream(prepared, document_mask=False).fingerprint
+    assert base.fingerprint == open_stream(prepared, documents="cu_seqlens").fingerprint
     moved = shutil.copytree(prepared, tmp_path / "moved")
     for file in moved.iterdir():
         os.utime(file, (0, 0))

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from trainer.data import blocks, corpora, records, sources, tokenise
-from trainer.data import text as text_module
 from trainer.data.inspect import inspect
-from trainer.data.prepare import prepare
+from trainer.data.prepare import blocks, corpora, records, sources, tokenise
+from trainer.data.prepare import text as text_module
+from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError, TokenDataset, read_index, verify
 from trainer.data.tokenizer import byte_tokenizer, train_bpe
 
@@ -90,15 +90,20 @@ def test_what_is_beside_the_documents_is_not_taken_for_one(tmp_path, capsys):
     write(folder / "c.jsonl", b"\xef\xbb\xbf" + json_lines(["after a mark"]))
     write(folder / "d.txt", b"\xef\xbb\xbfa text after a mark")
     table = pa.table({"text": ["in arrow", "too"]})
-    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00002.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=1)
-    for name in ("README.md", "LICENSE.txt", ".gitattributes", "dataset_info.json", "state.json"):
+    table = pa.table({"text": ["in arrow's other format"]})
+    with pa.ipc.new_file(str(folder / "data-00001-of-00002.arrow"), table.schema) as file:
+        file.write_table(table)
+    hidden = ".gitattributes", ".hidden.txt", "cache-1.arrow"
+    for name in ("README.md", "LICENSE.txt", "dataset_info.json", "state.json", *hidden):
         write(folder / name, '{"text": "not data"}\n')
     prepare([str(folder)], tmp_path / "out", **BYTES, progress=True)
     texts = [value["text"] for value in values]
-    expected = [*texts, texts[0], "after a mark", "a text after a mark", "in arrow", "too"]
+    expected = [*texts, texts[0], "after a mark", "a text after a mark"]
+    expected += ["in arrow", "too", "in arrow's other format"]
     assert decoded(tmp_path / "out") == expected
-    told = "left out as not data: .gitattributes, LICENSE.txt, README.md and 2 more; name a file"
+    told = "left out as not data: .gitattributes, .hidden.txt, LICENSE.txt and 4 more; name a file"
     assert told in capsys.readouterr().err
     write(folder / "e.json", json.dumps(values)[:-1])
     with pytest.raises(DataError, match=r"e\.json: ends inside of its array, after 3 values"):
@@ -396,8 +401,8 @@ def corpus(tmp_path, documents):
 
 RUN = """
 import sys
-from trainer.data import sources, tokenise
-from trainer.data.prepare import prepare
+from trainer.data.prepare import sources, tokenise
+from trainer.data.prepare.prepare import prepare
 
 # On module level: spawned workers import this file again.
 sources.UNIT_BYTES = 2048
@@ -406,7 +411,7 @@ inner = tokenise._tokenise_unit
 def slow(job):
     if "slow" in sys.argv and job.number >= 8:
         import os, time
-        os.write(1, b"unit 8\\n")
+        os.write(1, f"{job.unit[0].file}\\n".encode())
         time.sleep(600)
     return inner(job)
 
@@ -445,7 +450,8 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_kill_9(tmp_path, co
     script.write_text(RUN)
     jobs = {workers: start(script, corpus, tmp_path / f"{workers}", workers) for workers in (1, 3)}
     killed = start(script, corpus, tmp_path / "killed", 2, "slow")
-    assert killed.stdout.readline() == "unit 8\n"
+    for _ in range(2):  # both workers, on one file
+        assert killed.stdout.readline() == f"{corpus}/a.jsonl\n"
     killed.send_signal(signal.SIGKILL)  # only itself: its workers must follow by themselves
     killed.wait()
     assert group_is_gone(killed.pid)

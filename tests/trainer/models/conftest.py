@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.architecture import Architecture, RopeScaling
 from trainer.models import Decoder, init_parameter
+from trainer.recipe.architecture import Architecture, RopeScaling
 
 # initializer_range is large, so that attention is far from uniform and a wrong angle shows.
 SIZES = {

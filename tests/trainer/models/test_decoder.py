@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.architecture import Architecture
 from trainer.models import Decoder, init_parameter
-from trainer.models.decoder import RMSNorm, attend
+from trainer.models.attention import attend
+from trainer.models.decoder import RMSNorm
 from trainer.models.loss import mean_cross_entropy
+from trainer.recipe.architecture import Architecture
 
 # float32 rounding: a document's angles are taken at other positions, its sums in other blocks.
 TOLERANCE = 1e-5
@@ -46,7 +47,7 @@ def test_heads_are_repeated_where_no_kernel_groups_them(
         return q
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
-    q, k = (torch.empty(1, heads, 8, 16, dtype=torch.half, device="meta") for heads in (4, 2))
+    q, k = (torch.empty(1, 8, heads, 16, dtype=torch.half, device="meta") for heads in (4, 2))
     torch.compiler.reset()  # what was compiled for another capability
     torch.compile(attend, fullgraph=True, backend="eager", disable=not compiled)(q, k, k, None)
     assert seen == [(key_heads, key_heads, key_heads == 2)]

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from trainer.architecture import Architecture, RopeScaling
 from trainer.models import (
     ConfigError,
     Decoder,
@@ -19,6 +18,7 @@ from trainer.models import (
     read_config,
     tokenizer_files,
 )
+from trainer.recipe.architecture import Architecture, RopeScaling
 
 # float32 rounding through three layers; measured difference: 0.
 TOLERANCE = 1e-5

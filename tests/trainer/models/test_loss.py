@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.models.loss import head_cross_entropy
+from trainer.models.loss import HeadLoss, head_cross_entropy
 
 N, D, V = 30, 8, 97
 
@@ -34,10 +34,12 @@ def inputs(dtype: torch.dtype, labels_that_count: int) -> tuple[torch.Tensor, ..
     return hidden, weight, labels.view(2, N // 2)
 
 
-def loss_and_gradients(dtype: torch.dtype, count: int, chunk: int, autocast: bool) -> list:
+def loss_and_gradients(
+    dtype: torch.dtype, count: int, chunk: int, autocast: bool, fused: Any = None
+) -> list:
     hidden, weight, labels = inputs(dtype, count)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = head_cross_entropy(hidden, weight, labels, chunk)
+        loss = head_cross_entropy(hidden, weight, labels, chunk, fused)
     (loss * 3.0).backward()
     assert loss.dtype == torch.float32
     return [loss.detach(), hidden.grad, weight.grad]
@@ -52,12 +54,30 @@ def test_equal_to_the_plain_loss(count: int, rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def compiled() -> Any:
+    """By a compiler that takes no time: what matters is that it finds one graph."""
+    loss = HeadLoss()
+    loss.compile(backend="aot_eager", fullgraph=True)
+    return loss._fused
+
+
+@pytest.mark.parametrize("count", [N, 17, 0])
+def test_compiled_it_is_the_same_loss(count: int) -> None:
+    plain = loss_and_gradients(torch.float32, count, N * V, False)
+    fused = loss_and_gradients(torch.float32, count, 7 * V, False, compiled())
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert head_cross_entropy(*inputs(torch.float32, count), 7 * V, compiled()) == fused[0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_in_bf16_as_exact_as_the_plain_loss(autocast: bool) -> None:
+def test_in_bf16_as_exact_as_the_plain_loss(autocast: bool, fused: bool) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
     exact = loss_and_gradients(torch.float32, N, N * V, False)
     plain = loss_and_gradients(dtype, N, N * V, autocast)
-    chunked = loss_and_gradients(dtype, N, 4 * V, autocast)
+    chunked = loss_and_gradients(dtype, N, 4 * V, autocast, compiled() if fused else None)
     for ours, theirs, truth in zip(chunked, plain, exact, strict=True):
         assert ours.dtype == theirs.dtype
         error = (theirs.float() - truth).norm()

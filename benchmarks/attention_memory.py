@@ -1,0 +1,107 @@
+"""Attention inside documents on the CPU at a long sequence: memory and time of each way.
+
+Layers as those of SmolLM2-135M (hidden 576, 9 query and 3 key/value heads of 64) in float32, one
+rank, without the output head. Documents have
+lengths as in C4 (median 300 tokens, mean 480). "bool mask" is the dense mask that trainers give to
+`scaled_dot_product_attention`. Each run is a process of its own; they take turns.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.support import arguments, report, run, spread
+from trainer.data.documents import cu_seqlens_of
+from trainer.models.attention import Documents
+from trainer.models.decoder import Decoder
+from trainer.recipe.architecture import Architecture
+from trainer.run.speed import peak_memory
+
+WAYS = {"varlen": "loop over documents", "sdpa": "one additive mask", "bool": "bool mask"}
+"""By word: name. `varlen` is what `model.attention: auto` takes."""
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", rounds=3, tokens=8192, layers=4)
+    size = [str(options.tokens), str(options.layers)]
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way in WAYS:
+            command = [sys.executable, "-m", "benchmarks.attention_memory", "measure", way, *size]
+            found[way].append(json.loads(run(command, Path.cwd()).splitlines()[-1]))
+    rows = []
+    for way, name in WAYS.items():
+        runs = found[way]
+        paired = zip(found["bool"], runs, strict=True)
+        rows.append(
+            {
+                "attention": name,
+                "s per step": spread([one["seconds"] for one in runs]),
+                "faster than bool mask": spread([b["seconds"] / a["seconds"] for b, a in paired]),
+                "peak MB": spread([one["peak"] / 1e6 for one in runs], 0),
+                "tensors of T x T": runs[0]["squares"],
+                "largest": "{} MB by {}".format(runs[0]["largest"] // 10**6, runs[0]["by"]),
+            }
+        )
+    title = f"{options.layers} layers, {options.tokens:,} tokens; median (min-max) over rounds"
+    report(title, rows, found, options.json)
+
+
+def measure(way: str, tokens: int, layers: int) -> dict[str, Any]:
+    """Two steps forward and backward, the first profiled, the second timed."""
+    model = Decoder(
+        Architecture(
+            model_type="llama",
+            vocab_size=1024,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=layers,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            head_dim=64,
+            max_position_embeddings=tokens,
+            tie_word_embeddings=True,
+        ),
+        "varlen" if way == "varlen" else "sdpa",
+    ).model
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(tokens, generator=generator) * 0.97 + 5.7).exp().int() + 1
+    ids = torch.repeat_interleave(torch.arange(tokens), lengths)[None, :tokens]
+    inputs = torch.randint(1024, (1, tokens), generator=generator)
+
+    def step() -> float:
+        began = time.perf_counter()
+        model(inputs, cu_seqlens_of(ids)).square().mean().backward()
+        return time.perf_counter() - began
+
+    def dense(*_: object) -> Documents:
+        return Documents("sdpa", (ids[:, None, :, None] == ids[:, None, None, :]).tril())
+
+    if way == "bool":
+        patch("trainer.models.decoder.locate", dense).start()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = [event for event in profiler.events() if event.self_cpu_memory_usage > 0]
+    events.sort(key=lambda event: -event.self_cpu_memory_usage)
+    by = events[0]
+    while by.cpu_parent is not None and "autograd" not in by.cpu_parent.name:
+        by = by.cpu_parent
+    return {
+        "seconds": step(),
+        "peak": peak_memory(torch.device("cpu")),
+        "largest": events[0].self_cpu_memory_usage,
+        "by": by.name,
+        "squares": sum(event.self_cpu_memory_usage >= tokens**2 for event in events),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["measure"]:
+        print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
+    else:
+        main()

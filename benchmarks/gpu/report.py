@@ -1,0 +1,157 @@
+"""Results in the tree: `benchmarks/results/gpu-NAME.json` for each GPU, and `docs/gpu.md` from all
+of them. Needs no torch."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cases import CASES, SLICES, Case, Figures, judge
+from benchmarks.gpu.driver import ROOT, State, source, write_json
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "gpu.md"
+SHOWN = 4
+"""Figures of a case without bounds."""
+
+Record = Mapping[str, Any]
+"""An entry of the state, and `before`: the figures that other code had."""
+
+INTRODUCTION = """\
+# On a GPU
+
+Made by `python -m benchmarks.gpu --report`; changes by hand are lost.
+
+```sh
+make gpu-wheelhouse          # where there is a registry: packages for a GPU machine without one
+make gpu                     # on the GPU machine: all that fits into 520 seconds; again: the rest
+```
+
+`make gpu` needs a Python with torch for CUDA and `transformers`, and no network. It takes what
+else is missing from `.gpu/wheels` and puts it into `.gpu/site`. Nothing else on the machine
+changes. Take the folder `.gpu` along, and bring it back: `.gpu/state.json` holds each result at
+once. A case that fails, dies or hangs leaves the others alone.
+
+| option of `python -m benchmarks.gpu` | |
+|---|---|
+| `--budget SECONDS` | a case is begun only if the time left is enough for it |
+| `--only 0,1,speed.perdure` | slices by number, cases by the beginning of their name |
+| `--retry` | run again what failed |
+| `--out DIR` | copy results, this page, state and logs there |
+| `--device cpu --size toy` | the same ways without a GPU, in minutes; its figures mean nothing |
+| `--report` | write results and this page from the state |
+
+| exit code | |
+|---|---|
+| 0 | all that was asked passes |
+| 1 | something falls short |
+| 3 | nothing falls short, but not everything is measured |
+
+The data are synthetic documents as long as those of C4: median 300 tokens, mean 480, vocabulary
+151,936. The minimal loop, [`minimal_loop.py`](../benchmarks/peers/minimal_loop.py), has the same
+model, kernels and compilation, and nothing else. 0.6B to 8B are the architectures of Qwen3. The
+number after them is the micro-batch; `causal` is without document masks. "The last result" is what
+other code gave before.
+"""
+
+
+def slug(gpu: str) -> str:
+    """Of a GPU's name, for a file: NVIDIA H100 80GB HBM3 → h100."""
+    words = re.findall(r"[A-Za-z0-9]+", gpu)
+    kept = [w for w in words if not re.fullmatch(r"NVIDIA|AMD|GeForce|Tesla|\d+GB|HBM\w*", w)]
+    return "-".join(kept).lower()
+
+
+def results_file(gpu: str, folder: Path = RESULTS) -> Path:
+    """Where the results of a GPU are."""
+    return folder / f"gpu-{slug(gpu)}.json"
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """{"gpu": …, "cases": {name: record}}; empty where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
+
+
+def before(record: Record | None, entry: Record) -> Figures:
+    """Figures of other code than that of `entry`, as far as the committed record knows them."""
+    if record is None:
+        return {}
+    same = all(record.get(key) == entry[key] for key in ("code", "source", "torch"))
+    found: Figures = record["before"] if same else record["figures"]
+    return found
+
+
+def take_in(state: State, folder: Path = RESULTS) -> list[Path]:
+    """Bring the results of GPUs at full size from the state into the tree; the files written."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in state.entries.values():
+        whole = entry["size"] == "full" and entry["gpu"] != "cpu"
+        if whole and entry["source"] == source(entry["function"]):
+            found.setdefault(entry["gpu"], {})[entry["case"]] = entry  # the newest comes last
+    written = []
+    for gpu, entries in found.items():
+        path = results_file(gpu, folder)
+        known = read_results(path)["cases"]
+        records = {
+            name: {**entry, "before": before(known.get(name), entry)}
+            for name, entry in entries.items()
+        }
+        write_json(path, {"gpu": gpu, "cases": {**known, **records}})
+        written.append(path)
+    return written
+
+
+def page(folder: Path = RESULTS) -> str:
+    """docs/gpu.md."""
+    measured = [read_results(path) for path in sorted(folder.glob("gpu-*.json"))]
+    gpus = [result["gpu"] for result in measured]
+    lines = [INTRODUCTION]
+    if not measured:
+        lines.append("**Nothing below is measured yet: no GPU was at hand.**\n")
+    for number, title in SLICES.items():
+        columns = ["case", "what", "accepted when", *gpus]
+        lines += [f"## {number}: {title}", "", row(columns), row(["---"] * len(columns))]
+        for case in CASES:
+            if case.slice == number:
+                bounds = ", ".join(f"`{bound}`" for bound in case.bounds)
+                cells = [cell(case, result["cases"]) for result in measured]
+                lines.append(row([f"`{case.name}`", summary(case.function), bounds, *cells]))
+        lines.append("")
+    for path, result in zip(sorted(folder.glob("gpu-*.json")), measured, strict=True):
+        records = result["cases"].values()
+        versions = {f"torch {r['torch']}, commit {r['commit'] or 'not known'}" for r in records}
+        dates = sorted({record["date"] for record in records})
+        lines.append(
+            f"{result['gpu']}: {'; '.join(sorted(versions))}; {dates[0]} to {dates[-1]}; "
+            f"[all figures](../benchmarks/results/{path.name}).\n"
+        )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def row(cells: Sequence[str]) -> str:
+    """Of a table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def cell(case: Case, records: Mapping[str, Record]) -> str:
+    """Verdict and figures of a case on one GPU."""
+    record = records.get(case.name)
+    if record is None:
+        return "not measured yet"
+    figures = {n: r["figures"] for n, r in records.items() if r["status"] == "done"}
+    verdict, why = judge(case, record, figures, record["before"], "full")
+    numbers = {n: v for n, v in record["figures"].items() if isinstance(v, int | float)}
+    shown = [bound.figure for bound in case.bounds] or list(numbers)[:SHOWN]
+    values = [f"{name} {numbers[name]:.4g}" for name in dict.fromkeys(shown) if name in numbers]
+    return "; ".join([f"**{verdict}**", *values, *why])
+
+
+def summary(function: str) -> str:
+    """The first sentence of what a case says of itself, read without importing it."""
+    module, _, name = function.partition(":")
+    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    made = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    text = " ".join((ast.get_docstring(made) or "").split("\n\n")[0].split())
+    return text.rstrip(".")

@@ -1,0 +1,158 @@
+"""Slices 5 and 6: tokens per second of this trainer, and of others with the same model and batch.
+
+Each trains for some steps; the first ones, which compile and warm up, are left out.
+"""
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.machine import seconds
+from benchmarks.gpu.setting import (
+    PARAMETERS,
+    RunFailedError,
+    Sections,
+    Setting,
+    UnsupportedError,
+    architecture,
+    device_memory,
+    recipe,
+    run_command,
+    train_until,
+    write_recipe,
+)
+from benchmarks.support import ROOT, torchrun
+from trainer.models.loss import head_cross_entropy
+
+LOG_EVERY = 4
+WARM, MEASURED = 3, 5
+"""Log intervals."""
+SEQ_LEN = {"0.6B": 2048, "1.7B": 2048, "4B": 2048, "8B": 4096}
+BATCH = {"0.6B": 16, "1.7B": 16, "4B": 8, "8B": 4}
+"""Sequences of a step."""
+PEERS = {"hf": ("transformers", "accelerate"), "torchtitan": ("torchtitan",), "minimal": ()}
+"""By the beginning of a file in benchmarks/peers: the packages that it needs."""
+
+
+def sections_of(
+    setting: Setting, model: str, micro_batch: int, mask: bool, recompute: str
+) -> Sections:
+    """The recipe that all train."""
+    needed = 16 * PARAMETERS[model]
+    if setting.on_gpu() and not setting.toy and needed > 0.95 * device_memory():
+        raise UnsupportedError(
+            f"{model}: {needed / 1e9:.0f} GB of weights, gradients and moments, and the GPU has "
+            f"{device_memory() / 1e9:.0f} GB"
+        )
+    return recipe(
+        setting,
+        model,
+        run={"log_every": LOG_EVERY},
+        data={"seq_len": SEQ_LEN[model], "document_mask": mask},
+        batch={"global_batch": BATCH[model], "micro_batch": micro_batch},
+        strategy={
+            "name": "ddp",
+            "compile": not setting.toy,
+            "activation_checkpointing": recompute,
+        },
+        precision={"dtype": "bf16"},
+    )
+
+
+def perdure(
+    setting: Setting, model: str, micro_batch: int, mask: bool = True, recompute: str = "none"
+) -> dict[str, Any]:
+    """This trainer."""
+    sections = sections_of(setting, model, micro_batch, mask, recompute)
+    records = train_until(setting, "perdure", sections, WARM + MEASURED)
+    first, last = records[WARM - 1], records[-1]
+    rate = (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
+    return {
+        "tokens_per_second": rate,
+        "mfu": last.get("mfu"),
+        "step_ms": 1e3 * last["step_seconds_p50"],
+        "slowest_step_ms": 1e3 * max(r["step_seconds_max"] for r in records[WARM:]),
+        "data_wait": last["data_wait"],
+        "peak_memory_gb": last["peak_memory"] / 1e9,
+    }
+
+
+def peer(
+    setting: Setting,
+    peer: str,
+    model: str,
+    micro_batch: int,
+    mask: bool = True,
+    recompute: str = "none",
+) -> dict[str, Any]:
+    """Another, started by torchrun with the same recipe."""
+    if missing := [package for package in PEERS[peer] if not find_spec(package)]:
+        raise UnsupportedError(f"{' and '.join(missing)} not installed")
+    sections = sections_of(setting, model, micro_batch, mask, recompute)
+    sections["run"]["steps"] = (WARM + MEASURED) * LOG_EVERY
+    path = write_recipe(setting, peer, sections)
+    file = str(ROOT / "benchmarks" / "peers" / f"{peer}_loop.py")
+    output = run_command(setting, torchrun(1, file, str(path)))
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
+    if failed := [line["failed"] for line in lines if "failed" in line]:
+        raise RunFailedError(failed[0])
+    told = {line["step"]: line["at"] for line in lines if "at" in line}
+    first, last = WARM * LOG_EVERY, (WARM + MEASURED) * LOG_EVERY
+    batch, length = sections["batch"]["global_batch"], sections["data"]["seq_len"]
+    final = next(line for line in reversed(lines) if "peak_memory" in line)
+    return {
+        "tokens_per_second": (last - first) * batch * length / (told[last] - told[first]),
+        "peak_memory_gb": final["peak_memory"] / 1e9,
+        "note": final["note"],
+    }
+
+
+def loss(setting: Setting, model: str) -> dict[str, Any]:
+    """Milliseconds of forward and backward of head and loss, and gigabytes on top of their inputs:
+    this project's, and those of Liger and cut-cross-entropy where they are installed."""
+    shape = architecture(setting, model)
+    rows, device = 256 if setting.toy else 16_384, setting.place()
+    size = shape["vocab_size"], shape["hidden_size"]
+    weight = torch.randn(size, device=device).mul_(0.02).bfloat16().requires_grad_()
+    hidden = torch.randn(rows, size[1], device=device).bfloat16().requires_grad_()
+    labels = torch.randint(size[0], (rows,), device=device)
+
+    def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        from liger_kernel.ops.fused_linear_cross_entropy import (
+            LigerFusedLinearCrossEntropyFunction,
+        )
+
+        return LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels)[0]
+
+    def cut(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        from cut_cross_entropy import linear_cross_entropy
+
+        return linear_cross_entropy(hidden, weight, labels)
+
+    found: dict[str, Any] = {"rows": rows}
+    for name, function in (("perdure", head_cross_entropy), ("liger", liger), ("cut", cut)):
+
+        def both(function: Any = function) -> Tensor:
+            hidden.grad = weight.grad = None
+            result = function(hidden, weight, labels)
+            result.backward()
+            return result
+
+        try:
+            found[f"{name}_loss"] = both().item()
+        except Exception as error:  # a peer's kernels may not know this torch, or this device
+            if name == "perdure":
+                raise
+            print(f"{name}: {error}")
+            found[f"{name}_ms"] = None
+            continue
+        if setting.on_gpu():
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        found[f"{name}_ms"] = seconds(both) * 1e3
+        if setting.on_gpu():
+            found[f"{name}_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+    return found

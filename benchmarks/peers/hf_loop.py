@@ -1,0 +1,99 @@
+"""The named peer: Hugging Face's Trainer with its own Qwen3, as its documentation trains on one
+GPU. Start it with torchrun and a recipe (see benchmarks/support/peer.py)."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from benchmarks.support.peer import Clock, Job, run_peer
+
+
+class Sequences(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Those of the job, one by one, on the CPU."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    def __iter__(self) -> Any:
+        for batch in self._job.micro_batches():
+            for ids in batch["input_ids"]:
+                # The model itself shifts the labels.
+                yield {"input_ids": ids.cpu(), "labels": ids.cpu()}
+
+
+class Told(TrainerCallback):
+    """Tells the clock of every step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._clock.step()
+
+
+def train(job: Job, clock: Clock) -> None:
+    """All steps of the recipe. On one rank."""
+    recipe, cpu = job.recipe, job.device.type == "cpu"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # or it would wrap the model in DDP
+        os.environ.pop(name)
+    notes = ["its model, SDPA"]
+    if recipe.data.document_mask:
+        notes.append("no mask between documents: plain causal attention")
+    clock.note = "; ".join(notes)
+    shape = job.architecture
+    config = Qwen3Config(
+        **{name: getattr(shape, name) for name in shape.__dataclass_fields__ if name in FIELDS},
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    options = recipe.optimizer
+    arguments = TrainingArguments(
+        output_dir=recipe.run.dir,
+        max_steps=recipe.run.steps,
+        per_device_train_batch_size=recipe.batch.micro_batch,
+        gradient_accumulation_steps=job.passes,
+        learning_rate=options.lr,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_epsilon=options.eps,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.clip_norm,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        bf16=job.mixed,
+        torch_compile=recipe.strategy.compile,
+        gradient_checkpointing=recipe.strategy.activation_checkpointing == "full",
+        dataloader_num_workers=0 if cpu else 1,
+        logging_steps=recipe.run.log_every,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=cpu,
+    )
+    trainer = Trainer(
+        model=Qwen3ForCausalLM(config),
+        args=arguments,
+        train_dataset=Sequences(job),
+        callbacks=[Told(clock)],
+    )
+    trainer.run.train()
+
+
+FIELDS = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+    "tie_word_embeddings", "initializer_range",
+}  # fmt: skip
+"""Of an architecture, called alike there."""
+
+if __name__ == "__main__":
+    run_peer(train)

@@ -1,0 +1,400 @@
+"""What is where in a checkpoint directory (format 1): file names, headers, indexes, commit record.
+
+    step-00001000/
+      config.json, tokenizer.json, …                as Hugging Face writes them
+      model-00001-of-00004.safetensors, …           whole tensors
+      model.safetensors.index.json
+      optimizer/optimizer-00001-of-00008.safetensors, …
+      optimizer/optimizer.safetensors.index.json
+      trainer_state.json
+      index.json                                    the commit record, written last
+
+Pure: objects ↔ bytes, no files touched, no torch. Nothing here depends on a rank or a world size.
+"""
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from checkpointing.errors import DamagedCheckpoint, StorageError
+from checkpointing.format.untrusted import (
+    a_list,
+    an_object,
+    count,
+    is_plain,
+    printable,
+    read_object,
+)
+
+FORMAT = 1
+BLOCK_BYTES = 16 << 20
+"""Unit of checksums and of writing: block i of a file is its bytes from i · BLOCK_BYTES on."""
+
+COMMIT_RECORD = "index.json"
+TRAINER_STATE = "trainer_state.json"
+LATEST = "latest"
+MAX_HEADER_BYTES = 100_000_000
+"""safetensors refuses larger headers."""
+MAX_DIMS = 64
+"""torch's limit."""
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
+    "C64": 8, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+"""Bytes of an element by safetensors' name, in the order of safetensors' own enumeration: its
+writer puts later ones first, which keeps every tensor aligned."""
+
+_DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BYTES)}
+_STEP = re.compile(r"step-(\d{8,})")
+_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A whole tensor: safetensors' dtype name and global shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a whole tensor lies: row-major bytes from `begin` (from the start of `file`)."""
+
+    file: str
+    begin: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file that is to be written."""
+
+    name: str
+    """Relative to the checkpoint directory."""
+    header: bytes
+    """Length word and JSON: everything before the first tensor."""
+    tensors: dict[str, StoredTensor]
+    size: int
+    """Bytes of the whole file."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One of the two collections of tensors in a checkpoint."""
+
+    folder: str
+    stem: str
+
+    @property
+    def index(self) -> str:
+        """Name of the JSON that maps tensor names to files."""
+        return f"{self.folder}{self.stem}.safetensors.index.json"
+
+    def file(self, number: int, count: int) -> str:
+        """Name of file `number` (from 1) of `count`."""
+        return f"{self.folder}{self.stem}-{number:05}-of-{count:05}.safetensors"
+
+
+MODEL = Section("", "model")
+# A folder of its own: Hugging Face readers glob the top level.
+OPTIMIZER = Section("optimizer/", "optimizer")
+
+
+def step_name(step: int) -> str:
+    """Name of the directory of a committed step."""
+    return f"step-{step:08}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a directory name, None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+# --- tensor files ----------------------------------------------------------------------------
+
+
+def lay_out(
+    section: Section, tensors: Mapping[str, TensorMeta], max_bytes: int
+) -> list[TensorFile]:
+    """Distribute whole tensors over files greedily, in the order given.
+
+    Each file has the bytes that `safetensors.torch.save_file` would write.
+
+    Args:
+        section: which collection; gives the names.
+        tensors: metadata by name. The order decides which file a tensor goes to.
+        max_bytes: most tensor bytes per file; a larger tensor has a file to itself.
+    """
+    groups: list[dict[str, TensorMeta]] = []
+    room = -1
+    for name, meta in tensors.items():
+        if meta.nbytes > room or not groups:
+            groups.append({})
+            room = max_bytes
+        groups[-1][name] = meta
+        room -= meta.nbytes
+    return [
+        _tensor_file(section.file(number, len(groups)), group)
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for key in sorted(tensors, key=lambda key: (-_DTYPE_ORDER[tensors[key].dtype], key)):
+        if key == "__metadata__":
+            raise ValueError(
+                "a tensor cannot be called __metadata__: safetensors reserves the name"
+            )
+        if not key.isprintable():
+            raise ValueError(f"a tensor is called {key!a}: names must be printable text")
+        meta = tensors[key]
+        offsets[key], end = end, end + meta.nbytes
+        header[key] = {
+            "dtype": meta.dtype,
+            "shape": list(meta.shape),
+            "data_offsets": [offsets[key], end],
+        }
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{name}: {len(tensors)} tensors make a header of {len(text)} bytes, more than "
+            "safetensors reads; set a smaller checkpoint.max_shard_size"
+        )
+    start = 8 + len(text)
+    stored = {
+        key: StoredTensor(name, start + offset, tensors[key]) for key, offset in offsets.items()
+    }
+    return TensorFile(name, struct.pack("<Q", len(text)) + text, stored, start + end)
+
+
+def header_bytes(prefix: bytes, where: str, size: int) -> int:
+    """Bytes before the first tensor, from the first 8 bytes of a safetensors file of `size` bytes.
+
+    Raises:
+        DamagedCheckpoint: it is not a safetensors file.
+    """
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise DamagedCheckpoint(f"{where}: not a safetensors file, or damaged at its start")
+    return 8 + length
+
+
+def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, StoredTensor]:
+    """Tensors of a safetensors file by name, from its header (length word included).
+
+    Args:
+        header: as many bytes as `header_bytes` says.
+        file: its name, for the result.
+        size: bytes of the whole file.
+        where: its path, for messages.
+
+    Raises:
+        DamagedCheckpoint: the header is malformed, or its tensors do not fill the file exactly.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    spans: list[tuple[int, int]] = []
+    try:
+        entries = read_object(header[8:])
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            begin, end, meta = _parse_entry(name, entry)
+            tensors[name] = StoredTensor(file, len(header) + begin, meta)
+            spans.append((begin, end))
+    except (ValueError, KeyError) as error:
+        raise DamagedCheckpoint(
+            f"{where}: its header is unreadable or damaged: {_why(error)}"
+        ) from error
+    position = 0
+    for begin, end in sorted(spans):
+        if begin != position:
+            raise DamagedCheckpoint(
+                f"{where}: its tensors overlap or leave a gap at byte {position}"
+            )
+        position = end
+    if len(header) + position != size:
+        raise DamagedCheckpoint(
+            f"{where}: has {size} bytes, but its header describes {len(header) + position}; "
+            "it was cut short or overwritten"
+        )
+    return tensors
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
+    """(begin, end, what lies between)"""
+    if not name.isprintable():
+        raise ValueError(f"a tensor is called {name!a}, which is not printable text")
+    fields = an_object(entry)
+    if fields["dtype"] not in list(DTYPE_BYTES):
+        raise ValueError(f"tensor {name}: dtype {fields['dtype']!a} is not known")
+    meta = TensorMeta(fields["dtype"], tuple(map(count, a_list(fields["shape"], MAX_DIMS))))
+    count(math.prod(size or 1 for size in meta.shape))  # of sizes that no memory has, 0 elements
+    begin, end = map(count, a_list(fields["data_offsets"]))
+    if end - begin != meta.nbytes:
+        raise ValueError(f"tensor {name}: {meta} does not take {end - begin} bytes")
+    return begin, end, meta
+
+
+# --- JSON files ------------------------------------------------------------------------------
+
+
+def index_json(files: Iterable[TensorFile]) -> bytes:
+    """The index of a section, as Hugging Face writes it."""
+    stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    metadata = {
+        "total_parameters": sum(math.prod(tensor.meta.shape) for tensor in stored.values()),
+        "total_size": sum(tensor.meta.nbytes for tensor in stored.values()),
+    }
+    weight_map = {name: tensor.file for name, tensor in stored.items()}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    return json_bytes(index)
+
+
+def parse_index(data: bytes, file: str) -> dict[str, str]:
+    """The weight map (tensor name → file) of an index.
+
+    Raises:
+        DamagedCheckpoint: it is not an index.
+    """
+    try:
+        weight_map = an_object(read_object(data)["weight_map"])
+        for name, target in weight_map.items():
+            if not is_plain(target):
+                raise ValueError(f"{target!a} for {printable(name)} names no file beside it")
+        return weight_map
+    except (ValueError, KeyError) as error:
+        raise DamagedCheckpoint(
+            f"{file}: not an index of safetensors files: {_why(error)}"
+        ) from error
+
+
+def parse_state(data: bytes, file: str) -> dict[str, Any]:
+    """What trainer_state.json holds.
+
+    Raises:
+        DamagedCheckpoint: no JSON object.
+    """
+    try:
+        return read_object(data)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{file}: damaged: {error}") from error
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON for people: indented, keys sorted, so that equal values give equal bytes."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def block_checksums(data: bytes) -> tuple[int, ...]:
+    """CRC-32 of each block of a small file."""
+    return tuple(
+        crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)
+    )
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the commit record says of a file."""
+
+    size: int
+    """Bytes."""
+    checksums: tuple[int, ...]
+    """CRC-32 of each block."""
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """index.json: makes a directory a checkpoint, by naming every other file in it."""
+
+    step: int
+    files: dict[str, FileRecord]
+
+    def encode(self) -> bytes:
+        """The bytes of index.json."""
+        body = self._body()
+        # Not indented: there may be a hundred thousand checksums.
+        return (json.dumps({**body, "sha256": _digest(body)}) + "\n").encode()
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "step": self.step,
+            "block_bytes": BLOCK_BYTES,
+            "files": {
+                name: {"bytes": file.size, "crc32": [f"{crc:08x}" for crc in file.checksums]}
+                for name, file in sorted(self.files.items())
+            },
+        }
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> "CommitRecord":
+        """Read index.json.
+
+        Args:
+            data: its bytes.
+            where: its path, for messages.
+
+        Raises:
+            DamagedCheckpoint: malformed, or its own checksum does not match.
+            StorageError: of a later format.
+        """
+        try:
+            body = read_object(data)
+            checksum = body.pop("sha256")
+            if checksum != _digest(body):
+                raise ValueError("it was changed after it was written")
+            if count(body["format"]) > FORMAT:
+                raise StorageError(
+                    f"{where}: written in format {body['format']} by a later version of perdure; "
+                    f"this one reads up to format {FORMAT}: update perdure"
+                )
+            files = {
+                name: _file_record(name, file) for name, file in an_object(body["files"]).items()
+            }
+            if body["block_bytes"] != BLOCK_BYTES or any(
+                len(file.checksums) != -(-file.size // BLOCK_BYTES) for file in files.values()
+            ):
+                raise ValueError(f"its checksums are not of blocks of {BLOCK_BYTES} bytes")
+            return CommitRecord(count(body["step"]), files)
+        except (ValueError, KeyError) as error:
+            raise DamagedCheckpoint(f"{where}: damaged commit record: {_why(error)}") from error
+
+
+def _file_record(name: str, entry: Any) -> FileRecord:
+    if not is_plain(name):
+        raise ValueError(f"it names {name!a}, which is no file in its directory")
+    fields = an_object(entry)
+    sums = a_list(fields["crc32"])
+    if not all(isinstance(crc, str) and _CHECKSUM.fullmatch(crc) for crc in sums):
+        raise ValueError(f"{name}: its checksums are not 8 hexadecimal digits each")
+    return FileRecord(count(fields["bytes"]), tuple(int(crc, 16) for crc in sums))
+
+
+def _why(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,407 @@
+"""Who holds which bytes of a tensor, and who writes them. Pure: no files, no ranks asked, no torch.
+
+[Note: words]
+  layout   how a whole tensor is spread over the ranks of a mesh
+  box      a rectangle of the whole tensor that a rank holds; a rank holds one, or several where
+           a dimension is split right to left (`_StridedShard`), or none
+  run      a stretch of a box whose bytes also lie side by side in the whole tensor, that is, in
+           the file. A Shard(0) box is a single run; a Shard(1) box has a run per row
+  piece    a box, or a slab of one, that one rank contributes to a save
+  node     the ranks that share a machine's memory, and one writer process
+  owner    the node that writes a file; it has the pieces of other nodes sent to it
+"""
+
+import hashlib
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from checkpointing.format.layout import DTYPE_BYTES, StoredTensor, TensorFile, TensorMeta
+
+
+@dataclass(frozen=True)
+class Split:
+    """What one mesh dimension does to a tensor."""
+
+    dim: int | None
+    """The tensor dimension that it splits, as torch.chunk does; None: it replicates."""
+    factor: int = 1
+    """Into how many parts the dimension is cut first, each of which is then split over the mesh
+    dimension (`_StridedShard.split_factor`)."""
+
+
+REPLICATE = Split(None)
+
+Nodes = tuple[tuple[int, ...], ...]
+"""The ranks of each node."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A tensor's place on a mesh. A plan looks at it several times per tensor, and there may be
+    tens of thousands of ranks: so equality is that of a digest, made once."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the mesh, row-major."""
+    mesh_shape: tuple[int, ...]
+    splits: tuple[Split, ...]
+    """One per mesh dimension, applied from left to right."""
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank on the mesh; None if it is not on it."""
+        index = self._places.get(rank)
+        if index is None:
+            return None
+        coordinate = []
+        for size in reversed(self.mesh_shape):
+            index, place = divmod(index, size)
+            coordinate.append(place)
+        return tuple(reversed(coordinate))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _digest(self) -> bytes:
+        content = repr((self.ranks, self.mesh_shape, self.splits))
+        return hashlib.sha256(content.encode()).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._digest == other._digest)
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __reduce__(self) -> tuple[type["Layout"], tuple[Any, ...]]:
+        """Without what is derived."""
+        return Layout, (self.ranks, self.mesh_shape, self.splits)
+
+
+def replicated(ranks: Sequence[int]) -> Layout:
+    """The layout of a tensor that each of `ranks` holds whole."""
+    return Layout(tuple(ranks), (len(ranks),), (REPLICATE,))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor and how it is spread. Several layouts: meshes side by side that hold copies,
+    each known only to its own ranks."""
+
+    meta: TensorMeta
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a whole tensor."""
+
+    offset: tuple[int, ...]
+    """In the whole tensor."""
+    shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    """In the rank's local tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that one rank contributes."""
+
+    name: str
+    stored: StoredTensor
+    """Where the whole tensor lies."""
+    box: Box
+
+
+def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
+    """One view of all tensors from what each rank (global) knows, in the order of ranks and names.
+
+    Raises:
+        ValueError: ranks disagree about a tensor's shape or dtype, split it differently, or some
+            ranks of its mesh do not have it.
+    """
+    holders: dict[str, list[int]] = {}
+    merged: dict[str, TensorSpec] = {}
+    for rank, specs in specs_of_ranks.items():
+        for name, spec in specs.items():
+            holders.setdefault(name, []).append(rank)
+            known = merged.setdefault(name, spec)
+            if known.meta != spec.meta:
+                raise ValueError(f"{name} is {known.meta} on one rank and {spec.meta} on another")
+            layouts = tuple(dict.fromkeys((*known.layouts, *spec.layouts)))
+            if len({(layout.mesh_shape, layout.splits) for layout in layouts}) > 1:
+                raise ValueError(f"{name} is split differently on different ranks: {layouts}")
+            merged[name] = TensorSpec(known.meta, layouts)
+    for name, spec in merged.items():
+        meshes = {rank for layout in spec.layouts for rank in layout.ranks}
+        if meshes == set(holders[name]):
+            continue
+        if any(split != REPLICATE for split in spec.layouts[0].splits):
+            missing = sorted(meshes - set(holders[name]))
+            raise ValueError(f"{name} is missing on ranks {missing}, which hold parts of it")
+        merged[name] = TensorSpec(spec.meta, (replicated(holders[name]),))
+    return merged
+
+
+def own_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
+    """The node that owns each file: the largest file first, to the node with the fewest bytes so
+    far (Graham's LPT rule, within 4/3 of the best). The same on all ranks."""
+    loads = [(0, node) for node in range(nodes)]
+    owners = {}
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
+        load, node = loads[0]
+        heapq.heapreplace(loads, (load + file.size, node))
+        owners[file.name] = node
+    return owners
+
+
+def plan_pieces(
+    specs: Mapping[str, TensorSpec],
+    stored: Mapping[str, StoredTensor],
+    owners: Mapping[str, tuple[int, ...]],
+    rank: int,
+) -> list[Piece]:
+    """What `rank` contributes. Over all ranks every byte of every tensor comes exactly once.
+
+    Replicas share a box: those on the node that owns the file, so that nothing is sent, or all of
+    them if none is there. Each takes a slab of equal size; which of them get the rows that are left
+    over, and which gets a small tensor whole, goes round. So what a rank contributes follows from
+    each tensor by itself, and needs no account of the others.
+
+    Args:
+        specs: all tensors, the same on all ranks.
+        stored: where each is to lie.
+        owners: by file, the ranks of the node that owns it.
+        rank: global rank.
+    """
+    pieces = []
+    for name, spec in specs.items():
+        boxes = local_boxes(spec.meta.shape, spec.layouts, rank)
+        if not boxes:
+            continue
+        contributors = _contributors(spec.layouts, rank, owners[stored[name].file])
+        if rank not in contributors:
+            continue
+        turn = contributors.index(rank) - _first(name, contributors)
+        for box in boxes:
+            slab = _share(spec, box, turn % len(contributors), len(contributors))
+            if slab:
+                pieces.append(Piece(name, stored[name], slab))
+    return pieces
+
+
+def plan_file(
+    file: TensorFile, specs: Mapping[str, TensorSpec], owner: tuple[int, ...]
+) -> Iterator[tuple[int, Piece]]:
+    """All pieces of one file with the rank that contributes each: what `plan_pieces` gives of it on
+    all ranks, as the node that owns it needs it.
+
+    Args:
+        file: a file of the checkpoint.
+        specs: all tensors.
+        owner: ranks of the node that owns the file.
+    """
+    for name, stored in file.tensors.items():
+        spec = specs[name]
+        done: set[int] = set()
+        for rank in itertools.chain.from_iterable(layout.ranks for layout in spec.layouts):
+            if rank in done:
+                continue
+            done.update(replica_set(spec.layouts, rank))
+            contributors = _contributors(spec.layouts, rank, owner)
+            count, first = len(contributors), _first(name, contributors)
+            for box in local_boxes(spec.meta.shape, spec.layouts, rank):
+                for turn in range(count):
+                    slab = _share(spec, box, turn, count)
+                    if slab:
+                        yield contributors[(first + turn) % count], Piece(name, stored, slab)
+
+
+SMALL_BYTES = 1 << 16
+"""A box of fewer bytes is not divided among replicas."""
+
+
+def _first(name: str, contributors: Sequence[int]) -> int:
+    """Whose turn is the first: another contributor's for every tensor."""
+    return crc32(name.encode()) % len(contributors)
+
+
+def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
+    """The slab of a box that falls to number `turn` of `count` contributors; None if none does."""
+    if count == 1:
+        return box
+    if math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
+        return None if turn else box
+    dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
+    rows, more = divmod(box.shape[dim], count)
+    start, length = turn * rows + min(turn, more), rows + (turn < more)
+    if length == 0:
+        return None
+
+    def moved(offset: tuple[int, ...]) -> tuple[int, ...]:
+        return (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+
+    shape = (*box.shape[:dim], length, *box.shape[dim + 1 :])
+    return Box(moved(box.offset), shape, moved(box.local_offset))
+
+
+@lru_cache(maxsize=4096)
+def replica_set(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...]:
+    """The ranks that hold the same boxes as `rank`, itself included; empty if it holds none."""
+    coordinate = _coordinate(layouts, rank)
+    if coordinate is None:
+        return ()
+    ranks: list[int] = []
+    for layout in layouts:
+        places = [
+            range(size) if split.dim is None else [place]
+            for size, split, place in zip(layout.mesh_shape, layout.splits, coordinate, strict=True)
+        ]
+        for place in itertools.product(*places):
+            index = 0
+            for size, position in zip(layout.mesh_shape, place, strict=True):
+                index = index * size + position
+            ranks.append(layout.ranks[index])
+    return tuple(dict.fromkeys(ranks))
+
+
+@lru_cache(maxsize=65536)
+def _contributors(
+    layouts: tuple[Layout, ...], rank: int, owner: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Among ranks that hold the same boxes as `rank` (which holds some), those of the node that
+    owns the file; all, if none is there."""
+
+    def shard(of: int) -> list[int] | None:
+        coordinate = _coordinate(layouts, of)
+        if coordinate is None:
+            return None
+        splits = layouts[0].splits
+        return [
+            place for place, split in zip(coordinate, splits, strict=True) if split.dim is not None
+        ]
+
+    mine = shard(rank)
+    return tuple(other for other in owner if shard(other) == mine) or replica_set(layouts, rank)
+
+
+@lru_cache(maxsize=65536)
+def _coordinate(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...] | None:
+    coordinates = (layout.coordinate(rank) for layout in layouts)
+    return next((coordinate for coordinate in coordinates if coordinate is not None), None)
+
+
+@lru_cache(maxsize=4096)
+def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) -> tuple[Box, ...]:
+    """The boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
+
+    Each dimension splits as torch.chunk does: parts of ceil(size / count), the last ones shorter
+    or empty.
+    """
+    coordinate = _coordinate(layouts, rank)
+    if coordinate is None:
+        return ()
+    # Per tensor dimension: stretches (start, stop) of the whole, in local order.
+    stretches = [[(0, size)] for size in shape]
+    for size, split, place in zip(
+        layouts[0].mesh_shape, layouts[0].splits, coordinate, strict=True
+    ):
+        if split.dim is not None:
+            stretches[split.dim] = [
+                stretch
+                for part in range(split.factor)
+                for stretch in _chunk(_chunk(stretches[split.dim], split.factor, part), size, place)
+            ]
+    dims = [_with_local_start(_joined(stretch)) for stretch in stretches]
+    return tuple(
+        Box(
+            offset=tuple(start for start, _, _ in choice),
+            shape=tuple(stop - start for start, stop, _ in choice),
+            local_offset=tuple(local for _, _, local in choice),
+        )
+        for choice in itertools.product(*dims)
+    )
+
+
+def _chunk(stretches: list[tuple[int, int]], count: int, which: int) -> list[tuple[int, int]]:
+    """Part `which` of `count` of the sequence that the stretches make up."""
+    total = sum(stop - start for start, stop in stretches)
+    part = -(-total // count)
+    first, last = part * which, min(part * (which + 1), total)
+    chunk, position = [], 0
+    for start, stop in stretches:
+        cut = max(start, start + first - position), min(stop, start + last - position)
+        if cut[0] < cut[1]:
+            chunk.append(cut)
+        position += stop - start
+    return chunk
+
+
+def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, stop in stretches:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return [(start, stop) for start, stop in joined if start < stop]
+
+
+def _with_local_start(stretches: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    starts = itertools.accumulate((stop - start for start, stop in stretches), initial=0)
+    return [(start, stop, local) for (start, stop), local in zip(stretches, starts, strict=False)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes that lie side by side in the box and in the whole tensor."""
+
+    offset: int
+    """In the whole tensor, bytes."""
+    box_offset: int
+    """In the box, bytes."""
+    length: int
+
+
+def box_runs(meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None) -> Iterator[Run]:
+    """Bytes `start` to `stop` of a box as runs, in order.
+
+    Args:
+        meta: of the whole tensor.
+        box: not empty.
+        start: first byte, in the row-major order of the box.
+        stop: end; None: to the end of the box.
+    """
+    itemsize = DTYPE_BYTES[meta.dtype]
+    stop = math.prod(box.shape) * itemsize if stop is None else stop
+    strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
+    origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
+    # Dimensions after the last one that the box does not span are whole: they belong to the run.
+    cut = [dim for dim in range(len(box.shape)) if box.shape[dim] != meta.shape[dim]]
+    outer = cut[-1] if cut else 0
+    length = itemsize * math.prod(box.shape[outer:])
+    for number in range(start // length, -(-stop // length)):
+        offset, rest = origin, number
+        for dim in reversed(range(outer)):
+            rest, position = divmod(rest, box.shape[dim])
+            offset += position * strides[dim]
+        first = max(start, number * length)
+        last = min(stop, (number + 1) * length)
+        yield Run(offset + first - number * length, first, last - first)
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches (start, stop) in order; those that touch or overlap become one, empty ones go."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if start < stop and result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(stop, result[-1][1])
+        elif start < stop:
+            result.append((start, stop))
+    return result

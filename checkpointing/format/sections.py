@@ -1,0 +1,60 @@
+"""The two collections of tensors in a checkpoint as one, where a tensor of the model is called
+model/<name>, and one of the optimizer optimizer/<name>."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from checkpointing.format.layout import (
+    MODEL,
+    OPTIMIZER,
+    StoredTensor,
+    TensorFile,
+    index_json,
+    lay_out,
+)
+from checkpointing.format.plan import TensorSpec
+
+T = TypeVar("T")
+Specs = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """From what every rank and every writer makes the same plan."""
+
+    specs: Specs
+    files: Sequence[TensorFile]
+    indexes: Mapping[str, bytes]
+    tensors: str
+    """Digest of names, dtypes, shapes and files."""
+
+
+def by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
+    """Both collections in one."""
+    return {**_prefixed(MODEL.stem, model), **_prefixed(OPTIMIZER.stem, optimizer)}
+
+
+def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{section}/{name}": value for name, value in values.items()}
+
+
+def plan_input(model: Specs, optimizer: Specs, max_shard_bytes: int) -> PlanInput:
+    """Where everything is stored, which follows from names, dtypes and shapes alone."""
+    files: list[TensorFile] = []
+    indexes: dict[str, bytes] = {}
+    for section, specs in ((MODEL, model), (OPTIMIZER, optimizer)):
+        metas = {name: spec.meta for name, spec in specs.items()}
+        of_section = lay_out(section, metas, max_shard_bytes)
+        indexes[section.index] = index_json(of_section)
+        files += [
+            replace(file, tensors=_prefixed(section.stem, file.tensors)) for file in of_section
+        ]
+    digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
+    return PlanInput(by_section(model, optimizer), files, indexes, digest)
+
+
+def stored_by_name(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
+    """Where each tensor of some files lies."""
+    return {name: tensor for file in files for name, tensor in file.tensors.items()}

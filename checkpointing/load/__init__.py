@@ -1,0 +1,1 @@
+"""From a step, or the memory of a dead run, to tensors."""

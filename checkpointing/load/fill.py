@@ -1,0 +1,300 @@
+"""Bytes of tensor files → the parts of tensors that the ranks hold. [Note: reading] in read_plan.py
+says who reads what."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpointing.errors import DamagedCheckpoint
+from checkpointing.format.crc import ONLY, BlockSums
+from checkpointing.format.layout import BLOCK_BYTES, FileRecord, StoredTensor
+from checkpointing.format.plan import Nodes, TensorSpec, box_runs, local_boxes, merged
+from checkpointing.format.tensors import TORCH_DTYPES
+from checkpointing.load.read_plan import (
+    Dealt,
+    Unit,
+    blocks_and_gaps,
+    deal,
+    plan_reads,
+    slabs,
+)
+from checkpointing.load.segments import Job, OpenFile, Reader, Segment, Target, deliver, jobs
+from checkpointing.load.window import HALF_BYTES, Window, make_window, remove_window
+from checkpointing.ranks import RankError, Ranks
+from checkpointing.storage.place import Place
+
+STEP_BYTES = 4 << 20
+"""Read at once: little enough to be in the processor's cache when its checksum is taken."""
+MOST_THREADS = 4
+"""Threads of a rank that read; fewer where ranks have fewer processors each."""
+
+
+def read_tensors(
+    where: Place,
+    open_file: OpenFile,
+    stored: Mapping[str, StoredTensor],
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, Tensor],
+    records: Mapping[str, FileRecord],
+    group: dist.ProcessGroup | None,
+    nodes: Nodes | None = None,
+    *,
+    step_bytes: int = STEP_BYTES,
+    threads: int | None = None,
+) -> None:
+    """Fill the tensors of all ranks, in the order of files and offsets. On all ranks of the group.
+
+    Together the ranks of a node read every byte that they hold once. Checksums are of whole blocks,
+    of which each rank reads its parts; what they give together is compared at the end. So when an
+    error is raised, targets may have been written to.
+
+    Args:
+        where: the checkpoint, for messages.
+        open_file: opens its files.
+        stored: where each tensor lies.
+        specs: all tensors, the same on all ranks.
+        tensors: the targets, of which this rank holds parts, on any device; floating point numbers
+            are converted where a file has another dtype.
+        records: checksums by file; files that are not in it are not checked.
+        group: carries CPU tensors. None: this process reads what it holds, and the rest of the
+            blocks that it checks.
+        nodes: the ranks of the group that share memory; None: by machine.
+        step_bytes: read at once.
+        threads: that read; None: by the processors that there are for each rank of a node.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or short, or a checksum is wrong.
+        StorageError: a file cannot be read.
+        ValueError: a target's local part is not what its placement says, so that its bytes would
+            not be covered exactly once.
+        Whatever one rank raises, all do.
+    """
+    ranks = Ranks(group)
+    try:
+        nodes = nodes or ranks.nodes()
+        load = _Load(
+            where, open_file, stored, specs, tensors, records, ranks, nodes, step_bytes, threads
+        )
+        try:
+            windows = dict(zip(ranks.all, ranks.together(load.prepare), strict=True))
+            if any(path for path, _ in windows.values()):
+                ranks.together(lambda: load.open_window(windows))
+        finally:
+            load.remove_window()
+        ranks.together(load.read)
+        load.check()
+    except RankError as failed:
+        raise failed.kind(failed.message) from failed.__cause__
+
+
+class _Load:
+    """What one rank does in a load: its methods in their order."""
+
+    def __init__(
+        self,
+        where: Place,
+        open_file: OpenFile,
+        stored: Mapping[str, StoredTensor],
+        specs: Mapping[str, TensorSpec],
+        tensors: Mapping[str, Tensor],
+        records: Mapping[str, FileRecord],
+        ranks: Ranks,
+        nodes: Nodes,
+        step_bytes: int,
+        threads: int | None,
+    ) -> None:
+        self._where, self._open_file, self._step = where, open_file, step_bytes
+        self._stored, self._specs, self._tensors = stored, specs, tensors
+        self._ranks, self._nodes = ranks, nodes
+        self._near = next(near for near in nodes if ranks.rank in near)
+        files = {stored[name].file for name in specs}
+        self._records = {file: records[file] for file in records if file in files}
+        if threads is None:
+            processors = len(os.sched_getaffinity(0)) // len(self._near)
+            threads = max(1, min(MOST_THREADS, processors))
+        self._sums = [BlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
+        """One for each thread."""
+        self._targets: dict[str, Target] = {}
+        self._own: dict[str, list[Segment]] = {file: [] for file in sorted(files)}
+        """What this rank reads by itself, by file."""
+        self._shared: list[Unit] = []
+        self._checked: dict[str, list[int]] = {}
+        """Blocks by file."""
+        self._made = "", 0
+        """The window that this rank made."""
+        self._window: Window | None = None
+
+    # --- before reading ----------------------------------------------------------------------
+
+    def prepare(self) -> tuple[str, int]:
+        """Plan, and make the window if the node needs one and this rank is its first; returns what
+        `make_window` does, else ("", 0)."""
+        for name, tensor in self._tensors.items():
+            shape, layouts = self._stored[name].meta.shape, self._specs[name].layouts
+            boxes = local_boxes(shape, layouts, self._ranks.rank)
+            self._targets[name] = Target.of(name, tensor, boxes)
+        plan = plan_reads(self._specs, self._stored, self._ranks.rank, self._nodes)
+        for unit in plan.own:
+            self._own[unit.stored.file] += self._segments(unit)
+        self._plan_checks()
+        self._shared = plan.shared
+        if not plan.shared or self._ranks.rank != self._near[0]:
+            return "", 0
+        share = sum(unit.nbytes for unit in plan.shared) // len(self._near)
+        area = min(max(HALF_BYTES // len(self._near), self._step), share + self._step)
+        self._made = make_window(len(self._near), area, self._step)
+        return self._made
+
+    def _segments(self, unit: Unit) -> Iterator[Segment]:
+        meta, target = unit.stored.meta, self._targets[unit.name]
+        data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
+        if data is None:
+            for slab in slabs(unit, self._step):
+                yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab)
+            return
+        for run in box_runs(meta, unit.box):
+            part = data[run.box_offset : run.box_offset + run.length]
+            yield Segment(unit.stored.begin + run.offset, run.length, part, unit.replica)
+
+    def _plan_checks(self) -> None:
+        """Have every byte read of the blocks that are to be checked: those of tensors that are
+        read, and of the header. What no rank holds is divided among all."""
+        held: dict[str, list[tuple[int, int]]] = {file: [] for file in self._own}
+        if self._ranks.group is None:
+            for file, segments in self._own.items():
+                held[file] = [(read.begin, read.begin + read.nbytes) for read in segments]
+        else:
+            for at in (self._stored[name] for name in self._specs):
+                held[at.file].append((at.begin, at.begin + at.meta.nbytes))
+        headers: dict[str, int] = {}
+        for at in self._stored.values():
+            headers[at.file] = min(at.begin, headers.get(at.file, at.begin))
+        for file, record in self._records.items():
+            spans = merged(held[file])
+            if not spans:
+                continue
+            self._checked[file], gaps = blocks_and_gaps(spans, headers[file], record, BLOCK_BYTES)
+            places = len(self._ranks.all)
+            self._own[file] += [
+                Segment(start, stop - start, None, ONLY)
+                for number, (start, stop) in enumerate(gaps)
+                if number % places == self._ranks.place
+            ]
+
+    def open_window(self, windows: Mapping[int, tuple[str, int]]) -> None:
+        """Open the window of the node, if it has one.
+
+        Args:
+            windows: by rank, what `prepare` returned.
+        """
+        path, area = windows[self._near[0]]
+        if path and self._ranks.group is not None:
+            self._window = Window(path, area, self._near, self._ranks.rank, self._ranks.group)
+
+    def remove_window(self) -> None:
+        """Leave no file behind: the memory of a window that was opened stays while it is used."""
+        path, _ = self._made
+        if path:
+            remove_window(path)
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read everything that is this rank's to read."""
+        pinned = any(target.local.is_cuda for target in self._targets.values())
+        with ExitStack() as stack:
+            readers: SimpleQueue[Reader] = SimpleQueue()
+            for sums in self._sums:
+                reader = Reader(
+                    self._where, self._open_file, sums, self._targets, self._step, pinned=pinned
+                )
+                readers.put(stack.enter_context(reader))
+            pool = stack.enter_context(ThreadPoolExecutor(len(self._sums)))
+
+            def work(job: Job) -> None:
+                reader = readers.get()
+                try:
+                    reader.read(job)
+                finally:
+                    readers.put(reader)
+
+            def run(segments: Mapping[str, list[Segment]]) -> None:
+                try:
+                    for _ in pool.map(work, jobs(segments, self._step)):
+                        pass
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+
+            if self._window is None:
+                run(self._own)
+            else:
+                self._read_with_others(self._window, run)
+
+    @torch.no_grad()
+    def _read_with_others(
+        self, window: Window, run: Callable[[Mapping[str, list[Segment]]], None]
+    ) -> None:
+        """In rounds, after what this rank reads by itself: fill one half of the window, and copy
+        from the other what was filled in the round before. A rank that fails still comes to the
+        meeting at the end of a round, where the others learn of it."""
+        rounds = deal(self._shared, window.places, window.area, max(self._step, window.area // 4))
+        own, before = self._own, Dealt()
+        failure: Exception | None = None
+        for half, other in itertools.cycle([window.halves, window.halves[::-1]]):
+            now: Dealt = []
+            try:
+                run(own)
+                own, now = {}, next(rounds, [])
+                run(_to_fill(now, window.place, half.numpy().data))
+                for slab, _, position in before:
+                    deliver(slab, other[position : position + slab.nbytes], self._targets)
+            except Exception as error:
+                failure = error
+            if window.meet(failure is not None) or not now:
+                break
+            before = now
+        if failure is not None:
+            raise failure
+
+    # --- after reading -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare the checksums of all blocks. After all ranks have read.
+
+        Raises:
+            DamagedCheckpoint: names file and block; on all ranks.
+        """
+        if not self._records:
+            return
+        mine = np.bitwise_xor.reduce([sums.contribution() for sums in self._sums])
+        total = torch.from_numpy(mine.astype(np.int64))
+        if self._ranks.group is not None:
+            dist.all_reduce(total, dist.ReduceOp.BXOR, group=self._ranks.group)
+        bad = self._sums[0].differing(total.numpy(), self._checked)
+        if bad:
+            file, block = bad[0]
+            more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+            raise DamagedCheckpoint(
+                f"{self._where / file}: checksum of block {block} (from byte "
+                f"{block * BLOCK_BYTES} on) is wrong{more}; the file was changed after it was saved"
+            )
+
+
+def _to_fill(dealt: Dealt, place: int, memory: memoryview) -> dict[str, list[Segment]]:
+    """What a rank reads of a round, by file."""
+    segments: dict[str, list[Segment]] = {}
+    for slab, reader, position in dealt:
+        if reader == place:
+            data = memory[position : position + slab.nbytes]
+            segment = Segment(slab.begin, slab.nbytes, data, slab.unit.replica)
+            segments.setdefault(slab.unit.stored.file, []).append(segment)
+    return segments

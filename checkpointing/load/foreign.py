@@ -1,0 +1,296 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), for people who arrive with one.
+
+A DCP checkpoint is a directory with pickled metadata and, per tensor, saved chunks. Names in it
+say how the state was nested: `model.layers.0.weight`, `app.optim.state.<fqn>.exp_avg`.
+"""
+
+import io
+import pickle
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain
+from checkpointing.format.layout import StoredTensor, TensorMeta
+from checkpointing.format.plan import Box, TensorSpec, local_boxes
+from checkpointing.format.tensors import TORCH_DTYPES, box_view
+from checkpointing.format.untrusted import count, is_plain, printable
+from checkpointing.load.segments import Target
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.reading import reading
+
+DCP_METADATA = ".metadata"
+_STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_OPTIMIZER = re.compile(
+    r"(?:.*\.)?optim(?:izer)?s?\.(?:.*\.)?(?:state\.(?P<fqn>.+)\.(?P<leaf>\w+)|param_groups\..*)"
+)
+_MODEL_PREFIXES = ("app.model.", "state_dict.model.", "state.model.", "model.", "")
+
+
+@dataclass(frozen=True)
+class DcpCheckpoint:
+    """What a DCP checkpoint holds. Its tensors are read with `read` and `fill`."""
+
+    path: Path
+    metadata: Metadata
+
+    @property
+    def optimizer(self) -> dict[str, StoredTensor]:
+        """Optimizer state by our names (`<fqn>.exp_avg`); `file` is the name it has there.
+
+        Raises:
+            StorageError: it is saved by the number of a parameter, not by its name.
+        """
+        found = {}
+        for name in self._tensors:
+            match = _OPTIMIZER.fullmatch(name)
+            if match and match["fqn"]:
+                if match["fqn"].isdigit():
+                    raise StorageError(
+                        f"{self.path}: {name} does not name its parameter; save the optimizer with "
+                        "torch.distributed.checkpoint.state_dict.get_state_dict"
+                    )
+                found[f"{match['fqn']}.{match['leaf']}"] = self._stored(name)
+        return found
+
+    @property
+    def model(self) -> dict[str, StoredTensor]:
+        """Every tensor but those of the optimizer, without the prefix that all of them have (as
+        `model.`, if that is how the state was nested); `file` is the name it has there."""
+        names = self._model_names()
+        return self._under(self._nesting(names), names)
+
+    def model_for(self, wanted: Collection[str]) -> dict[str, StoredTensor]:
+        """Tensors by the names of a model: those under the prefix under which most of `wanted`
+        are; `file` is the name it has there."""
+        names = self._model_names()
+        prefixes = Counter(
+            name.removesuffix(target)
+            for target in wanted
+            for name in names
+            if name == target or name.endswith(f".{target}")
+        )
+        if not prefixes:
+            return self.model
+        best = max(prefixes, key=lambda prefix: (prefixes[prefix], -len(prefix)))
+        return self._under(best, names)
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorStorageMetadata]:
+        return {
+            name: entry
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def _model_names(self) -> list[str]:
+        return [name for name in self._tensors if not _OPTIMIZER.fullmatch(name)]
+
+    def _nesting(self, names: Sequence[str]) -> str:
+        """The prefix under which most tensors were nested when they were saved."""
+        paths = self.metadata.planner_data
+        if isinstance(paths, Mapping) and all(name in paths for name in names):
+            folders = Counter(tuple(map(str, paths[name][:-1])) for name in names)
+            return "".join(f"{part}." for part in max(folders, key=lambda key: folders[key]))
+        return next(
+            prefix for prefix in _MODEL_PREFIXES if all(name.startswith(prefix) for name in names)
+        )
+
+    def _under(self, prefix: str, names: Iterable[str]) -> dict[str, StoredTensor]:
+        return {
+            name.removeprefix(prefix): self._stored(name)
+            for name in names
+            if name.startswith(prefix)
+        }
+
+    def _stored(self, name: str) -> StoredTensor:
+        entry = self._tensors[name]
+        dtype = _STORED_DTYPES.get(entry.properties.dtype)
+        if dtype is None:
+            raise StorageError(f"{self.path}: {name} is {entry.properties.dtype}; unsupported")
+        return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """One whole tensor, on the CPU.
+
+        Raises:
+            DamagedCheckpoint: names what is missing or damaged.
+        """
+        whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
+        origin = (0,) * whole.ndim
+        self.fill({"": stored}, {"": Target(whole, [Box(origin, tuple(whole.shape), origin)])})
+        return whole
+
+    @torch.no_grad()
+    def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, Target]) -> None:
+        """Read the boxes of targets, by torch's own reader; asks no other rank.
+
+        Args:
+            stored: where tensors lie, by name.
+            targets: by the same names.
+
+        Raises:
+            DamagedCheckpoint: names what is missing or damaged.
+            StorageError: a file cannot be read.
+        """
+        planner = _Planner({stored[name].file: target for name, target in targets.items()})
+        items = []
+        for name, target in targets.items():
+            there = stored[name].file
+            self._require_whole(there)
+            chunks = [
+                ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+                for box in target.boxes
+            ]
+            entry = self._tensors[there]
+            items += create_read_items_for_chunk_list(there, entry, chunks)
+        reader = FileSystemReader(self.path)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        try:
+            with reading(self.path):
+                reader.read_data(LoadPlan(items), planner).wait()
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch's reader and the pickles in a chunk fail in any way
+            text = printable(str(error).partition("\n")[0])
+            raise DamagedCheckpoint(f"{self.path}: a saved chunk is damaged: {text}") from error
+
+    def _require_whole(self, name: str) -> None:
+        """Every byte of a tensor must be there: torch's reader leaves alone what is not."""
+        entry = self._tensors[name]
+        saved, whole = sum(chunk.sizes.numel() for chunk in entry.chunks), entry.size.numel()
+        if saved != whole:
+            raise DamagedCheckpoint(
+                f"{self.path}: {saved} of {whole} elements of {name} were saved"
+            )
+        for chunk in entry.chunks:
+            if MetadataIndex(name, chunk.offsets) not in self.metadata.storage_data:
+                raise DamagedCheckpoint(
+                    f"{self.path}: {DCP_METADATA} does not say where {name} at "
+                    f"{list(chunk.offsets)} lies"
+                )
+
+
+def open_dcp(path: Path) -> DcpCheckpoint:
+    """Read the metadata of a DCP checkpoint. It is a pickle: nothing that is not of DCP is loaded.
+
+    Raises:
+        DamagedCheckpoint: the metadata is malformed.
+        StorageError: it names what DCP's metadata does not, or cannot be read.
+    """
+    where = path / DCP_METADATA
+    with reading(where):
+        data = storage_of(where).read(where)
+    try:
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"holds a {type(metadata).__name__}, no DCP metadata")
+        _check(metadata)
+    except StorageError:
+        raise
+    except Exception as error:  # a pickle may fail, and be made up, in any way
+        text = printable(explain(error).removeprefix("ValueError: "))
+        raise DamagedCheckpoint(f"{where}: malformed: {text}") from error
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return DcpCheckpoint(path, metadata)
+
+
+def _check(metadata: Metadata) -> None:
+    """Raises what comes: the metadata is not what torch writes, or leads out of its directory."""
+    for name, entry in metadata.state_dict_metadata.items():
+        if not name.isprintable():
+            raise ValueError(f"{name!a} is no name of a tensor")
+        if isinstance(entry, TensorStorageMetadata):
+            _STORED_DTYPES.get(entry.properties.dtype)
+            boxes = [(entry.size, entry.size), *((c.offsets, c.sizes) for c in entry.chunks)]
+            if any(len(box) != len(entry.size) for pair in boxes for box in pair):
+                raise ValueError(f"{name}: chunks of other dimensions")
+            for size in (size for pair in boxes for box in pair for size in box):
+                count(size)
+    for info in metadata.storage_data.values():
+        if not is_plain(info.relative_path):
+            raise ValueError(f"{info.relative_path!a} is no file in its directory")
+        count(info.offset)
+        count(info.length)
+
+
+def targets_of(
+    stored: Mapping[str, StoredTensor],
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, Tensor],
+    rank: int,
+) -> dict[str, Target]:
+    """What `rank` holds of `tensors`, for `DcpCheckpoint.fill`."""
+    return {
+        name: Target.of(
+            name, tensor, local_boxes(stored[name].meta.shape, specs[name].layouts, rank)
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+class _Planner(DefaultLoadPlanner):
+    """Hands out the boxes of targets to torch's reader."""
+
+    def __init__(self, targets: Mapping[str, Target]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Where the reader copies a part of a chunk to."""
+        index = read_item.dest_index
+        target = self._targets[index.fqn]
+        offset = tuple(index.offset or ())
+        box = next(box for box in target.boxes if box.offset == offset)
+        view = box_view(target.local, box)
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            view = view.narrow(dim, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do."""
+
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES.values())},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what DCP puts into its metadata, and nothing else: a pickle may name any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ALLOWED.get(module, ()):
+            raise StorageError(
+                f"{DCP_METADATA} names {module}.{name}, which metadata of DCP does not; it is not "
+                "loaded"
+            )
+        return super().find_class(module, name)

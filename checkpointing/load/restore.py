@@ -1,0 +1,225 @@
+"""Loading on all ranks: a step in storage, or one that a dead run left in memory."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from checkpointing.errors import DamagedCheckpoint, WrongModel
+from checkpointing.format.layout import MODEL, OPTIMIZER, CommitRecord, StoredTensor, parse_step
+from checkpointing.format.sections import PlanInput, Specs, by_section, stored_by_name
+from checkpointing.load.fill import read_tensors
+from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts, survey, token
+from checkpointing.load.reader import refuse_differences
+from checkpointing.ranks import RankError, Ranks
+from checkpointing.save.pulls import Pull
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.place import Place
+from checkpointing.storage.steps import (
+    list_steps,
+    open_step,
+    read_state,
+    reading_lock,
+    stored_tensors,
+)
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, Tensor]
+
+
+def load_step(
+    ranks: Ranks,
+    path: Place,
+    specs: tuple[Specs, Specs],
+    targets: tuple[Tensors, Tensors],
+    verify: bool,
+) -> dict[str, Any]:
+    """Load a committed step; returns its state. On all ranks. Rank 0 alone reads small files and
+    headers, and keeps retention from deleting the step.
+
+    Args:
+        ranks: who loads.
+        path: of the step.
+        specs: of model and optimizer.
+        targets: tensors of model and optimizer.
+        verify: check checksums.
+
+    Raises:
+        RankError: on all ranks; its kind is WrongModel, DamagedCheckpoint or StorageError.
+    """
+    lock = ExitStack()
+
+    def look() -> tuple[CommitRecord, tuple[dict[str, StoredTensor], ...], dict[str, Any]]:
+        lock.enter_context(reading_lock(path))
+        step = open_step(path)
+        stored = tuple(
+            stored_tensors(step, section, verify=False) for section in (MODEL, OPTIMIZER)
+        )
+        for section, there, wanted in zip((MODEL, OPTIMIZER), stored, specs, strict=True):
+            try:
+                refuse_differences(path, there, wanted, section.stem)
+            except WrongModel:
+                if verify:  # it is not known yet that the headers are good
+                    stored_tensors(step, section, verify=True)
+                raise
+        return step.record, stored, read_state(path)
+
+    with lock:
+        record, (model, optimizer), state = ranks.on_main(look)
+        ranks.together(
+            lambda: read_tensors(
+                path,
+                lambda name: storage_of(path).open(path / name),
+                by_section(model, optimizer),
+                by_section(*specs),
+                by_section(*targets),
+                record.files if verify else {},
+                ranks.group,
+                ranks.nodes(),
+            )
+        )
+    return state
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A step that a dead run left in memory. Equal on all ranks."""
+
+    step: int
+    newest: int | None
+    """Newest good step in storage."""
+    run: str
+    """The token of the run."""
+    parts: list[LeftSlot]
+    stored: dict[str, StoredTensor]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What was saved beside the tensors."""
+        return dict(json.loads(self.parts[0].manifest.state))
+
+
+@dataclass(frozen=True)
+class InStorage:
+    """What a run has in storage. Equal on all ranks."""
+
+    paths: Sequence[Place]
+    """Its steps, newest first."""
+    run: str | None
+    """Its token; None: there is none."""
+    good: int | None
+    """The newest step whose record is good, where there is a token; no tensors were read."""
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step, good or not."""
+        return parse_step(self.paths[0].name) if self.paths else None
+
+    @staticmethod
+    def look(directory: Place) -> "InStorage":
+        """Look into the directory of its checkpoints. On one rank."""
+        paths, run = list_steps(directory), token(directory)
+        return InStorage(paths, run, _newest_good(paths) if run else None)
+
+
+def find_memory(
+    ranks: Ranks,
+    directory: Place,
+    storage: InStorage,
+    layout: Callable[[], PlanInput],
+    held: ExitStack,
+) -> Memory | None:
+    """The step in memory that is whole and no older than storage, if there is one. On all ranks.
+
+    Args:
+        ranks: who loads.
+        directory: of the checkpoints.
+        storage: what is there.
+        layout: says where what is to be loaded would be stored.
+        held: until it is closed, nobody takes over or deletes what was found.
+    """
+    if storage.run is None:
+        return None
+    left = survey_all(ranks, directory, storage.run, held)
+    if not left:
+        return None
+    planned, good = layout(), storage.good
+    found = newest_whole(left, planned.tensors, storage.newest, good)
+    if found is None:
+        return None
+    return Memory(found[0], good, storage.run, found[1], stored_by_name(planned.files))
+
+
+def survey_all(ranks: Ranks, directory: Place, run: str, held: ExitStack) -> list[LeftSlot]:
+    """What a run left in the memory of all machines. On all ranks; see `survey`."""
+    ranks.nodes()
+
+    def look() -> list[LeftSlot]:
+        return survey(str(directory), ranks.node, run, held) if ranks.first_of_node else []
+
+    return [part for of_rank in ranks.together(look) for part in of_rank]
+
+
+def load_memory(
+    ranks: Ranks,
+    memory: Memory,
+    pull: Pull,
+    specs: tuple[Specs, Specs],
+    targets: tuple[Tensors, Tensors],
+) -> bool:
+    """Load what `find_memory` found; False, and the targets are as they were, if it is not what was
+    left there. On all ranks.
+
+    Raises:
+        RankError: on all ranks: some was loaded, and the rest cannot be.
+    """
+
+    def check_mine() -> None:
+        for part in memory.parts:
+            if ranks.first_of_node and part.home == ranks.node:
+                check(part, memory.run)
+
+    try:
+        ranks.together(check_mine)
+    except RankError as failed:
+        if ranks.is_main:
+            logger.warning("memory of step %d is not used: %s", memory.step, failed.message)
+        return False
+    ranks.together(
+        lambda: read_tensors(
+            Path("memory"),
+            lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
+            memory.stored,
+            by_section(*specs),
+            by_section(*targets),
+            {},
+            ranks.group,
+            ranks.nodes(),
+        )
+    )
+    if ranks.is_main:
+        logger.warning(
+            "restored step %d from memory; storage has %s",
+            memory.step,
+            "it too" if memory.newest == memory.step else memory.newest or "none",
+        )
+    return True
+
+
+def _newest_good(paths: Sequence[Place]) -> int | None:
+    """The newest step in storage whose record is good. Reads no tensors."""
+    for path in paths:
+        try:
+            return open_step(path).record.step
+        except DamagedCheckpoint:
+            continue
+    return None

@@ -1,0 +1,197 @@
+"""Stretches of files → memory: what one thread of a rank does while it loads."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpointing.errors import DamagedCheckpoint
+from checkpointing.format.crc import BlockSums, Replica
+from checkpointing.format.plan import Box
+from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
+from checkpointing.load.read_plan import ALIGNMENT, Slab, intersection
+from checkpointing.storage.interface import StoredFile
+from checkpointing.storage.place import Place
+from checkpointing.storage.reading import reading
+
+_MOST_BUFFERS = 1024
+_JOB_STEPS = 16
+
+OpenFile = Callable[[str], AbstractContextManager[StoredFile]]
+"""Opens a file of a checkpoint by its name there."""
+
+
+class Segment(NamedTuple):
+    """Bytes of a file, and where they go."""
+
+    begin: int
+    nbytes: int
+    data: memoryview | None
+    """None: into memory of the reader, for their checksum, or for `slab`."""
+    replica: Replica
+    slab: Slab | None = None
+    """What is then copied to the target; at most a step long."""
+
+
+class Job(NamedTuple):
+    """What a thread reads in one go."""
+
+    file: str
+    batches: list[list[Segment]]
+    """Each lies side by side in the file, and is read at once."""
+
+
+def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[Job]:
+    """Segments by file, in the order of offsets, in batches of at most `step` bytes; segments that
+    are longer are cut."""
+    for file, of_file in segments.items():
+        batches: list[list[Segment]] = []
+        for batch in _batches(of_file, step):
+            batches.append(batch)
+            if len(batches) == _JOB_STEPS:
+                yield Job(file, batches)
+                batches = []
+        if batches:
+            yield Job(file, batches)
+
+
+def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
+    batch: list[Segment] = []
+    end, room = -1, 0
+    for segment in sorted(segments, key=lambda segment: segment.begin):
+        begin, nbytes, data, replica, slab = segment
+        for start in range(0, nbytes, most):
+            length = min(most, nbytes - start)
+            if begin + start != end or length > room or len(batch) == _MOST_BUFFERS:
+                if batch:
+                    yield batch
+                batch, room = [], most
+            part = data[start : start + length] if data is not None else None
+            batch.append(Segment(begin + start, length, part, replica, slab))
+            end, room = begin + start + length, room - length
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that this rank holds parts of."""
+
+    local: Tensor
+    boxes: Sequence[Box]
+
+    @staticmethod
+    def of(name: str, tensor: Tensor, boxes: Sequence[Box]) -> "Target":
+        """Raises:
+        ValueError: the local part is not what its boxes say.
+        """
+        local = local_tensor(tensor)
+        if sum(math.prod(box.shape) for box in boxes) != local.numel():
+            raise ValueError(
+                f"{name}: this rank holds {list(local.shape)}, which is not what its placement "
+                f"says: {list(boxes)}"
+            )
+        return Target(local, boxes)
+
+    def memory(self, box: Box, dtype: torch.dtype) -> memoryview | None:
+        """The bytes of a box, if a file with this dtype can be read straight into them."""
+        if box not in self.boxes or self.local.device.type != "cpu" or self.local.dtype != dtype:
+            return None
+        view = box_view(self.local, box)
+        return as_bytes(view).numpy().data if view.is_contiguous() else None
+
+
+def deliver(slab: Slab, data: Tensor, targets: Mapping[str, Target]) -> None:
+    """Copy what this rank holds of a slab.
+
+    Args:
+        slab: which.
+        data: its bytes.
+        targets: by name.
+    """
+    target = targets.get(slab.unit.name)
+    if target is None:
+        return
+    source = data.view(TORCH_DTYPES[slab.unit.stored.meta.dtype]).view(slab.box.shape)
+    for box in target.boxes:
+        common = intersection(slab.box, box)
+        if common:
+            there, within = common
+            box_view(target.local, there).copy_(box_view(source, within))
+
+
+class Reader:
+    """One thread's means of reading. A context manager.
+
+    Args:
+        where: the checkpoint, for messages.
+        open_file: opens its files.
+        sums: takes the checksums of what is read.
+        targets: of slabs.
+        step: most bytes of a batch.
+        pinned: whether to read into memory that a GPU copies from by itself.
+    """
+
+    def __init__(
+        self,
+        where: Place,
+        open_file: OpenFile,
+        sums: BlockSums,
+        targets: Mapping[str, Target],
+        step: int,
+        *,
+        pinned: bool,
+    ) -> None:
+        self._where, self._open_file, self._targets = where, open_file, targets
+        self.sums = sums
+        size = step + _MOST_BUFFERS * ALIGNMENT
+        self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._opened = ExitStack()
+        self._name: str | None = None
+        self._file: StoredFile | None = None
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @torch.no_grad()
+    def read(self, job: Job) -> None:
+        """Read, take the checksums of what was read, and copy what has to be copied.
+
+        Raises:
+            DamagedCheckpoint, StorageError: the file is missing, short, or cannot be read.
+        """
+        with reading(self._where / job.file):
+            for batch in job.batches:
+                self._read_batch(self._open(job.file), job.file, batch)
+
+    def _open(self, name: str) -> StoredFile:
+        if self._file is None or name != self._name:
+            self._opened.close()
+            self._file, self._name = self._opened.enter_context(self._open_file(name)), name
+        return self._file
+
+    def _read_batch(self, file: StoredFile, name: str, batch: list[Segment]) -> None:
+        places, end = [], 0
+        for segment in batch:
+            places.append(end)
+            if segment.data is None:
+                end += -(-segment.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = self._arena.numpy().data
+        buffers = [
+            memory[place : place + segment.nbytes] if segment.data is None else segment.data
+            for segment, place in zip(batch, places, strict=True)
+        ]
+        if file.read_into(buffers, batch[0].begin) != sum(segment.nbytes for segment in batch):
+            raise DamagedCheckpoint(f"{self._where / name}: ends too early; it was cut short")
+        for segment, data, place in zip(batch, buffers, places, strict=True):
+            self.sums.take(name, segment.begin, data, segment.replica)
+            if segment.slab:
+                bytes_read = self._arena[place : place + segment.nbytes]
+                deliver(segment.slab, bytes_read, self._targets)

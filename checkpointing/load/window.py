@@ -1,0 +1,105 @@
+"""Memory that the ranks of a node share while they load."""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpointing.errors import StorageError
+from checkpointing.load.read_plan import ALIGNMENT
+
+HALF_BYTES = 32 << 20
+"""What the ranks of a node fill in a round, at most. Ranks meet after each, so not too little."""
+_FOLDERS = ("/dev/shm", tempfile.gettempdir())
+
+
+def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
+    """Make a file for a window. On one rank of the node.
+
+    Args:
+        ranks: of the node.
+        wanted: bytes of each rank's area.
+        least: bytes with which it still works.
+
+    Returns:
+        Its path, for `Window` on all ranks of the node, and the bytes of an area.
+
+    Raises:
+        StorageError: no folder has room for it.
+    """
+    for folder in _FOLDERS:
+        try:
+            status = os.statvfs(folder)
+            # Not more than a quarter of what is there: it is not ours alone.
+            free = status.f_bavail * status.f_frsize // 4
+            area = min(-(-wanted // ALIGNMENT), free // (2 * ranks * ALIGNMENT)) * ALIGNMENT
+            if area < least:
+                continue
+            descriptor, path = tempfile.mkstemp(prefix="perdure_window-", dir=folder)
+            try:
+                os.posix_fallocate(descriptor, 0, 2 * ranks * area)
+            finally:
+                os.close(descriptor)
+            return path, area
+        except OSError:
+            continue
+    raise StorageError(
+        f"ranks of a node share {2 * ranks * least / 1e6:.0f} MB while they load, and there is no "
+        f"room for that in {' or '.join(_FOLDERS)}; free some there"
+    )
+
+
+class Window:
+    """Two halves of shared memory: while ranks copy from one, they fill the other.
+
+    Args:
+        path: of the file, which may be removed when all ranks have opened it.
+        area: bytes of each rank's area in a half.
+        ranks: of the node (global).
+        rank: this rank.
+        group: has all of them; carries the word between them.
+    """
+
+    def __init__(
+        self, path: str, area: int, ranks: Sequence[int], rank: int, group: dist.ProcessGroup
+    ) -> None:
+        self.area, self.places, self.place = area, len(ranks), ranks.index(rank)
+        self._ranks, self._group = ranks, group
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            self._map = mmap.mmap(descriptor, 2 * area * len(ranks))
+        finally:
+            os.close(descriptor)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.halves: tuple[Tensor, ...] = whole.tensor_split(2)
+        """uint8, shape (places · area,) each."""
+
+    def meet(self, failed: bool) -> bool:
+        """Wait for the other ranks; returns whether any of them failed. On all ranks of the node.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        word = torch.tensor([int(failed)])
+        first, *others = self._ranks
+        if self.place:
+            dist.send(word, first, group=self._group)
+            dist.recv(word, first, group=self._group)
+            return bool(word)
+        said = torch.empty_like(word)
+        for other in others:
+            dist.recv(said, other, group=self._group)
+            word |= said
+        for other in others:
+            dist.send(word, other, group=self._group)
+        return bool(word)
+
+
+def remove_window(path: str) -> None:
+    """Remove the file of a window; its memory stays until all ranks let go of it."""
+    Path(path).unlink(missing_ok=True)

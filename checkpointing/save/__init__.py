@@ -1,0 +1,1 @@
+"""From tensors to a committed step."""

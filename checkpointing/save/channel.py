@@ -1,0 +1,207 @@
+"""Messages between the processes of a run, over sockets that others may reach or listen in on.
+
+[Note: channel] Whoever listens says a random number at once; who has connected answers with one.
+Both numbers and the secret make a key for each direction, so nothing recorded of another connection
+fits. Every message follows a MAC (HMAC-SHA256) over its number and its bytes. A stranger can
+therefore neither get in nor change, repeat, drop or swap messages on the way; only end the
+connection. Nothing is unpickled before its MAC was found right.
+"""
+
+import hmac
+import os
+import pickle
+import socket
+import struct
+import threading
+from contextlib import suppress
+from hashlib import sha256
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+SILENT_SECONDS = 60
+"""A machine that vanished without a word is noticed within so long, and so is a process that takes
+nothing of what it is sent."""
+NONCE_BYTES = 32
+PROOF = b"I know it, too"
+
+
+class StrangerError(OSError):
+    """The other side does not know the secret, or somebody has changed what it said."""
+
+
+class Channel:
+    """One side of a connection; see [Note: channel]. Made by `call` or `welcome`.
+
+    Args:
+        connection: to the other side.
+        ours: key of what is sent.
+        theirs: key of what is received.
+    """
+
+    def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
+        self._connection, self._ours, self._theirs = connection, ours, theirs
+        self._sent, self._received = 0, 0
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send an object. From any thread."""
+        self.send_bytes(pickle.dumps(message))
+
+    def recv(self) -> Any:
+        """The next object.
+
+        Raises:
+            StrangerError: it is not what the other side sent.
+            EOFError, OSError: the other side is gone.
+        """
+        return pickle.loads(self.recv_bytes())
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send bytes. From any thread.
+
+        Raises:
+            OSError: the other side is gone, or has taken nothing for SILENT_SECONDS; what follows
+                half a message is lost, so that ends the connection.
+        """
+        with self._sending:
+            self._sent += 1
+            try:
+                self._connection.send_bytes(_mac(self._ours, self._sent, data))
+                self._connection.send_bytes(data)
+            except OSError:
+                self.shut()
+                raise
+
+    def recv_bytes(self) -> bytes:
+        """The next bytes; raises as `recv`."""
+        try:
+            mac = self._connection.recv_bytes(sha256().digest_size)
+            data = self._connection.recv_bytes()
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came for too long") from error
+        self._received += 1
+        if not hmac.compare_digest(mac, _mac(self._theirs, self._received, data)):
+            raise StrangerError("a message that the other side has not sent")
+        return data
+
+    def poll(self, seconds: float) -> bool:
+        """Whether there is something to receive within so long."""
+        return self._connection.poll(seconds)
+
+    def limit(self, seconds: float) -> None:
+        """Have `recv` fail when nothing came for so long; 0: never."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            _limit(same, seconds)
+
+    def shut(self) -> None:
+        """End the connection for both sides, also for threads that are in `send` or `recv`."""
+        with (
+            suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as same,
+        ):
+            same.shutdown(socket.SHUT_RDWR)
+
+    def fileno(self) -> int:
+        """Descriptor of the socket."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+
+def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_SECONDS) -> Channel:
+    """Connect to a process that listens, by TCP or at an abstract Unix socket.
+
+    Args:
+        address: where it listens.
+        secret: of the run.
+        seconds: how long it may stay silent while they make each other's acquaintance.
+
+    Raises:
+        StrangerError: it does not know the secret.
+        EOFError, OSError: it is not there, or does not answer.
+    """
+    connection = Client(address)
+    try:
+        _set_up(connection)
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            _limit(same, seconds)
+        theirs, ours = connection.recv_bytes(NONCE_BYTES), os.urandom(NONCE_BYTES)
+        connection.send_bytes(ours)
+        channel = Channel(connection, *_keys(secret, theirs, ours)[::-1])
+        if channel.recv_bytes() != PROOF:
+            raise StrangerError("it does not speak as a process of this run")
+        channel.limit(0)
+        return channel
+    except BaseException:
+        connection.close()
+        raise
+
+
+def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Channel, Any]:
+    """Let in who knows the secret; returns the first message, by which they say who they are.
+
+    Args:
+        connection: to who has connected.
+        secret: of the run.
+        seconds: how long they may take.
+
+    Raises:
+        Exception: it is a stranger, or left, or said nothing for too long.
+    """
+    _set_up(connection)
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        if same.family == socket.AF_UNIX:
+            credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _, uid, _ = struct.unpack("3i", credentials)
+            if uid != os.geteuid():
+                raise StrangerError(f"a process of uid {uid}")
+        # Connections know no timeout, so the system is asked for one.
+        _limit(same, seconds)
+        ours = os.urandom(NONCE_BYTES)
+        connection.send_bytes(ours)
+        keys = _keys(secret, ours, connection.recv_bytes(NONCE_BYTES))
+        channel = Channel(connection, *keys)
+        channel.send_bytes(PROOF)
+        message = channel.recv()
+        _limit(same, 0)
+    return channel, message
+
+
+def _set_up(connection: Connection) -> None:
+    """Have sending fail when the other side takes nothing, and TCP notice a machine that is gone.
+    Nor is TCP to hold small messages back until what went before is acknowledged, for which the
+    other side takes 40 ms (Nagle's algorithm with delayed acknowledgements)."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(SILENT_SECONDS))
+        if same.family != socket.AF_UNIX:
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 6)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+
+
+def _limit(connection: socket.socket, seconds: float) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(seconds))
+
+
+def _time(seconds: float) -> bytes:
+    """A `struct timeval`."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
+    """The key of what the listener says, and that of what the caller says."""
+    both = listener + caller
+    return hmac.digest(secret, b"listener" + both, "sha256"), hmac.digest(
+        secret, b"caller" + both, "sha256"
+    )
+
+
+def _mac(key: bytes, number: int, data: bytes | memoryview) -> bytes:
+    found = hmac.new(key, number.to_bytes(8), sha256)
+    found.update(data)
+    return found.digest()

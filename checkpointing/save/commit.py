@@ -1,0 +1,178 @@
+"""What the coordinator does in storage: make the place of a step, commit it, read it back, tidy up.
+
+Slow, and so done aside, in threads; the coordinator sees to it that nothing meets what it must not.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from checkpointing.errors import explain
+from checkpointing.format.layout import (
+    TRAINER_STATE,
+    CommitRecord,
+    FileRecord,
+    TensorFile,
+    block_checksums,
+    step_name,
+)
+from checkpointing.options import CheckpointOptions
+from checkpointing.save.messages import Contents
+from checkpointing.storage.claim import hold
+from checkpointing.storage.interface import NewStep
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.place import Place
+from checkpointing.storage.retention import Known, prune, survey
+from checkpointing.storage.steps import new_step
+from checkpointing.storage.verification import GivenUpError, is_damage, verify_step
+
+logger = logging.getLogger(__name__)
+
+READ_AT_END_BYTES = 256 << 20
+"""A last step that is not larger is read back before the writers end."""
+
+
+class Steps:
+    """The steps of a run in storage, as the coordinator writes them.
+
+    Args:
+        directory: holds them.
+        options: the `checkpoint:` section.
+    """
+
+    def __init__(self, directory: Place, options: CheckpointOptions) -> None:
+        self._directory, self._options = directory, options
+        self._claim: Place | None = None
+        """Stands for the right to commit, from the first save on."""
+        self._right: set[str] = set()
+        """Names of steps of which every byte was read and found right."""
+        self._damaged: set[str] = set()
+        """Names of steps that could not be loaded."""
+        self._found_damaged: set[str] = set()
+        """Names of steps that were read back here."""
+
+    def path(self, step: int) -> Place:
+        """Where a step lies once it is committed."""
+        return self._directory / step_name(step)
+
+    def begin(
+        self, step: int, files: Sequence[TensorFile], damaged: Collection[str]
+    ) -> NewStep | None:
+        """Make the place to write to; None if the step is committed already."""
+        started = time.time()
+        # First: who claims it next removes what is begun here. Also where the step is committed
+        # already, by others that train beside us, perhaps.
+        self._claim = hold(self._directory, self._claim)
+        target = new_step(self.path(step), self._found_damaged.union(damaged))
+        if target:
+            try:
+                target.begin(files)
+            except Exception:
+                target.abort()
+                raise
+        self._trace_metadata("begin", step, started)
+        return target
+
+    def commit(
+        self,
+        step: int,
+        target: NewStep,
+        files: Sequence[TensorFile],
+        checksums: Mapping[str, Mapping[int, int]],
+        small: Mapping[str, bytes],
+    ) -> None:
+        """Make a step that is written a checkpoint.
+
+        Args:
+            step: its number.
+            target: where it was written.
+            files: its tensor files.
+            checksums: CRC-32 of their blocks.
+            small: all other files, except for the commit record.
+        """
+        started = time.time()
+        hold(self._directory, self._claim)
+        records = {
+            file.name: FileRecord(
+                file.size, tuple(checksum for _, checksum in sorted(checksums[file.name].items()))
+            )
+            for file in files
+        }
+        for name, data in small.items():
+            records[name] = FileRecord(len(data), block_checksums(data))
+        target.commit(files, small, CommitRecord(step, records).encode())
+        self._trace_metadata("commit", step, started)
+
+    def committed(self, name: str, contents: Contents) -> None:
+        """Take note of a new step, and of what rank 0 knows about those before."""
+        self._right.discard(name)
+        self._found_damaged.discard(name)
+        self._right |= set(contents.right)
+        self._damaged = set(contents.damaged)
+
+    def tidy(self, busy: Callable[[], bool], ending: Callable[[], bool]) -> None:
+        """Read the newest step back, and delete what need not stay besides.
+
+        Args:
+            busy: whether a save is being written, which goes first.
+            ending: whether the run ends, which does not wait for much to be read.
+        """
+        unreadable: set[str] = set()
+
+        def known() -> Known:
+            return Known(self._damaged | self._found_damaged, unreadable, self._right)
+
+        while self._options.keep:
+            found = survey(self._directory, self._options.best_by, known())
+            newest = next((item for item in found if item.is_good), None)
+            if newest is None or newest.right:
+                break
+            pause = _slowly(newest.size, busy, ending)
+            try:
+                _, problems = verify_step(newest.path, threads=1, pause=pause)
+            except GivenUpError:
+                break
+            if not problems:
+                self._right.add(newest.path.name)
+                break
+            logger.warning("%s was read back: %s", newest.path.name, problems[0])
+            bad = any(map(is_damage, problems))
+            (self._found_damaged if bad else unreadable).add(newest.path.name)
+        prune(self._directory, self._options, known())
+
+    def trace(self, span: Mapping[str, Any]) -> None:
+        """Append a span to trace.jsonl, if the run wants it."""
+        if not self._options.trace:
+            return
+        try:
+            line = json.dumps(span).encode() + b"\n"
+            storage_of(self._directory).append(self._directory / "trace.jsonl", line)
+        except OSError as error:  # storage that fails must not end the one who is to tell of it
+            logger.warning("a span of the trace is lost: %s", explain(error))
+
+    def _trace_metadata(self, kind: str, step: int, started: float) -> None:
+        self.trace({"node": 0, "kind": kind, "step": step, "start": started, "stop": time.time()})
+
+
+def small_files(contents: Contents, indexes: Mapping[str, bytes]) -> dict[str, bytes]:
+    """All files of a step but tensor files and commit record, by name."""
+    return {**contents.files, TRAINER_STATE: contents.state, **indexes}
+
+
+def _slowly(
+    nbytes: int, busy: Callable[[], bool], ending: Callable[[], bool]
+) -> Callable[[], None]:
+    """What reading back calls before each block; see `Steps.tidy`."""
+    last = time.monotonic()
+
+    def pause() -> None:
+        nonlocal last
+        if ending() and nbytes > READ_AT_END_BYTES:
+            raise GivenUpError
+        if busy():
+            time.sleep(min(1.0, 3 * (time.monotonic() - last)))
+        last = time.monotonic()
+
+    return pause

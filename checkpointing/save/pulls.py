@@ -1,0 +1,109 @@
+"""Bytes of slots on their way between nodes: a socket of their own, never a process group."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from checkpointing.errors import StorageError, explain
+from checkpointing.save.channel import SILENT_SECONDS, Channel, call
+from checkpointing.save.manifest import open_left
+from checkpointing.save.messages import Caller, Fetch, Key, Slot
+from checkpointing.save.slots import SlotFiles
+
+logger = logging.getLogger(__name__)
+
+Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Iterator[bytes]]
+"""(node, slot, file, ranges) → the bytes of each range; see Puller."""
+
+
+class Puller:
+    """Fetches bytes of slots from the writers of other nodes; each thread over connections of its
+    own, so that none takes what another asked for.
+
+    Args:
+        addresses: of the writers, by node.
+        secret: of the job.
+    """
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
+        self._addresses, self._secret = addresses, secret
+        self._of_thread = threading.local()
+
+    @property
+    def _connections(self) -> dict[int, Channel]:
+        """Those of this thread, by node."""
+        connections: dict[int, Channel] = self._of_thread.__dict__.setdefault("by_node", {})
+        return connections
+
+    def __call__(
+        self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
+    ) -> Iterator[bytes]:
+        """The bytes of each range.
+
+        Args:
+            node: whose slot.
+            slot: which one.
+            file: in the slot.
+            ranges: start and stop of each.
+
+        Raises:
+            StorageError: that node does not send them, or sent nothing for SILENT_SECONDS.
+        """
+        used_before = node in self._connections
+        left = list(ranges)
+        while left:
+            try:
+                connection = self._connection(node)
+                connection.send(Fetch(slot, file, left))
+                while left:
+                    data = connection.recv_bytes()
+                    del left[0]
+                    yield data
+            except (EOFError, OSError) as error:
+                self._connections.pop(node, None)
+                if not used_before:
+                    raise StorageError(
+                        f"node {node} does not send its part of {file}: {explain(error)}"
+                    ) from error
+                used_before = False  # its process may be another one by now
+
+    def _connection(self, node: int) -> Channel:
+        if node not in self._connections:
+            connection = self._connections[node] = call(self._addresses[node], self._secret)
+            connection.limit(SILENT_SECONDS)
+            connection.send(Caller("pull", node))
+        return self._connections[node]
+
+
+def serve_pulls(
+    connection: Channel, slots: Callable[[int, Key | None], SlotFiles], run: str
+) -> None:
+    """Answer a Puller until it leaves.
+
+    Args:
+        connection: of the Puller.
+        slots: a slot in use, by number and the save that it must hold (None: any); raises EOFError
+            if it holds another.
+        run: token of the run.
+
+    Raises:
+        EOFError, OSError: it has left, or asked for what is not there.
+    """
+    left: dict[str, SlotFiles] = {}
+    while True:
+        wanted: Fetch = connection.recv()
+        slot, file = wanted.slot, wanted.file
+        if isinstance(slot, str):
+            path = f"{slot}/{file}"
+            if path not in left:
+                try:
+                    left[path] = open_left(slot, file, run)
+                except StorageError as error:
+                    logger.warning("refused to another node: %s", error)
+                    raise EOFError from error
+            image = memoryview(left[path].maps[file])
+        else:
+            number, key = slot if isinstance(slot, tuple) else (slot, None)
+            image = memoryview(slots(number, key).maps[file])
+        for start, stop in wanted.ranges:
+            connection.send_bytes(image[start:stop])

@@ -1,0 +1,269 @@
+"""torch's side of a slot: copies of a rank's pieces, made while training goes on."""
+
+import ctypes
+import logging
+import math
+import mmap
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.format.layout import DTYPE_BYTES
+from checkpointing.format.plan import Box, Piece, box_runs
+from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
+from checkpointing.save.messages import Position
+from checkpointing.save.slots import SlotFiles, Slots, ranges_of
+
+logger = logging.getLogger(__name__)
+
+
+class Staging:
+    """This rank's place in the slots of its node.
+
+    Args:
+        slots: of the node.
+        pieces: what this rank contributes.
+        files: names of all files, in their order.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        pieces: Sequence[Piece],
+        files: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        numbers = {name: number for number, name in enumerate(files)}
+
+        def position(part: _Part) -> Position:
+            return numbers[part.piece.stored.file], part.start
+
+        self._parts = sorted((part for piece in pieces for part in _parts(piece)), key=position)
+        self._portions = _portions([part.nbytes for part in self._parts])
+        starts = [*map(position, self._parts), (len(files), 0)]
+        self._ends = [starts[stop] for _, stop in self._portions]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread: threading.Thread | None = None
+        """That copies; ends when the last has been told: what is asked next must find it said."""
+        self._files: list[SlotFiles] = []
+        self._views: list[list[Tensor]] = []
+        self._touching: threading.Thread | None = None
+        self._pinned: list[int] = []
+        """Addresses that the GPU knows."""
+        self.move(slots)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there is anywhere to copy to."""
+        return bool(self._files)
+
+    def release(self) -> None:
+        """Let go of the slots until `move`: while they are mapped their memory is taken, which the
+        new ones may need."""
+        self.wait()
+        self._unpin()
+        self._files, self._views = [], []
+
+    def move(self, slots: Slots) -> None:
+        """Copy into these slots from now on."""
+        self.release()
+        wanted = {part.piece.stored.file for part in self._parts}
+        self._files = [
+            SlotFiles({file: path for file, path in paths.items() if file in wanted})
+            for paths in slots.paths
+        ]
+        self._views = [[part.view(files) for part in self._parts] for files in self._files]
+        if slots.resident:
+            self._touching = threading.Thread(target=self._touch, args=(self._files,), daemon=True)
+            self._touching.start()
+
+    def _touch(self, slots: Sequence[SlotFiles]) -> None:
+        ranges = ranges_of((part.piece for part in self._parts), mmap.PAGESIZE)
+        for files in slots:
+            files.touch(ranges)
+            if self._stream is not None:
+                with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
+                    self._pinned += _pin(files, ranges)
+
+    def _unpin(self) -> None:
+        """Have the GPU forget pages that are about to be unmapped: where others come to lie at
+        their addresses, it would still copy to the old ones."""
+        if self._stream is None or self._touching is None:
+            return
+        self._touching.join()
+        # A GPU that has failed copies nothing more.
+        with suppress(RuntimeError), torch.cuda.device(self._stream.device):
+            for address in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
+        self._pinned.clear()
+
+    def copy(
+        self,
+        slot: int,
+        tensors: Mapping[str, Tensor],
+        at_once: Collection[str],
+        copied: Callable[[Position | Exception], None],
+    ) -> None:
+        """Begin to copy this rank's pieces into a slot, in a thread, in the order of files;
+        `copied` is told there up to where they are, or why they never will be. The tensors must not
+        change before `wait` returns, but for those `at_once`: they may on return."""
+        sources = [local_tensor(tensors[part.piece.name]) for part in self._parts]
+        views = self._views[slot]
+        first = [number for number, part in enumerate(self._parts) if part.piece.name in at_once]
+        with torch.no_grad():
+            for number in first:  # on a GPU before whatever is asked of it next
+                views[number].copy_(self._parts[number].of(sources[number]), non_blocking=True)
+        written = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        left = sorted(set(range(len(sources))).difference(first))
+        thread = threading.Thread(target=self._copy, args=(views, sources, left, written, copied))
+        thread.start()
+        self._thread = thread
+
+    def _copy(
+        self,
+        views: list[Tensor],
+        sources: list[Tensor],
+        left: list[int],
+        written: Any,
+        copied: Callable[[Position | Exception], None],
+    ) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                if self._stream is not None:
+                    self._stream.wait_event(written)
+                for (start, stop), end in zip(self._portions, self._ends, strict=True):
+                    some = left[bisect_left(left, start) : bisect_left(left, stop)]
+                    if some:  # one call for many: it leaves the interpreter to training
+                        torch._foreach_copy_(
+                            [views[number] for number in some],
+                            [self._parts[number].of(sources[number]) for number in some],
+                            non_blocking=True,
+                        )
+                    if self._stream is not None:
+                        self._stream.synchronize()
+                    copied(end)
+        except Exception as error:
+            copied(error)
+
+    def wait(self) -> None:
+        """Until the tensors may change again."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+PORTION_BYTES = 64 << 20
+"""Writers hear of the copy's progress about as often as this, and a GPU is told of so many bytes of
+memory at a time: that keeps its driver busy, and what is launched meanwhile waits. Whole pages."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes of a piece that are copied by one call.
+
+    A GPU refuses to copy to memory that it was told of in two calls (CUDA_ERROR_INVALID_VALUE). So
+    a piece that lies in one stretch is cut wherever `_pin` cuts; another is gathered in memory of
+    its own, and the GPU does not write to the slot.
+    """
+
+    piece: Piece
+    start: int
+    """First byte in the file."""
+    stop: int | None = None
+    """End in the file; None: the whole piece, in its shape."""
+
+    @property
+    def nbytes(self) -> int:
+        if self.stop is not None:
+            return self.stop - self.start
+        return math.prod(self.piece.box.shape) * DTYPE_BYTES[self.piece.stored.meta.dtype]
+
+    def of(self, local: Tensor) -> Tensor:
+        """These bytes of this rank's part of the tensor: a view, or a copy of these bytes alone
+        where the tensor does not hold them in the file's order."""
+        tensor = box_view(local, self.piece.box)
+        if self.stop is None:
+            return tensor
+        first, size = self.start - _begin(self.piece), tensor.element_size()
+        begin, end = first // size, -(-(first + self.nbytes) // size)
+        return as_bytes(_elements(tensor, begin, end))[first - begin * size :][: self.nbytes]
+
+    def view(self, files: SlotFiles) -> Tensor:
+        """Where they lie in a slot, as a tensor of the same shape and dtype."""
+        meta, begin, box = self.piece.stored.meta, self.piece.stored.begin, self.piece.box
+        region = files.maps[self.piece.stored.file]
+        if self.stop is not None:
+            return torch.frombuffer(region, dtype=torch.uint8, count=self.nbytes, offset=self.start)
+        count, dtype = math.prod(meta.shape), TORCH_DTYPES[meta.dtype]
+        whole = torch.frombuffer(region, dtype=dtype, count=count, offset=begin).view(meta.shape)
+        return box_view(whole, Box(box.offset, box.shape, box.offset))
+
+
+def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Elements start to stop of a tensor in row-major order, flat; no other is copied."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[start:stop]
+    row = tensor.numel() // len(tensor)
+    first, last = -(-start // row), stop // row  # rows that are wanted whole
+    if first > last:  # it begins and ends in one row
+        return _elements(tensor[last], start - last * row, stop - last * row)
+    parts = [tensor[first:last].reshape(-1)]
+    if start < first * row:
+        parts.insert(0, _elements(tensor[first - 1], start - (first - 1) * row, row))
+    if last * row < stop:
+        parts.append(_elements(tensor[last], 0, stop - last * row))
+    return torch.cat(parts)
+
+
+def _begin(piece: Piece) -> int:
+    """Where a piece's first byte lies in its file."""
+    return piece.stored.begin + next(box_runs(piece.stored.meta, piece.box)).offset
+
+
+def _parts(piece: Piece) -> list[_Part]:
+    """A piece, cut if it lies in one stretch."""
+    start, whole = _begin(piece), _Part(piece, _begin(piece))
+    cuts = _cut(start, start + whole.nbytes)
+    strided = len(list(islice(box_runs(piece.stored.meta, piece.box), 2))) > 1
+    return [whole] if strided or len(cuts) == 1 else [_Part(piece, *cut) for cut in cuts]
+
+
+def _cut(start: int, stop: int) -> list[tuple[int, int]]:
+    """Bytes of a file, cut at multiples of PORTION_BYTES."""
+    inner = range((start // PORTION_BYTES + 1) * PORTION_BYTES, stop, PORTION_BYTES)
+    return list(pairwise([start, *inner, stop]))
+
+
+def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Parts in order → (first, stop) of groups of about PORTION_BYTES; at least one group."""
+    portions, first, held = [], 0, 0
+    for number, size in enumerate(sizes):
+        held += size
+        if held >= PORTION_BYTES and number + 1 < len(sizes):
+            portions.append((first, number + 1))
+            first, held = number + 1, 0
+    return [*portions, (first, len(sizes))]
+
+
+def _pin(files: SlotFiles, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
+    """Make the pages known to the GPU, so that it copies to them by itself; returns where those
+    begin that it knows now."""
+    pinned: list[int] = []
+    for name, spans in ranges.items():
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(files.maps[name]))
+        for start, stop in (cut for span in spans for cut in _cut(*span)):
+            length = min(stop, len(files.maps[name])) - start
+            result = torch.cuda.cudart().cudaHostRegister(begin + start, length, 0)
+            if int(result) != 0:
+                logger.warning("could not pin memory for checkpoints: CUDA error %s", result)
+                return pinned
+            pinned.append(begin + start)
+    return pinned

@@ -1,0 +1,170 @@
+"""Stores other than S3 through fsspec: gs:// by gcsfs, abfs:// by adlfs, memory://, …
+
+Credentials and settings are those of fsspec's configuration and of the implementation. What differs
+from S3: a tensor file is sent block by block from one thread, and an upload that was begun cannot
+be given up from outside, so that no run is protected from a writer that was thought dead.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, Self, TypeVar
+
+import fsspec
+import tenacity
+
+from checkpointing.errors import StorageError, explain
+from checkpointing.format.layout import BLOCK_BYTES
+from checkpointing.storage.objects import ObjectStat, Upload
+from checkpointing.storage.place import ObjectPath
+from checkpointing.storage.posix import is_transient
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECTIONS = 16
+"""Requests of one process at a time."""
+ATTEMPTS = 6
+"""Besides those that the implementation itself makes."""
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+"""What implementations call the time of an object."""
+
+
+class FsspecStore:
+    """See `checkpointing.storage.objects.Store`."""
+
+    def __init__(self, protocol: str) -> None:
+        self._files = fsspec.filesystem(protocol, use_listings_cache=False)
+        self.pool = ThreadPoolExecutor(CONNECTIONS, protocol)
+
+    def find(self, path: ObjectPath) -> ObjectStat | None:
+        try:
+            found = self._retrying(path, lambda: self._files.info(_name(path)))
+        except FileNotFoundError:
+            return None
+        return None if found["type"] == "directory" else _stat(found)
+
+    def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
+        return list(self.pool.map(self.find, paths))
+
+    def children(self, path: ObjectPath) -> list[ObjectPath]:
+        try:
+            found = self._retrying(path, lambda: self._files.ls(_name(path), detail=False))
+        except FileNotFoundError:
+            return []
+        names = {name.rstrip("/").rpartition("/")[2] for name in found}
+        return [path / name for name in sorted(names)]
+
+    def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
+        try:
+            found = self._retrying(path, lambda: self._files.find(_name(path), detail=True))
+        except FileNotFoundError:
+            return {}
+        start = len(_name(path).strip("/")) + 1
+        return {name.lstrip("/")[start:]: _stat(info) for name, info in found.items()}
+
+    def read(self, path: ObjectPath) -> bytes:
+        return self._retrying(path, lambda: bytes(self._files.cat_file(_name(path))))
+
+    def read_into(self, path: ObjectPath, buffers: Sequence[memoryview], offset: int) -> None:
+        stop = offset + sum(map(len, buffers))
+        data = memoryview(
+            self._retrying(path, lambda: self._files.cat_file(_name(path), start=offset, end=stop))
+        )
+        for buffer in buffers:
+            buffer[:], data = data[: len(buffer)], data[len(buffer) :]
+
+    def write(self, path: ObjectPath, data: bytes) -> None:
+        self._retrying(path, lambda: self._files.pipe_file(_name(path), data))
+
+    def write_new(self, path: ObjectPath, data: bytes) -> None:
+        try:
+            self._retrying(path, lambda: self._files.pipe_file(_name(path), data, mode="create"))
+        except FileExistsError:
+            # Perhaps written by an attempt of ours whose answer was lost.
+            if self.read(path) != data:
+                raise
+
+    def delete(self, paths: Sequence[ObjectPath]) -> None:
+
+        def remove(path: ObjectPath) -> None:
+            with suppress(FileNotFoundError):
+                self._retrying(path, lambda: self._files.rm_file(_name(path)))
+
+        list(self.pool.map(remove, paths))
+
+    def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
+        """See Store. Nothing: an upload begins with its first block."""
+        return ["" for _ in sizes]
+
+    def open_upload(self, path: ObjectPath, token: str, size: int) -> "StreamWriter":
+        file = self._retrying(
+            path, lambda: self._files.open(_name(path), "wb", block_size=BLOCK_BYTES)
+        )
+        return StreamWriter(file, path)
+
+    def uploads(self, path: ObjectPath) -> list[Upload]:
+        """See Store. None that fsspec tells of; stores drop them after some days."""
+        return []
+
+    def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
+        """See Store. Nothing: writers give up their own."""
+
+    def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_is_passing),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            before_sleep=tenacity.before_sleep_log(logger, logging.WARNING),
+            reraise=True,
+        )
+        try:
+            return again(work)
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except Exception as error:  # implementations have exceptions of their own
+            raise StorageError(
+                f"{path}: {explain(error)}; check the credentials and settings of "
+                f"{type(self._files).__name__}"
+            ) from error
+
+
+class StreamWriter:
+    """A file written from its start to its end. See `interface.FileWriter`."""
+
+    def __init__(self, file: Any, path: ObjectPath) -> None:
+        self._file, self._path, self._done = file, path, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._done:
+            self._file.discard()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        if self._file.tell() != offset:
+            raise ValueError(f"{self._path}: blocks must come in order")
+        self._file.write(bytes(data))
+
+    def finish(self) -> None:
+        self._file.close()
+        self._done = True
+
+
+def _name(path: ObjectPath) -> str:
+    return f"{path.bucket}/{path.key}".rstrip("/")
+
+
+def _stat(info: dict[str, Any]) -> ObjectStat:
+    moment = next((info[name] for name in _TIMES if info.get(name)), 0.0)
+    if isinstance(moment, str):
+        moment = datetime.fromisoformat(moment)
+    return ObjectStat(info["size"], moment.timestamp() if isinstance(moment, datetime) else moment)
+
+
+def _is_passing(error: BaseException) -> bool:
+    return isinstance(error, ConnectionError | TimeoutError) or is_transient(error)

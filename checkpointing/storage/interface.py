@@ -1,0 +1,180 @@
+"""What a kind of storage does: files of checkpoints, and steps as a whole. posix_storage.py and
+object_storage.py do it; kinds.py tells which."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
+
+from checkpointing.format.layout import TensorFile
+from checkpointing.storage.place import P, Place
+
+
+class Stat(Protocol):
+    """What is known of a file, named as in os.stat_result."""
+
+    @property
+    def st_size(self) -> int:
+        """Bytes."""
+
+    @property
+    def st_mtime(self) -> float:
+        """Unix time."""
+
+
+class StoredFile(Protocol):
+    """A file of a checkpoint, open for reading."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` in turn from `offset` on; returns how many bytes the file had."""
+
+
+class FileWriter(Protocol):
+    """One tensor file, or a part of it, being written by one thread. A context manager: leaving it
+    without `finish` gives the file up."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write one block, which is free again on return: `data` begins at a page boundary in
+        memory and is BLOCK_BYTES long, or shorter at the end of the file; `offset` is a multiple of
+        BLOCK_BYTES. Blocks come in order."""
+
+    def finish(self) -> None:
+        """Everything written is durable when this returns."""
+
+
+class NewStep(Protocol):
+    """A step that is being written. Made and begun by the coordinator, then sent (pickled) to the
+    writers of all nodes, who write tensor files through it; at the end the coordinator commits or
+    aborts it. Nothing that readers accept exists before `commit` returns."""
+
+    @property
+    def final(self) -> Place:
+        """What the checkpoint is called once it is committed."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether several writers of a node may write to one file at the same time."""
+
+    def begin(self, files: Sequence[TensorFile]) -> None:
+        """Prepare for the tensor files. In the coordinator."""
+
+    def writer(self, file: str, size: int) -> FileWriter:
+        """Open a tensor file of `size` bytes for writing. On any node, after `begin`."""
+
+    def commit(
+        self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
+    ) -> None:
+        """Make it a checkpoint, after all writers have finished. In the coordinator.
+
+        Args:
+            files: the tensor files, whose sizes are checked.
+            small: all other files by name, except for the commit record.
+            record: contents of the commit record, written last.
+        """
+
+    def abort(self) -> None:
+        """Remove what was written, as far as that is possible. In the coordinator."""
+
+
+class Storage(Protocol[P]):
+    """One kind of storage. Methods raise OSError or StorageError, as the kind has it; and
+    FileNotFoundError only if it is known that there is no such file."""
+
+    # --- files -----------------------------------------------------------------------------------
+
+    def exists(self, path: P) -> bool:
+        """Whether there is a file or a directory."""
+
+    def is_directory(self, path: P) -> bool:
+        """Whether there is a directory."""
+
+    def children(self, directory: P) -> list[P]:
+        """Files and directories in a directory; none if there is no such directory."""
+
+    def stat(self, path: P) -> Stat:
+        """Size and time of a file."""
+
+    def open(self, path: P) -> AbstractContextManager[StoredFile]:
+        """A file to read from; errors inside name the file."""
+
+    def read(self, path: P, most: int | None = None) -> bytes:
+        """All bytes of a small file.
+
+        Args:
+            path: of the file.
+            most: bytes that it may have.
+
+        Raises:
+            OSError: it cannot be read, or has more.
+        """
+
+    def read_private(self, path: P) -> bytes:
+        """The first 65 bytes of a file, or none where others than this user may have read it; a
+        store cannot tell."""
+
+    def own_size(self, directory: P, name: str) -> int:
+        """Bytes of a file that lies in a directory itself, not elsewhere behind a link.
+
+        Raises:
+            FileNotFoundError: it is missing.
+            OSError: it is a link, or no regular file.
+        """
+
+    def sizes(self, directory: P, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of several, in the order given; raises as `own_size`."""
+
+    def create(self, path: P, data: bytes, mode: int = 0o666) -> None:
+        """Make a small file, and see it and its name to the disk. A power cut before that may leave
+        it empty.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+
+    def remove(self, path: P) -> None:
+        """Remove a file, if it is there."""
+
+    def append(self, path: P, data: bytes) -> None:
+        """Add to a log, where files can grow; elsewhere nothing happens."""
+
+    def make_directory(self, path: P) -> None:
+        """Make a directory, unless it is there, and see all names that lead to it to the disk."""
+
+    def filesystem(self, path: P) -> str:
+        """Type of the filesystem that holds `path`, which need not exist yet; "" where there is
+        none, or it cannot be told."""
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def steps(self, directory: P) -> list[P]:
+        """What is named as a committed step; whether it is good is not known."""
+
+    def new_step(self, final: P) -> NewStep:
+        """A step that is going to be `final`, written by this process."""
+
+    def delete_step(self, step: P) -> None:
+        """Delete a step such that it is never seen half deleted. What a crash or an error leaves of
+        it, `collect` deletes."""
+
+    def collect(self, directory: P, lost: Collection[str] = ()) -> None:
+        """Remove what processes that are dead have left of steps that they wrote or deleted, and
+        finish deletions that this process did not; never anything of a committed step.
+
+        Args:
+            directory: of the checkpoints.
+            lost: owners that may write here no more, whether or not they live.
+        """
+
+    def reading_lock(self, step: P) -> AbstractContextManager[None]:
+        """See `steps.reading_lock`."""
+
+    def unless_read(self, step: P) -> AbstractContextManager[bool]:
+        """Keep readers off a step; False if there are some. What has no commit record, or lies
+        where there are no locks, counts as not being read."""

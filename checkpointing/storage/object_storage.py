@@ -1,0 +1,305 @@
+"""Steps in an object store: how one is written, deleted, and what the dead left is collected.
+
+[Note: markers]
+  step-00001000/…               the objects of a step; it is committed once index.json is there
+  step-00001000.tmp-<owner>     an empty object: <owner> writes what lies under step-00001000/
+  step-00001000.trash-<owner>   likewise: <owner> deletes it
+As nothing can be renamed, objects have their final names from the start, and index.json alone makes
+them a checkpoint. It is put with the condition that there is none, so that of several processes
+that write the same step one at most commits it. Markers say who is at work; a process that takes
+over removes those of others, and who finds its own marker gone neither commits nor cleans up.
+"""
+
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from checkpointing.errors import CheckpointError, StorageError, explain
+from checkpointing.format.layout import COMMIT_RECORD, LATEST, TensorFile, parse_step
+from checkpointing.format.untrusted import printable
+from checkpointing.storage.clients import store_of
+from checkpointing.storage.interface import FileWriter
+from checkpointing.storage.objects import ObjectStat, Store, Upload
+from checkpointing.storage.owners import is_alive, is_owner, owner
+from checkpointing.storage.place import ObjectPath
+
+logger = logging.getLogger(__name__)
+
+FOREIGN_SECONDS = 6 * 3600
+"""What another machine has written, whose processes cannot be seen from here, counts as left behind
+when nothing was added for so long. A file being uploaded shows no sign of life until it is
+finished, so this must be longer than the longest upload of one file."""
+
+_MARKER = re.compile(r"(?P<step>step-\d{8,})\.(?:tmp|trash)-.+")
+
+
+@dataclass
+class NewObjectStep:
+    """See `interface.NewStep`."""
+
+    final: ObjectPath
+    marker: ObjectPath
+    uploads: dict[str, str] = field(default_factory=dict)
+    """Tokens by file."""
+    in_parts = False
+
+    @staticmethod
+    def of(final: ObjectPath) -> "NewObjectStep":
+        """A step that this process writes."""
+        return NewObjectStep(final, final.with_name(f"{final.name}.tmp-{owner()}"))
+
+    def begin(self, files: Sequence[TensorFile]) -> None:
+        """Take the step over, remove what others have left of it, and begin all uploads.
+
+        Raises:
+            StorageError: it is committed, or another process of this machine writes it.
+        """
+        store = store_of(self.final)
+        if store.find(self.final / COMMIT_RECORD) is not None:
+            raise StorageError(f"{self.final} is committed already")
+        others = _markers(store.children(self.final.parent)).get(self.final.name, [])
+        others = [marker for marker in others if marker != self.marker]
+        for marker in others:
+            if is_alive(marker.name):
+                raise StorageError(
+                    f"{self.final}: another process of this machine writes it at this moment "
+                    f"({printable(marker.name)}); end that run, or give this one a "
+                    "checkpoint.directory of its own"
+                )
+        store.write(self.marker, b"")
+        store.delete(others)
+        _remove(self.final, store.uploads(self.final))
+        tokens = store.begin_uploads([(self.final / file.name, file.size) for file in files])
+        self.uploads = dict(zip((file.name for file in files), tokens, strict=True))
+
+    def writer(self, file: str, size: int) -> FileWriter:
+        place = self.final / file
+        return store_of(place).open_upload(place, self.uploads[file], size)
+
+    def commit(
+        self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
+    ) -> None:
+        """See NewStep.
+
+        Raises:
+            StorageError: another process has taken over or committed this step.
+        """
+        store = store_of(self.final)
+        found = store.walk(self.final)
+        for file in files:
+            size = found[file.name].st_size if file.name in found else 0
+            if size != file.size:
+                raise StorageError(
+                    f"{self.final / file.name}: has {size} bytes, {file.size} were written"
+                )
+        taken = f"{self.final}: another process has taken over this step; two runs write to "
+        taken += f"{self.final.parent}: end one of them"
+        if store.find(self.marker) is None:
+            raise StorageError(taken)
+        try:
+            for name, data in small.items():
+                store.write_new(self.final / name, data)
+            store.write_new(self.final / COMMIT_RECORD, record)
+        except FileExistsError as error:
+            raise StorageError(taken) from error
+        try:
+            store.write(self.final.with_name(LATEST), f"{self.final.name}\n".encode())
+            store.delete([self.marker])
+        except CheckpointError as error:  # the checkpoint itself is committed
+            logger.warning("%s is committed, but: %s", self.final, error)
+
+    def abort(self) -> None:
+        """See NewStep. What cannot be removed now is left to `collect`."""
+        store = store_of(self.final)
+        try:
+            store.abort_uploads(
+                [(self.final / file, token) for file, token in self.uploads.items()]
+            )
+            if store.find(self.marker) is None:  # what is there belongs to another
+                return
+            if store.find(self.final / COMMIT_RECORD) is None:
+                _remove(self.final, ())
+            store.delete([self.marker])
+        except (CheckpointError, OSError) as error:
+            logger.warning("could not remove all of %s: %s", self.final, explain(error))
+
+
+class ObjectStorage:
+    """See `interface.Storage`."""
+
+    def exists(self, path: ObjectPath) -> bool:
+        return store_of(path).find(path) is not None or self.is_directory(path)
+
+    def is_directory(self, path: ObjectPath) -> bool:
+        return bool(store_of(path).children(path))
+
+    def children(self, directory: ObjectPath) -> list[ObjectPath]:
+        return store_of(directory).children(directory)
+
+    def stat(self, path: ObjectPath) -> ObjectStat:
+        found = store_of(path).find(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return found
+
+    @contextmanager
+    def open(self, path: ObjectPath) -> Iterator["ObjectFile"]:
+        yield ObjectFile(path, self.stat(path).st_size)
+
+    def read(self, path: ObjectPath, most: int | None = None) -> bytes:
+        if most is not None and (size := self.stat(path).st_size) > most:
+            raise OSError(errno.EFBIG, f"has {size} bytes, at most {most} are read", str(path))
+        return store_of(path).read(path)
+
+    def read_private(self, path: ObjectPath) -> bytes:
+        return self.read(path)
+
+    def own_size(self, directory: ObjectPath, name: str) -> int:
+        return self.stat(directory / name).st_size
+
+    def sizes(self, directory: ObjectPath, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """See Storage. One request for a thousand files."""
+        found = store_of(directory).walk(directory)
+        for name in names:
+            yield name, (found.get(name) or self.stat(directory / name)).st_size
+
+    def create(self, path: ObjectPath, data: bytes, mode: int = 0o666) -> None:
+        store_of(path).write_new(path, data)
+
+    def remove(self, path: ObjectPath) -> None:
+        store_of(path).delete([path])
+
+    def append(self, path: ObjectPath, data: bytes) -> None:
+        """See Storage: objects do not grow."""
+
+    def make_directory(self, path: ObjectPath) -> None:
+        """See Storage: there are none to make."""
+
+    def filesystem(self, path: ObjectPath) -> str:
+        return ""
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def steps(self, directory: ObjectPath) -> list[ObjectPath]:
+        """See Storage. A step has its name from its first object on."""
+        children = self.children(directory)
+        return _committed([path for path in children if parse_step(path.name) is not None])
+
+    def new_step(self, final: ObjectPath) -> NewObjectStep:
+        return NewObjectStep.of(final)
+
+    def delete_step(self, step: ObjectPath) -> None:
+        """See Storage. The commit record goes first: it is never a checkpoint with something
+        missing."""
+        store = store_of(step)
+        record = step / COMMIT_RECORD
+        if store.find(record) is None:
+            return
+        marker = step.with_name(f"{step.name}.trash-{owner()}")
+        store.write(marker, b"")
+        store.delete([record])
+        _remove(step, ())
+        store.delete([marker])
+
+    def collect(self, directory: ObjectPath, lost: Collection[str] = ()) -> None:
+        """See Storage; also gives up uploads that nobody finishes."""
+        store = store_of(directory)
+        children = store.children(directory)
+        markers = _markers(children)
+        uploads: dict[str, list[Upload]] = {}
+        for upload in store.uploads(directory):
+            below = upload.path.key[len(directory.key) :].lstrip("/")
+            uploads.setdefault(below.partition("/")[0], []).append(upload)
+        names = {child.name for child in children} | set(markers) | set(uploads)
+        steps = [directory / name for name in sorted(names) if parse_step(name) is not None]
+        good = set(_committed(steps))
+        for step in steps:
+            theirs, begun = markers.get(step.name, []), uploads.get(step.name, [])
+            if step in good and not theirs and not begun:
+                continue
+            given_up = bool(theirs) and all(is_owner(marker.name, lost) for marker in theirs)
+            if not given_up and not _is_abandoned(step, theirs, begun, step in good):
+                continue
+            logger.info("removing what a dead run left of %s", step)
+            if step in good:
+                store.abort_uploads([(upload.path, upload.token) for upload in begun])
+            else:
+                _remove(step, begun)
+            store.delete(theirs)
+
+    @contextmanager
+    def reading_lock(self, step: ObjectPath) -> Iterator[None]:
+        """See Storage: there are no locks."""
+        yield
+
+    @contextmanager
+    def unless_read(self, step: ObjectPath) -> Iterator[bool]:
+        """See Storage: there are no locks."""
+        yield True
+
+
+class ObjectFile:
+    """An object open for reading, see `interface.StoredFile`."""
+
+    def __init__(self, path: ObjectPath, size: int) -> None:
+        self._path, self.size = path, size
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` in turn from `offset` on; returns how many bytes the object had."""
+        left = wanted = max(0, min(sum(map(len, buffers)), self.size - offset))
+        parts = []
+        for buffer in buffers:
+            if left:
+                parts.append(buffer[:left])
+                left -= len(parts[-1])
+        if parts:
+            store_of(self._path).read_into(self._path, parts, offset)
+        return wanted
+
+
+def _committed(steps: Sequence[ObjectPath]) -> list[ObjectPath]:
+    """Those that have a commit record."""
+    if not steps:
+        return []
+    records = store_of(steps[0]).find_all([step / COMMIT_RECORD for step in steps])
+    return [step for step, record in zip(steps, records, strict=True) if record is not None]
+
+
+def _is_abandoned(
+    step: ObjectPath, markers: Sequence[ObjectPath], uploads: Sequence[Upload], good: bool
+) -> bool:
+    """Whether nobody works on a step any more."""
+    mine = [marker.name.endswith(f".trash-{owner()}") for marker in markers]
+    alive = [is_alive(marker.name) for marker in markers]
+    if any(life and not own for life, own in zip(alive, mine, strict=True)):
+        return False
+    if markers and None not in alive:
+        return True
+    store = store_of(step)
+    times = [upload.began for upload in uploads]
+    times += [found.st_mtime for found in store.find_all(markers) if found]
+    if not good:
+        times += [found.st_mtime for found in store.walk(step).values()]
+    return time.time() - max(times, default=0.0) > FOREIGN_SECONDS
+
+
+def _remove(step: ObjectPath, uploads: Collection[Upload]) -> None:
+    """Remove all that lies under a step that is not committed."""
+    store: Store = store_of(step)
+    store.abort_uploads([(upload.path, upload.token) for upload in uploads])
+    store.delete([step / name for name in store.walk(step)])
+
+
+def _markers(children: Sequence[ObjectPath]) -> dict[str, list[ObjectPath]]:
+    """Markers in a directory by the name of their step."""
+    found: dict[str, list[ObjectPath]] = {}
+    for child in children:
+        match = _MARKER.fullmatch(child.name)
+        if match:
+            found.setdefault(match["step"], []).append(child)
+    return found

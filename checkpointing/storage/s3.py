@@ -1,0 +1,375 @@
+"""S3 and what speaks its language (MinIO, Ceph, R2, …), by boto3.
+
+Credentials, region and endpoint come from where every AWS tool takes them: AWS_ACCESS_KEY_ID,
+AWS_PROFILE, AWS_ENDPOINT_URL, ~/.aws/config, the role of the machine, …; an old store that does not
+know checksums of requests wants AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
+
+An upload of a tensor file is a multipart upload with one part for each block, begun by the
+coordinator: once it is aborted nobody can finish it, so a writer that was thought dead and is not
+cannot change a checkpoint that another run has committed in the meantime.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from threading import BoundedSemaphore
+from typing import Any, Self, TypeVar
+
+import boto3
+import tenacity
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    SSLError,
+)
+
+from checkpointing.errors import StorageError
+from checkpointing.format.layout import BLOCK_BYTES
+from checkpointing.storage.objects import ObjectStat, Upload
+from checkpointing.storage.place import ObjectPath
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECTIONS = 16
+"""Requests of one process at a time, as one connection gives well below 100 MB/s; also how many
+blocks are in memory to be sent."""
+READ_BYTES = 8 << 20
+"""Longer reads are made in parts, side by side."""
+MOST_PARTS = 10_000
+"""A multipart upload takes so many."""
+
+ATTEMPTS = 8
+"""At a request that may pass."""
+_PASSING = {
+    "BadDigest",
+    "ConditionalRequestConflict",
+    "IncompleteBody",
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "XAmzContentSHA256Mismatch",
+}
+_NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
+
+
+class UploadGoneError(StorageError):
+    """An upload was finished or aborted before."""
+
+
+class S3:
+    """See `checkpointing.storage.objects.Store`."""
+
+    def __init__(self) -> None:
+        config = Config(
+            retries={"total_max_attempts": 1},  # `_retrying` does that
+            max_pool_connections=CONNECTIONS,
+            connect_timeout=10,
+            read_timeout=60,
+            tcp_keepalive=True,
+            response_checksum_validation="when_required",  # the commit record has checksums
+        )
+        self._client = boto3.session.Session().client("s3", config=config)
+        self._endpoint = self._client.meta.endpoint_url
+        self.pool = ThreadPoolExecutor(CONNECTIONS, "s3")
+        self.room = BoundedSemaphore(CONNECTIONS)
+        """For blocks that wait to be sent."""
+
+    def find(self, path: ObjectPath) -> ObjectStat | None:
+        try:
+            found = self._call("head_object", path)
+        except FileNotFoundError:
+            return None
+        return _stat(found["ContentLength"], found)
+
+    def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
+        return list(self.pool.map(self.find, paths))
+
+    def children(self, path: ObjectPath) -> list[ObjectPath]:
+        prefix = f"{path.key}/" if path.key else ""
+        names = []
+        for page in self._pages("list_objects_v2", path, Prefix=prefix, Delimiter="/"):
+            names += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+            names += [entry["Key"] for entry in page.get("Contents", ())]
+        return [path / name[len(prefix) :].rstrip("/") for name in names if name != prefix]
+
+    def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
+        prefix = f"{path.key}/" if path.key else ""
+        return {
+            entry["Key"][len(prefix) :]: ObjectStat(
+                entry["Size"], entry["LastModified"].timestamp()
+            )
+            for page in self._pages("list_objects_v2", path, Prefix=prefix)
+            for entry in page.get("Contents", ())
+        }
+
+    def read(self, path: ObjectPath) -> bytes:
+
+        def work() -> bytes:
+            answer = self._client.get_object(Bucket=path.bucket, Key=path.key)
+            return bytes(answer["Body"].read())
+
+        return self._retrying(path, work)
+
+    def read_into(self, path: ObjectPath, buffers: Sequence[memoryview], offset: int) -> None:
+        runs = list(_runs(buffers, offset))
+        if len(runs) == 1:
+            self._read_run(path, *runs[0])
+        else:
+            list(self.pool.map(lambda run: self._read_run(path, *run), runs))
+
+    def _read_run(self, path: ObjectPath, offset: int, buffers: Sequence[memoryview]) -> None:
+        length = sum(map(len, buffers))
+
+        def work() -> None:
+            span = f"bytes={offset}-{offset + length - 1}"
+            answer = self._client.get_object(Bucket=path.bucket, Key=path.key, Range=span)
+            body = answer["Body"]
+            for buffer in buffers:
+                rest = buffer
+                while rest:
+                    count = body.readinto(rest)
+                    if not count:
+                        raise IncompleteReadError(actual_bytes=0, expected_bytes=length)
+                    rest = rest[count:]
+            body.read()  # nothing; the connection is free for the next request
+
+        self._retrying(path, work)
+
+    def write(self, path: ObjectPath, data: bytes) -> None:
+        self._call("put_object", path, Body=data)
+
+    def write_new(self, path: ObjectPath, data: bytes) -> None:
+        try:
+            self._call("put_object", path, Body=data, IfNoneMatch="*")
+        except FileExistsError:
+            # Perhaps written by an attempt of ours whose answer was lost.
+            if self.read(path) != data:
+                raise
+
+    def delete(self, paths: Sequence[ObjectPath]) -> None:
+        """See Store. One by one, as some stores do not delete several at once."""
+        list(self.pool.map(lambda path: self._call("delete_object", path), paths))
+
+    def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
+        """See Store.
+
+        Raises:
+            StorageError: a file has too many parts.
+        """
+        for path, size in sizes:
+            parts = -(-size // BLOCK_BYTES)
+            if parts > MOST_PARTS:
+                raise StorageError(
+                    f"{path}: {size} bytes are {parts} parts of 16 MiB, and S3 takes {MOST_PARTS}; "
+                    "set checkpoint.max_shard_size to at most 160 GB (a single tensor larger than "
+                    "that cannot be stored there)"
+                )
+
+        def begin(path: ObjectPath) -> str:
+            return str(self._call("create_multipart_upload", path)["UploadId"])
+
+        return list(self.pool.map(begin, [path for path, _ in sizes]))
+
+    def open_upload(self, path: ObjectPath, token: str, size: int) -> "PartWriter":
+        return PartWriter(self, path, token, size)
+
+    def send_part(self, path: ObjectPath, token: str, number: int, data: bytes) -> dict[str, Any]:
+        """Upload one part; returns what `complete` wants to know of it."""
+        answer = self._call("upload_part", path, UploadId=token, PartNumber=number, Body=data)
+        known = ("ETag", "ChecksumCRC32", "ChecksumCRC64NVME", "ChecksumCRC32C", "ChecksumSHA256")
+        return {"PartNumber": number, **{name: answer[name] for name in known if name in answer}}
+
+    def complete(
+        self, path: ObjectPath, token: str, size: int, parts: Sequence[dict[str, Any]]
+    ) -> None:
+        """Finish an upload of `size` bytes."""
+        try:
+            self._call(
+                "complete_multipart_upload",
+                path,
+                UploadId=token,
+                MultipartUpload={"Parts": list(parts)},
+            )
+        except UploadGoneError:
+            # Perhaps finished by an attempt of ours whose answer was lost.
+            found = self.find(path)
+            if found is None or found.st_size != size:
+                raise
+
+    def uploads(self, path: ObjectPath) -> list[Upload]:
+        prefix = f"{path.key}/" if path.key else ""
+        return [
+            Upload(
+                ObjectPath(path.protocol, path.bucket, entry["Key"]),
+                entry["UploadId"],
+                entry["Initiated"].timestamp(),
+            )
+            for page in self._pages("list_multipart_uploads", path, Prefix=prefix)
+            for entry in page.get("Uploads", ())
+            if entry["Key"].startswith(prefix)  # not every store obeys Prefix
+        ]
+
+    def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
+
+        def abort(upload: tuple[ObjectPath, str]) -> None:
+            path, token = upload
+            with suppress(UploadGoneError):
+                self._call("abort_multipart_upload", path, UploadId=token)
+
+        list(self.pool.map(abort, uploads))
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def _call(self, method: str, path: ObjectPath, **arguments: Any) -> dict[str, Any]:
+        call = getattr(self._client, method)
+        return self._retrying(
+            path, lambda: dict(call(Bucket=path.bucket, Key=path.key, **arguments))
+        )
+
+    def _pages(self, method: str, path: ObjectPath, **arguments: Any) -> list[dict[str, Any]]:
+        paginator = self._client.get_paginator(method)
+        return self._retrying(
+            path, lambda: list(paginator.paginate(Bucket=path.bucket, **arguments))
+        )
+
+    def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
+        """work(), again after errors that may pass: exponential back-off with full jitter (Brooker,
+        "Exponential Backoff And Jitter"), some 13 s in all."""
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_passing),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            before_sleep=lambda state: logger.warning(
+                "%s: %s; trying again", path, state.outcome and state.outcome.exception()
+            ),
+            reraise=True,
+        )
+        try:
+            return again(work)
+        except (ClientError, BotoCoreError) as error:
+            raise self._explained(error, path) from error
+
+    def _explained(self, error: Exception, path: ObjectPath) -> Exception:
+        """What callers are told of an error of boto's."""
+        code, status = _code(error)
+        if code == "NoSuchBucket":
+            return StorageError(
+                f"{path}: {self._endpoint} has no bucket {path.bucket!r}; create it, or change "
+                "checkpoint.directory"
+            )
+        if code == "NoSuchUpload":
+            return UploadGoneError(
+                f"{path}: its upload is gone: another process took over this step, or the store "
+                "cleans up uploads too soon"
+            )
+        if status == 404:
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        if code == "PreconditionFailed":
+            return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        if status in (401, 403) or isinstance(error, _NO_CREDENTIALS):
+            return StorageError(
+                f"{path}: {self._endpoint} gives no access ({code or error}); check "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile or role, and that it "
+                "may list, read, write and delete there"
+            )
+        if is_passing(error):
+            return StorageError(
+                f"{path}: {self._endpoint} did not serve {ATTEMPTS} attempts, the last so: "
+                f"{error}; check AWS_ENDPOINT_URL and the network, or try later"
+            )
+        return StorageError(f"{path}: {self._endpoint}: {error}")
+
+
+def _stat(size: int, answer: dict[str, Any]) -> ObjectStat:
+    return ObjectStat(size, answer["LastModified"].timestamp())
+
+
+def _code(error: BaseException) -> tuple[str, int]:
+    """(S3's name of an error, HTTP status); ("", 0) if the store has not answered."""
+    if not isinstance(error, ClientError):
+        return "", 0
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    return code, int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later."""
+    if isinstance(error, ClientError):
+        code, status = _code(error)
+        return code in _PASSING or status == 429 or (status >= 500 and status != 501)
+    if isinstance(error, SSLError):
+        return False
+    return isinstance(error, HTTPClientError | IncompleteReadError)
+
+
+def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, buffers) of reads of at most READ_BYTES, that together fill `buffers`."""
+    run: list[memoryview] = []
+    length = 0
+    for buffer in buffers:
+        rest = buffer
+        while rest:
+            part = rest[: READ_BYTES - length]
+            run.append(part)
+            length += len(part)
+            rest = rest[len(part) :]
+            if length == READ_BYTES:
+                yield offset, run
+                offset, run, length = offset + length, [], 0
+    if run:
+        yield offset, run
+
+
+class PartWriter:
+    """An upload in parts, several of them on their way at a time. See `interface.FileWriter`."""
+
+    def __init__(self, store: S3, path: ObjectPath, token: str, size: int) -> None:
+        self._store, self._path, self._token, self._size = store, path, token, size
+        self._under_way: set[Future[dict[str, Any]]] = set()
+        self._parts: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for part in self._under_way:  # those that run are harmless: the upload gets aborted
+            part.cancel()
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Take a copy of a block and send it from another thread; waits while too many wait."""
+        self._gather({part for part in self._under_way if part.done()})
+        self._store.room.acquire()
+        part = self._store.pool.submit(
+            self._store.send_part,
+            self._path,
+            self._token,
+            offset // BLOCK_BYTES + 1,
+            bytes(data),
+        )
+        part.add_done_callback(lambda _: self._store.room.release())
+        self._under_way.add(part)
+
+    def _gather(self, parts: set[Future[dict[str, Any]]]) -> None:
+        """Take the results of parts, which may be errors."""
+        for part in parts:
+            self._parts.append(part.result())
+            self._under_way.discard(part)
+
+    def finish(self) -> None:
+        self._gather(set(self._under_way))
+        self._parts.sort(key=lambda part: part["PartNumber"])
+        self._store.complete(self._path, self._token, self._size, self._parts)

@@ -1,0 +1,148 @@
+"""Tensors of a checkpoint read piece by piece, by one process: what verify, diff, export and import
+work on. Holds one block at a time."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from checkpointing.errors import DamagedCheckpoint
+from checkpointing.format.layout import (
+    BLOCK_BYTES,
+    COMMIT_RECORD,
+    MODEL,
+    OPTIMIZER,
+    FileRecord,
+    StoredTensor,
+)
+from checkpointing.storage.interface import StoredFile
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.place import Place
+from checkpointing.storage.posix import block_buffer
+from checkpointing.storage.reading import reading
+from checkpointing.storage.steps import (
+    hugging_face_tensors,
+    open_step,
+    reading_lock,
+    step_state,
+    stored_tensors,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of ours, or a plain Hugging Face directory."""
+
+    path: Place
+    model: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor] = field(default_factory=dict)
+    state: dict[str, Any] | None = None
+    """None: a plain directory, which has neither optimizer nor checksums."""
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """By file; what is read of these is checked."""
+
+
+@contextmanager
+def open_source(path: Place) -> Iterator[Source]:
+    """Look into a checkpoint of ours, which retention then leaves alone, or a plain directory.
+
+    Raises:
+        DamagedCheckpoint, StorageError: what is wrong with it.
+    """
+    if not storage_of(path).exists(path / COMMIT_RECORD):
+        yield Source(path, hugging_face_tensors(path))
+        return
+    with reading_lock(path):
+        step = open_step(path)
+        model, optimizer = (
+            stored_tensors(step, section, verify=True) for section in (MODEL, OPTIMIZER)
+        )
+        yield Source(path, model, optimizer, step_state(step), step.record.files)
+
+
+class TensorReader:
+    """Bytes of tensors, in checked blocks. A context manager.
+
+    One file is open and one of its blocks held at a time, so tensors are best read in the order of
+    files and offsets.
+    """
+
+    def __init__(self, path: Place, records: Mapping[str, FileRecord]) -> None:
+        self._path, self._records = path, records
+        self._opened = ExitStack()
+        self._name: str | None = None
+        self._blocks: CheckedBlocks | None = None
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def read(self, tensor: StoredTensor, start: int, target: memoryview) -> None:
+        """Fill `target` from byte `start` of a tensor on.
+
+        Raises:
+            DamagedCheckpoint: the file is missing or short, or a checksum is wrong.
+        """
+        file = self._path / tensor.file
+        with reading(file):
+            if self._blocks is None or tensor.file != self._name:
+                self._opened.close()
+                opened = self._opened.enter_context(storage_of(file).open(file))
+                self._blocks = CheckedBlocks(opened, file, self._records.get(tensor.file))
+                self._name = tensor.file
+            self._blocks.read(target, tensor.begin + start)
+
+
+class CheckedBlocks:
+    """An open file, read by whole blocks that are compared with what was written.
+
+    Args:
+        file: the open file.
+        path: its path, for messages.
+        record: what was written; None: nothing is compared.
+    """
+
+    def __init__(self, file: StoredFile, path: Place, record: FileRecord | None) -> None:
+        self._file, self._path, self._record = file, path, record
+        self._buffer = block_buffer(file.size)
+        self._held: tuple[int, int] | None = None
+        """Number and length of the block in the buffer."""
+
+    def check(self, block: int) -> int:
+        """Read a block and compare it; returns its length in bytes.
+
+        Raises:
+            DamagedCheckpoint: names file and block.
+        """
+        self._held = None
+        size = self._file.read_into([self._buffer], block * BLOCK_BYTES)
+        if self._record is not None and (
+            block >= len(self._record.checksums)
+            or crc32(self._buffer[:size]) != self._record.checksums[block]
+        ):
+            raise DamagedCheckpoint(
+                f"{self._path}: checksum of block {block} (from byte {block * BLOCK_BYTES} on) is "
+                "wrong; the file was changed after it was saved"
+            )
+        self._held = block, size
+        return size
+
+    def read(self, target: memoryview, offset: int) -> None:
+        """Fill `target` from `offset` on.
+
+        Raises:
+            DamagedCheckpoint: a checksum is wrong, or the file ends too early.
+        """
+        done = 0
+        while done < len(target):
+            block, start = divmod(offset + done, BLOCK_BYTES)
+            size = self._held[1] if self._held and self._held[0] == block else self.check(block)
+            stop = min(size, start + len(target) - done)
+            if stop <= start:
+                raise DamagedCheckpoint(f"{self._path}: ends too early; it was cut short")
+            target[done : done + stop - start] = self._buffer[start:stop]
+            done += stop - start

@@ -1,0 +1,264 @@
+"""The steps in a checkpoint directory, read without torch: which there are, which are good, what
+is in them."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from checkpointing.errors import DamagedCheckpoint, StorageError, UnreadableCheckpoint
+from checkpointing.format.layout import (
+    BLOCK_BYTES,
+    COMMIT_RECORD,
+    MODEL,
+    OPTIMIZER,
+    TRAINER_STATE,
+    CommitRecord,
+    FileRecord,
+    Section,
+    StoredTensor,
+    header_bytes,
+    parse_header,
+    parse_index,
+    parse_state,
+    parse_step,
+)
+from checkpointing.format.untrusted import MAX_JSON_BYTES
+from checkpointing.storage.interface import NewStep, StoredFile
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.place import P, Place
+from checkpointing.storage.posix import block_buffer
+from checkpointing.storage.reading import reading
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed checkpoint: its record is valid, every file has its size, and every file but
+    the tensor files has its checksums."""
+
+    path: Place
+    record: CommitRecord
+
+
+def list_steps(directory: P) -> list[P]:
+    """Directories named as committed steps, newest first; whether they are good is not known.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    with reading(directory):
+        paths = storage_of(directory).steps(directory)
+    found = {path: parse_step(path.name) for path in paths}
+    steps = {path: step for path, step in found.items() if step is not None}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+@contextmanager
+def reading_lock(path: Place) -> Iterator[None]:
+    """While it is held, retention does not delete the step at `path`. In any process; the kernel
+    drops it when that process dies. It holds between processes of one machine; between machines it
+    is best effort, as network filesystems differ in whether they pass locks on; object stores have
+    none.
+
+    Raises:
+        DamagedCheckpoint: there is no such step, or it is being deleted.
+    """
+    with storage_of(path).reading_lock(path):
+        yield
+
+
+def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
+    """To write the step that is going to be `final`; None if it is committed already.
+
+    Args:
+        final: its path.
+        damaged: names of steps that are known to be damaged, though their records are good; such a
+            one is deleted to be written again.
+    """
+    storage = storage_of(final)
+    if storage.exists(final):
+        if final.name not in damaged and _is_good(final):
+            return None
+        storage.delete_step(final)
+    return storage.new_step(final)
+
+
+def _is_good(path: Place) -> bool:
+    try:
+        open_step(path)
+    except UnreadableCheckpoint:  # no reason to delete it
+        raise
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def open_step(path: Place) -> Step:
+    """Check a committed checkpoint as far as is cheap. Reads no tensors.
+
+    Raises:
+        DamagedCheckpoint: names the file.
+        StorageError: it cannot be read.
+    """
+    record = read_record(path)
+    with reading(path):
+        for name, size in storage_of(path).sizes(path, record.files):
+            file, expected = path / name, record.files[name]
+            if size != expected.size:
+                raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
+            if not name.endswith(".safetensors"):
+                _check_small(file, expected)
+    for name in (TRAINER_STATE, MODEL.index, OPTIMIZER.index):
+        if name not in record.files:
+            raise DamagedCheckpoint(f"{path / COMMIT_RECORD}: names no {name}")
+    return Step(path, record)
+
+
+def read_record(path: Place) -> CommitRecord:
+    """The commit record of the step at `path`.
+
+    Raises:
+        DamagedCheckpoint: it is missing or malformed, or is that of another step.
+        StorageError: it cannot be read.
+    """
+    where = path / COMMIT_RECORD
+    with reading(where):
+        record = CommitRecord.decode(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+    if parse_step(path.name) not in (None, record.step):
+        raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
+    return record
+
+
+def _check_small(file: Place, expected: FileRecord) -> None:
+    with storage_of(file).open(file) as stored:
+        buffer = block_buffer(expected.size)
+        for block in range(len(expected.checksums)):
+            _check_block(stored, file, expected, block, buffer)
+
+
+def newest_checkpoint(directory: P) -> P | None:
+    """The newest committed step in `directory` that `open_step` finds good, None without one.
+
+    Cheap (reads no tensors, needs no torch), so it may be called before a job starts, on any rank.
+    """
+    for path in list_steps(directory):
+        try:
+            open_step(path)
+            return path
+        except DamagedCheckpoint:
+            continue
+    return None
+
+
+def read_state(path: Place) -> dict[str, Any]:
+    """The `state` that was saved in the checkpoint at `path`.
+
+    Raises:
+        DamagedCheckpoint, StorageError: as `open_step`.
+    """
+    return step_state(open_step(path))
+
+
+def step_state(step: Step) -> dict[str, Any]:
+    """The `state` that was saved in a step.
+
+    Raises:
+        DamagedCheckpoint, StorageError: it is not a JSON object, or cannot be read.
+    """
+    where = step.path / TRAINER_STATE
+    with reading(where):
+        return parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+
+
+def stored_tensors(step: Step, section: Section, *, verify: bool) -> dict[str, StoredTensor]:
+    """Where every tensor of a section lies, from the headers of its files.
+
+    Args:
+        step: a checkpoint of ours.
+        section: MODEL or OPTIMIZER.
+        verify: check the checksums of the blocks that hold the headers.
+
+    Raises:
+        DamagedCheckpoint: a header is damaged, or contradicts the index.
+    """
+    return _indexed(step.path, section.index, step.record.files, verify=verify)
+
+
+def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
+    """Where every tensor of a plain Hugging Face directory lies (one model.safetensors, or several
+    files and an index).
+
+    Raises:
+        DamagedCheckpoint: a file is missing, damaged, or contradicts the index.
+        StorageError: there is no safetensors model there.
+    """
+    if storage_of(path).exists(path / MODEL.index):
+        return _indexed(path, MODEL.index, None, verify=False)
+    if storage_of(path).exists(path / "model.safetensors"):
+        return read_header(path, "model.safetensors", None)
+    raise StorageError(
+        f"{path}: holds neither model.safetensors nor {MODEL.index}; give a directory of "
+        "Hugging Face safetensors or a checkpoint of ours"
+    )
+
+
+def _indexed(
+    path: Place, index: str, records: dict[str, FileRecord] | None, *, verify: bool
+) -> dict[str, StoredTensor]:
+    """Tensors by an index and the headers of its files, which must be in `records` if given."""
+    with reading(path / index):
+        weight_map = parse_index(
+            storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index)
+        )
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if records is not None and file not in records:
+            raise DamagedCheckpoint(f"{path / index}: names {file}, which was not saved with it")
+    headers = {
+        file: read_header(path, file, records[file] if records and verify else None)
+        for file in files
+    }
+    tensors = {}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise DamagedCheckpoint(f"{path / file}: lacks {name}, which {index} says it holds")
+        tensors[name] = headers[file][name]
+    return tensors
+
+
+def read_header(path: Place, file: str, record: FileRecord | None) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, from its header.
+
+    Args:
+        path: the checkpoint directory.
+        file: relative to it.
+        record: what was written; its blocks that hold the header are checked. None: no check.
+
+    Raises:
+        DamagedCheckpoint: names the file, and the block where a checksum is wrong.
+    """
+    with reading(path / file), storage_of(path).open(path / file) as stored:
+        prefix = bytearray(8)
+        stored.read_into([memoryview(prefix)], 0)
+        header = bytearray(header_bytes(bytes(prefix), str(path / file), stored.size))
+        if record:
+            buffer = block_buffer(record.size)
+            for block in range(-(-len(header) // BLOCK_BYTES)):
+                _check_block(stored, path / file, record, block, buffer)
+        stored.read_into([memoryview(header)], 0)
+        return parse_header(bytes(header), file, stored.size, str(path / file))
+
+
+def _check_block(
+    stored: StoredFile, file: Place, record: FileRecord, block: int, buffer: memoryview
+) -> None:
+    size = stored.read_into([buffer], block * BLOCK_BYTES)
+    found = crc32(buffer[:size])
+    if block >= len(record.checksums) or found != record.checksums[block]:
+        start = block * BLOCK_BYTES
+        raise DamagedCheckpoint(
+            f"{file}: checksum of block {block} (from byte {start} on) is wrong; the file was "
+            "changed after it was saved"
+        )

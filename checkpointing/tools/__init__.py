@@ -1,0 +1,1 @@
+"""`perdure ckpt`: what people do with checkpoints."""

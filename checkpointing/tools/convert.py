@@ -1,0 +1,352 @@
+"""`perdure ckpt export | import`: checkpoints of ours from and to what others write.
+
+Both write a new directory under another name, see it to the disk and rename it; both take one piece
+of a tensor into memory at a time. One process; reads weights, so it needs torch.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from isal.isal_zlib import crc32
+
+from checkpointing.errors import CheckpointError, explain
+from checkpointing.format.layout import (
+    BLOCK_BYTES,
+    COMMIT_RECORD,
+    LATEST,
+    MODEL,
+    OPTIMIZER,
+    TRAINER_STATE,
+    CommitRecord,
+    FileRecord,
+    StoredTensor,
+    TensorFile,
+    TensorMeta,
+    block_checksums,
+    index_json,
+    json_bytes,
+    lay_out,
+    parse_step,
+)
+from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
+from checkpointing.format.untrusted import is_plain, printable, read_object
+from checkpointing.load.foreign import DCP_METADATA, open_dcp
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.owners import is_alive, owner
+from checkpointing.storage.place import Place, local, location
+from checkpointing.storage.posix import (
+    opened,
+    sync,
+    sync_directory,
+    write_at,
+    write_file,
+)
+from checkpointing.storage.reading import reading
+from checkpointing.storage.source import Source, TensorReader, open_source
+from checkpointing.tools.inspect import find_source, human_bytes
+
+CONFIG = "config.json"
+MAX_SHARD_BYTES = 4 * 10**9
+PIECE_BYTES = 4 << 20
+"""Most of a tensor that is in memory; a multiple of every element's size."""
+
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""What --dtype takes → safetensors' name."""
+_CONVERTED = {"F64", "F32", "BF16", "F16"}
+"""The rest are whole numbers, or quantised values that belong to scales beside them."""
+_WEIGHTS = {
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
+}  # fmt: skip
+"""Endings of files that are not copied beside imported weights."""
+
+Pieces = Iterator[memoryview]
+"""The bytes of a tensor, in order."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A directory that was written."""
+
+    path: Path
+    tensors: int
+    size: int
+    """Bytes of the tensor files."""
+    files: int
+    """How many tensor files."""
+    notes: tuple[str, ...] = ()
+    """What its user should know."""
+
+    def __str__(self) -> str:
+        made = f"{self.path}: {self.tensors} tensors, {human_bytes(self.size)} in {self.files} file"
+        return "\n".join([made + "s" * (self.files != 1), *self.notes])
+
+
+# --- export ----------------------------------------------------------------------------------
+
+
+def export(
+    path: str | Place,
+    out: str | Place,
+    *,
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Converted:
+    """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
+    tokenizer; no optimizer. The checksums of everything that is read are checked.
+
+    Args:
+        path: a checkpoint, or a run: its newest good one. A plain directory may be given too.
+        out: the new directory.
+        dtype: round floating point weights to it, to nearest even; None: as they are. Whole numbers
+            and 8-bit floats stay as they are.
+        max_shard_bytes: most tensor bytes per file.
+
+    Raises:
+        CheckpointError: `out` exists, or a weight is too large for `dtype`.
+        DamagedCheckpoint, StorageError: what is wrong with the checkpoint.
+    """
+    out = local(out)
+    with open_source(find_source(path)) as source, _new_directory(out) as tmp:
+        target = DTYPES[dtype] if dtype else None
+        metas = {
+            name: _as_dtype(source.model[name].meta, target) for name in _in_order(source.model)
+        }
+        files = lay_out(MODEL, metas, max_shard_bytes)
+        if len(files) == 1:
+            files = [replace(files[0], name="model.safetensors")]
+        else:
+            write_file(tmp / MODEL.index, index_json(files))
+        small = _small_files(source)
+        if target and CONFIG in small:
+            small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
+        with TensorReader(source.path, source.records) as reader:
+
+            def pieces(name: str) -> Pieces:
+                for piece in _pieces(reader, source.model[name]):
+                    yield _convert(piece, name, source.model[name].meta.dtype, metas[name].dtype)
+
+            for file in files:
+                _write_tensors(tmp, file, pieces)
+        for name, data in small.items():
+            write_file(tmp / name, data)
+    return _report(out, files, small)
+
+
+def _as_dtype(meta: TensorMeta, dtype: str | None) -> TensorMeta:
+    return replace(meta, dtype=dtype) if dtype and meta.dtype in _CONVERTED else meta
+
+
+def _convert(piece: memoryview, name: str, dtype: str, target: str) -> memoryview:
+    """Round a piece of a tensor; says so where a number turns infinite."""
+    if dtype == target:
+        return piece
+    numbers = torch.frombuffer(piece, dtype=TORCH_DTYPES[dtype])
+    rounded = numbers.to(TORCH_DTYPES[target])
+    if not rounded.abs().max().isfinite():  # rare, and a closer look takes longer than rounding
+        finite = numbers[numbers.isfinite()]
+        if bool(finite.to(rounded.dtype).isinf().any()):
+            raise CheckpointError(
+                f"{name}: holds {finite.abs().max():.4g}, too large for {target}; export with "
+                "--dtype bf16, or without --dtype"
+            )
+    return as_bytes(rounded).numpy().data
+
+
+def _with_dtype(config: bytes, target: str, where: Place) -> bytes:
+    try:
+        values = read_object(config)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: is not a JSON object: {error}; mend the file") from error
+    # transformers reads the one since 4.56, the other before.
+    values["dtype"] = values["torch_dtype"] = str(TORCH_DTYPES[target]).removeprefix("torch.")
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+# --- import ----------------------------------------------------------------------------------
+
+
+def import_checkpoint(
+    path: str | Place,
+    out: str | Place,
+    *,
+    step: int | None = None,
+    config: str | Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Converted:
+    """Write a checkpoint of ours, with commit record and checksums, from a plain Hugging Face
+    directory or one of torch.distributed.checkpoint (DCP).
+
+    It serves `model.init_from`, `perdure generate` and every `perdure ckpt` command. It is no point
+    for the trainer to resume from: it knows no position in any data. A DCP directory's optimizer
+    state comes along, by our names, for `Checkpointer.load` in a loop of your own; that takes the
+    directory that holds `out`, if `out` is called as a step is.
+
+    Args:
+        path: directory with model.safetensors, or several files and their index; or with DCP's
+            .metadata. The small files beside them (config.json, tokenizer, licence, …) come along.
+        out: the new directory.
+        step: the step that it says it holds; default: as the name of `out` says, else 0.
+        config: a config.json to take instead of the one in `path`.
+        max_shard_bytes: most tensor bytes per file.
+
+    Raises:
+        CheckpointError: `out` exists, `path` is a checkpoint of ours already, or `step` is not that
+            of the name of `out`.
+        DamagedCheckpoint, StorageError: what is wrong with `path`.
+    """
+    path, out = location(path), local(out)
+    named = parse_step(out.name)
+    if step is None:
+        step = named or 0
+    if named not in (None, step):
+        raise CheckpointError(f"{out}: is the name of step {named}, not of step {step}; change one")
+    if storage_of(path).exists(path / COMMIT_RECORD):
+        raise CheckpointError(f"{path}: is a checkpoint of perdure already; use it as it is")
+    with _open_any(path) as (source, read), _new_directory(out) as tmp:
+        small = _small_files(source)
+        if config is not None:
+            with reading(Path(config)):
+                small[CONFIG] = Path(config).read_bytes()
+        written: list[TensorFile] = []
+        records: dict[str, FileRecord] = {}
+        (tmp / OPTIMIZER.folder).mkdir()
+        for section, tensors in ((MODEL, source.model), (OPTIMIZER, source.optimizer)):
+            metas = {name: tensors[name].meta for name in _in_order(tensors)}
+            files = lay_out(section, metas, max_shard_bytes)
+            for file in files:
+                pieces = {name: read(tensors[name]) for name in file.tensors}
+                records[file.name] = _write_tensors(tmp, file, pieces.__getitem__)
+            small[section.index] = index_json(files)
+            written += files
+        state = {"step": step, "imported_from": str(path.absolute())}
+        small[TRAINER_STATE] = json_bytes(state)
+        for name, data in small.items():
+            write_file(tmp / name, data)
+            records[name] = FileRecord(len(data), block_checksums(data))
+        write_file(tmp / COMMIT_RECORD, CommitRecord(step, records).encode())
+        sync_directory(tmp / OPTIMIZER.folder)
+    return _report(out, written, small)
+
+
+@contextmanager
+def _open_any(path: Place) -> Iterator[tuple[Source, Callable[[StoredTensor], Pieces]]]:
+    """What is in a directory that others wrote, and what reads its tensors, when it is used."""
+    if storage_of(path).exists(path / DCP_METADATA):
+        dcp = open_dcp(local(path))
+
+        def whole(tensor: StoredTensor) -> Pieces:
+            yield as_bytes(dcp.read(tensor)).numpy().data
+
+        yield Source(path, dcp.model, dcp.optimizer), whole
+        return
+    with open_source(path) as source, TensorReader(path, source.records) as reader:
+        yield source, lambda tensor: _pieces(reader, tensor)
+
+
+# --- what they share -------------------------------------------------------------------------
+
+
+def _in_order(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Names as the tensors lie, so that files are read from front to back."""
+    return sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
+
+
+def _small_files(source: Source) -> dict[str, bytes]:
+    """What lies beside the weights: of a checkpoint of ours what was saved with it, else whatever
+    is neither weights nor hidden."""
+    path, storage = source.path, storage_of(source.path)
+    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST}
+    names: Sequence[str] = sorted(source.records) or sorted(
+        entry.name
+        for entry in storage.children(path)
+        if entry.name[0] != "." and not storage.is_directory(entry)
+    )
+    small = {}
+    for name in names:
+        is_weights = Path(name).suffix in _WEIGHTS or name.endswith(".index.json")
+        if name not in reserved and "/" not in name and not is_weights:
+            if not is_plain(name):
+                raise CheckpointError(
+                    f"{path}: holds a file called {printable(name)}, whose name is not printable "
+                    "text; rename or remove it"
+                )
+            with reading(path / name):
+                small[name] = storage.read(path / name)
+    return small
+
+
+def _pieces(reader: TensorReader, tensor: StoredTensor) -> Pieces:
+    buffer = memoryview(bytearray(min(PIECE_BYTES, tensor.meta.nbytes)))
+    for start in range(0, tensor.meta.nbytes, PIECE_BYTES):
+        piece = buffer[: tensor.meta.nbytes - start]
+        reader.read(tensor, start, piece)
+        yield piece
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `out` when the block ends well and is removed when not."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out}: exists already; choose another name, or remove it first")
+    tmp = out.with_name(f"{out.name}.tmp-{owner()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for old in out.parent.iterdir():  # of a conversion that was killed
+            if old.name.startswith(f"{out.name}.tmp-") and is_alive(old.name) is False:
+                shutil.rmtree(old, ignore_errors=True)
+        tmp.mkdir()
+        yield tmp
+        sync_directory(tmp)
+        os.rename(tmp, out)
+        sync_directory(out.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {explain(error)}; nothing is left of it") from error
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _write_tensors(
+    directory: Path, file: TensorFile, pieces: Callable[[str], Pieces]
+) -> FileRecord:
+    """Write a tensor file from front to back and see it to the disk."""
+    checksums: list[int] = []
+    size = 0
+
+    def write(data: memoryview) -> None:
+        nonlocal size
+        while data:
+            part = data[: BLOCK_BYTES - size % BLOCK_BYTES]
+            if size % BLOCK_BYTES == 0:
+                checksums.append(0)
+            checksums[-1] = crc32(part, checksums[-1])
+            write_at(descriptor, part, size)
+            size += len(part)
+            data = data[len(part) :]
+
+    with opened(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+        write(memoryview(file.header))
+        for name in file.tensors:
+            if size != file.tensors[name].begin:
+                raise ValueError(f"{file.name}: {name} would begin at {size}")
+            for piece in pieces(name):
+                write(piece)
+        sync(descriptor)
+    return FileRecord(size, tuple(checksums))
+
+
+def _report(out: Path, files: Sequence[TensorFile], small: Mapping[str, bytes]) -> Converted:
+    notes = []
+    if CONFIG not in small:
+        notes.append(
+            f"note: there is no {CONFIG}, so it opens with safetensors, but not with "
+            "from_pretrained, model.init_from or perdure generate"
+        )
+    tensors = sum(len(file.tensors) for file in files)
+    return Converted(out, tensors, sum(file.size for file in files), len(files), tuple(notes))

@@ -1,0 +1,240 @@
+"""`perdure ckpt diff`: in what two checkpoints differ. Decodes numbers, so it needs torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.format.layout import (
+    BLOCK_BYTES,
+    DTYPE_BYTES,
+    TRAINER_STATE,
+    FileRecord,
+    StoredTensor,
+)
+from checkpointing.format.tensors import TORCH_DTYPES
+from checkpointing.format.untrusted import printable
+from checkpointing.storage.place import Place
+from checkpointing.storage.source import Source, TensorReader, open_source
+from checkpointing.tools.inspect import find_source, short, table
+
+PIECE_ELEMENTS = 1 << 17
+"""Elements of two tensors compared at a time: what fits a processor's cache as float64."""
+_SHOWN = 10
+"""How many tensors, or keys, of a kind are printed."""
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """A tensor whose bytes differ."""
+
+    name: str
+    absolute: float
+    """Largest |a - b|; inf: one has a NaN or an infinity; 0: equal numbers, in other bits."""
+    relative: float
+    """Largest |a - b| / max(|a|, |b|)."""
+    elements: int
+    """How many differ in value (of complex numbers both parts count)."""
+
+
+@dataclass
+class Difference:
+    """In what two checkpoints differ."""
+
+    left: Place
+    right: Place
+    identical: int = 0
+    """Tensors with the same dtype, shape and bytes."""
+    only_left: list[str] = field(default_factory=list)
+    only_right: list[str] = field(default_factory=list)
+    metas: list[str] = field(default_factory=list)
+    """Tensors of other dtypes or shapes, with both."""
+    values: list[ValueDifference] = field(default_factory=list)
+    """The largest relative difference first; also of tensors of other dtypes."""
+    state: list[str] = field(default_factory=list)
+    """Keys of trainer_state.json, with both values."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_left or self.only_right or self.metas or self.values or self.state)
+
+    def __str__(self) -> str:
+        lines = [f"A: {self.left}", f"B: {self.right}", *self.notes]
+        counts = f"tensors: {self.identical} identical, {len(self.values)} with other values, "
+        counts += f"{len(self.metas)} with other dtypes or shapes, "
+        lines.append(counts + f"{len(self.only_left)} only in A, {len(self.only_right)} only in B")
+        lines += _listing("only in A", self.only_left)
+        lines += _listing("only in B", self.only_right)
+        lines += _listing("other dtype or shape (A, B)", self.metas)
+        if self.values:
+            rows = [
+                [
+                    f"  {item.name}",
+                    f"{item.absolute:.3g}",
+                    f"{item.relative:.3g}",
+                    str(item.elements),
+                ]
+                for item in self.values[:_SHOWN]
+            ]
+            header = ["  largest differences", "absolute", "relative", "elements"]
+            lines += ["", table([header, *rows])]
+        lines += _listing(f"{TRAINER_STATE} (A, B)", self.state)
+        return "\n".join(lines)
+
+
+def _listing(title: str, items: list[str]) -> list[str]:
+    if not items:
+        return []
+    more = [f"  … and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return ["", f"{title}:", *(f"  {item}" for item in items[:_SHOWN]), *more]
+
+
+def diff(left: str | Place, right: str | Place) -> Difference:
+    """Compare two checkpoints, tensor by tensor, in bounded memory.
+
+    Of checkpoints of ours, blocks with equal checksums are not read; `verify` tells whether they
+    still are what the checksums say. Whatever is read is checked.
+
+    Args:
+        left, right: checkpoints, runs (their newest good ones) or plain Hugging Face directories,
+            of which only the model is compared.
+
+    Raises:
+        DamagedCheckpoint, StorageError: what is wrong with either.
+    """
+    with open_source(find_source(left)) as a, open_source(find_source(right)) as b:
+        result = Difference(a.path, b.path)
+        _compare_tensors(result, a, b, a.model, b.model)
+        if a.state is not None and b.state is not None:
+            _compare_tensors(result, a, b, a.optimizer, b.optimizer)
+            result.state = _compare_states(a.state, b.state)
+        else:
+            result.notes.append("only the models are compared: one is a plain directory")
+    result.values.sort(key=lambda item: (-item.relative, -item.absolute, item.name))
+    return result
+
+
+def _compare_tensors(
+    result: Difference,
+    left: Source,
+    right: Source,
+    ours: Mapping[str, StoredTensor],
+    theirs: Mapping[str, StoredTensor],
+) -> None:
+    result.only_left += [name for name in ours if name not in theirs]
+    result.only_right += [name for name in theirs if name not in ours]
+    both = sorted(ours.keys() & theirs.keys(), key=lambda name: (ours[name].file, ours[name].begin))
+    with (
+        TensorReader(left.path, left.records) as left_reader,
+        TensorReader(right.path, right.records) as right_reader,
+    ):
+        for name in both:
+            a, b = ours[name], theirs[name]
+            if a.meta != b.meta:
+                result.metas.append(f"{name}: {a.meta}, {b.meta}")
+                if a.meta.shape != b.meta.shape:
+                    continue
+            if a.meta == b.meta and _same_checksums(a, b, left.records, right.records):
+                result.identical += 1
+                continue
+            found = _compare_values(name, a, b, left_reader, right_reader)
+            if found is not None:
+                result.values.append(found)
+            elif a.meta == b.meta:
+                result.identical += 1
+
+
+def _same_checksums(
+    a: StoredTensor,
+    b: StoredTensor,
+    left: Mapping[str, FileRecord],
+    right: Mapping[str, FileRecord],
+) -> bool:
+    """Whether the blocks that hold two tensors are recorded as equal."""
+    if a.begin != b.begin or a.file not in left or b.file not in right:
+        return False
+    blocks = slice(a.begin // BLOCK_BYTES, -(-(a.begin + a.meta.nbytes) // BLOCK_BYTES))
+    return left[a.file].checksums[blocks] == right[b.file].checksums[blocks]
+
+
+def _compare_values(
+    name: str,
+    a: StoredTensor,
+    b: StoredTensor,
+    left: TensorReader,
+    right: TensorReader,
+) -> ValueDifference | None:
+    """None if the bytes are equal (or, of two dtypes, the values)."""
+    differs, absolute, relative, elements = False, 0.0, 0.0, 0
+    count = prod(a.meta.shape)
+    for start in range(0, count, PIECE_ELEMENTS):
+        stop = min(start + PIECE_ELEMENTS, count)
+        ours, theirs = (
+            _read(reader, tensor, start, stop) for reader, tensor in ((left, a), (right, b))
+        )
+        if a.meta == b.meta and ours == theirs:
+            continue
+        apart, share = _apart(_numbers(ours, a.meta.dtype), _numbers(theirs, b.meta.dtype))
+        differs |= a.meta == b.meta or bool(apart.any())
+        absolute = max(absolute, float(apart.max()))
+        relative = max(relative, float(share.max()))
+        elements += int(apart.count_nonzero())
+    return ValueDifference(name, absolute, relative, elements) if differs else None
+
+
+def _read(reader: TensorReader, tensor: StoredTensor, start: int, stop: int) -> bytearray:
+    width = DTYPE_BYTES[tensor.meta.dtype]
+    data = bytearray((stop - start) * width)
+    reader.read(tensor, start * width, memoryview(data))
+    return data
+
+
+def _numbers(data: bytearray, dtype: str) -> Tensor:
+    """float64, flat; of complex numbers both parts."""
+    tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[dtype])
+    return (torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor).double()
+
+
+def _apart(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Absolute and relative difference of each number: 0 where both are NaN or equal, inf where
+    one is NaN, or one infinite."""
+    scale = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(a.dtype).tiny)
+    absolute = (a - b).abs()
+    relative = absolute / scale
+    if not absolute.sum().isfinite():
+        same = (a == b) | (a.isnan() & b.isnan())
+        absolute, relative = (
+            part.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
+            for part in (absolute, relative)
+        )
+    return absolute, relative
+
+
+def _compare_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    a, b = _flat(left), _flat(right)
+    missing = object()
+
+    def text(value: Any) -> str:
+        return "(absent)" if value is missing else short(value, 40)
+
+    return [
+        f"{printable(key)}: {text(a.get(key, missing))}, {text(b.get(key, missing))}"
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key, missing) != b.get(key, missing)
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested objects as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,385 @@
+"""What `perdure ckpt ls | show | verify` tell. Reads without torch; every result prints as text.
+
+Each function takes a run directory (that holds `checkpoints/`), a directory of checkpoints, or one
+checkpoint; or the URL of any of these in an object store.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError
+from checkpointing.format.layout import (
+    COMMIT_RECORD,
+    LATEST,
+    MODEL,
+    OPTIMIZER,
+    TRAINER_STATE,
+    CommitRecord,
+    StoredTensor,
+    parse_step,
+)
+from checkpointing.format.untrusted import printable
+from checkpointing.options import CheckpointOptions
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.place import Place, location
+from checkpointing.storage.reading import reading
+from checkpointing.storage.retention import Decision, Known, decide, prune, survey
+from checkpointing.storage.source import open_source
+from checkpointing.storage.steps import (
+    list_steps,
+    open_step,
+    step_state,
+    stored_tensors,
+)
+from checkpointing.storage.verification import is_damage, verify_step
+
+MAX_POINTER_BYTES = 4096
+
+
+def find_steps(path: str | Place) -> list[Place]:
+    """The checkpoints that a path stands for, newest first.
+
+    Raises:
+        StorageError: there are none.
+    """
+    path = location(path)
+    if storage_of(path).exists(path / COMMIT_RECORD) or parse_step(path.name) is not None:
+        return [path]
+    steps = list_steps(path / "checkpoints") or list_steps(path)
+    if not steps:
+        raise StorageError(
+            f"{path}: holds no checkpoints; give a run directory, or a step-… directory in it"
+        )
+    return steps
+
+
+def find_checkpoint(path: str | Place) -> Place:
+    """The newest good checkpoint that a path stands for. Reads headers, but no tensors.
+
+    Raises:
+        StorageError: there are no checkpoints.
+        DamagedCheckpoint: there is no good one; says what is wrong with the newest.
+    """
+    damage: list[DamagedCheckpoint] = []
+    for step in find_steps(path):
+        try:
+            found = open_step(step)
+            step_state(found)
+            for section in (MODEL, OPTIMIZER):
+                stored_tensors(found, section, verify=False)
+        except DamagedCheckpoint as error:
+            damage.append(error)
+        else:
+            return found.path
+    raise damage[0]
+
+
+def find_source(path: str | Place) -> Place:
+    """What `open_source` is to open: a plain Hugging Face directory, or as `find_checkpoint`.
+
+    Raises:
+        StorageError, DamagedCheckpoint: as `find_checkpoint`.
+    """
+    path = location(path)
+    plain = any(storage_of(path).exists(path / name) for name in (MODEL.index, "model.safetensors"))
+    return path if plain and parse_step(path.name) is None else find_checkpoint(path)
+
+
+# --- ls --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint of a listing."""
+
+    path: Place
+    saved: float | None
+    """Unix time."""
+    state: dict[str, Any]
+    """What the trainer saved; empty if damaged."""
+    size: int
+    """Bytes of all files."""
+    files: int
+    problem: str | None
+    """None: committed, all files there, in their sizes. Bytes are checked by `verify`."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Checkpoints, newest first."""
+
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
+        return table([header, *(_cells(row) for row in self.rows)])
+
+
+def ls(path: str | Place) -> Listing:
+    """List checkpoints, with what a cheap look says of each."""
+    return Listing([_row(step) for step in find_steps(path)])
+
+
+def _row(path: Place) -> Row:
+    try:
+        step = open_step(path)
+        saved = storage_of(path).stat(path / COMMIT_RECORD).st_mtime
+        size = sum(file.size for file in step.record.files.values())
+        return Row(path, saved, step_state(step), size, len(step.record.files), None)
+    except CheckpointError as error:
+        return Row(path, None, {}, 0, 0, str(error))
+
+
+def _cells(row: Row) -> list[str]:
+    if row.problem is not None:
+        return [row.path.name, "", "", "", "", "", "", f"DAMAGED: {row.problem}"]
+    tokens, loss = row.state.get("tokens"), row.state.get("validation_loss")
+    return [
+        row.path.name,
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved)),
+        f"{tokens:,}" if isinstance(tokens, int) else "",
+        f"{loss:.4f}" if isinstance(loss, float) else "",
+        human_bytes(row.size),
+        str(row.files),
+        _world(row.state),
+        "",
+    ]
+
+
+def _world(state: dict[str, Any]) -> str:
+    world = state.get("world")
+    if not isinstance(world, dict):
+        return ""
+    keys = ("world_size", "sharding")
+    return " ".join(printable(str(world[key])) for key in keys if key in world)
+
+
+# --- show ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds."""
+
+    path: Place
+    record: CommitRecord
+    model: dict[str, StoredTensor]
+    optimizer: dict[str, StoredTensor]
+    state: dict[str, Any]
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: step {self.record.step}", ""]
+        for title, tensors in (("model", self.model), ("optimizer", self.optimizer)):
+            size = sum(tensor.meta.nbytes for tensor in tensors.values())
+            numbers = sum(prod(tensor.meta.shape) for tensor in tensors.values())
+            dtypes = Counter(tensor.meta.dtype for tensor in tensors.values())
+            lines.append(
+                f"{title}: {len(tensors)} tensors, {numbers:,} elements, {human_bytes(size)}, "
+                + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
+            )
+        rows = [
+            [f"  {name}", tensor.meta.dtype, str(list(tensor.meta.shape)), tensor.file]
+            for name, tensor in self.model.items()
+        ]
+        lines += ["", table([["  tensor", "dtype", "shape", "file"], *rows])]
+        lines += ["", f"{TRAINER_STATE}:"]
+        lines += [f"  {printable(key)}: {short(value)}" for key, value in self.state.items()]
+        return "\n".join(lines)
+
+
+def show(path: str | Place) -> Contents:
+    """Tensors and trainer state of a checkpoint; of a run, its newest good one.
+
+    Raises:
+        DamagedCheckpoint, StorageError: what is wrong with it.
+    """
+    step = open_step(find_checkpoint(path))
+    with open_source(step.path) as source:
+        state = source.state or {}
+        return Contents(step.path, step.record, source.model, source.optimizer, state)
+
+
+def short(value: Any, limit: int = 100) -> str:
+    """A JSON value in one line, cut at `limit` characters."""
+    text = printable(json.dumps(value, ensure_ascii=False))
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
+
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong in a checkpoint."""
+
+    checkpoint: Place
+    message: str
+    """Names the file, and the block where it is one."""
+    is_damage: bool = True
+    """Else it could not be read."""
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint.name}: {self.message}"
+
+
+@dataclass
+class Verification:
+    """Outcome of checking every byte."""
+
+    checked: list[Place]
+    """The checkpoints."""
+    size: int = 0
+    """Bytes that were read."""
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def good(self) -> list[Place]:
+        """Those without problems."""
+        bad = {problem.checkpoint for problem in self.problems}
+        return [path for path in self.checked if path not in bad]
+
+    @property
+    def known(self) -> Known:
+        """What it tells retention."""
+        lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
+        return Known(
+            damaged=lost,
+            unreadable={problem.checkpoint.name for problem in self.problems} - lost,
+            right={path.name for path in self.good},
+        )
+
+    def add(self, step: Place) -> None:
+        """Check another one."""
+        size, problems = verify_step(step)
+        self.checked.append(step)
+        self.size += size
+        self.problems += [Problem(step, str(problem), is_damage(problem)) for problem in problems]
+
+    def __str__(self) -> str:
+        bad = {problem.checkpoint for problem in self.problems}
+        verdicts = [f"{path.name}: {'DAMAGED' if path in bad else 'good'}" for path in self.checked]
+        summary = (
+            f"{len(self.checked)} checkpoint(s), {human_bytes(self.size)}: "
+            f"{len(self.problems)} problem(s)"
+        )
+        return "\n".join([*map(str, self.problems), *verdicts, summary])
+
+
+def verify(path: str | Place) -> Verification:
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the commit record.
+
+    Goes on after a problem, to name all of them.
+    """
+    result = Verification([])
+    for step in find_steps(path):
+        result.add(step)
+    result.problems += _verify_latest(result.checked)
+    return result
+
+
+def _verify_latest(steps: Sequence[Place]) -> list[Problem]:
+    """Whether the pointer beside checkpoints, if it is there, names one of them."""
+    pointer = steps[0].with_name(LATEST)
+    if not storage_of(pointer).exists(pointer):
+        return []
+    try:
+        with reading(pointer):
+            named = (
+                storage_of(pointer)
+                .read(pointer, MAX_POINTER_BYTES)
+                .decode(errors="replace")
+                .strip()
+            )
+    except CheckpointError as error:
+        return [Problem(pointer, str(error))]
+    if parse_step(named) is not None and storage_of(pointer).exists(
+        pointer.with_name(named) / COMMIT_RECORD
+    ):
+        return []
+    return [Problem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
+
+
+# --- prune -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What retention decided on each checkpoint, newest first."""
+
+    decisions: list[Decision]
+    dry_run: bool
+    verification: Verification
+    """What was read of the steps that are relied upon: the newest that stay."""
+
+    def __str__(self) -> str:
+        verbs = ("goes" if self.dry_run else "deleted", "stays")
+        rows = [[item.path.name, verbs[item.stays], item.reason] for item in self.decisions]
+        going = [item for item in self.decisions if not item.stays]
+        size = human_bytes(sum(item.size for item in going))
+        would = "would be deleted (dry run)" if self.dry_run else "deleted"
+        lines = [*map(str, self.verification.problems), table(rows)]
+        if going:
+            good = [path.name for path in self.verification.good]
+            lines.append(f"every byte read and found right: {', '.join(good) or 'of none'}")
+        return "\n".join([*lines, f"{len(going)} of {len(rows)} {would}: {size}"])
+
+
+def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> Pruning:
+    """Apply retention to a run, also while it is being trained. Before anything is deleted, every
+    byte is read of the newest checkpoints that stay for it: one that is damaged counts for nothing.
+
+    Args:
+        path: run directory, or the directory of its checkpoints.
+        options: keep, keep_every, keep_best and best_by.
+        dry_run: decide only.
+
+    Raises:
+        StorageError: there are no checkpoints, or `path` is one.
+    """
+    path = location(path)
+    steps = find_steps(path)
+    if steps == [path]:
+        raise StorageError(f"{path}: is one checkpoint; give the run that it belongs to")
+    directory = steps[0].parent
+    checked = Verification([])
+    while True:
+        known = checked.known
+        found = survey(directory, options.best_by, known)
+        decisions = decide(found, options)
+        if all(item.stays for item in decide([replace(f, right=True) for f in found], options)):
+            break  # nothing goes, so nothing is relied upon
+        newest = [item.path for item in found if item.is_good][: options.keep]
+        unknown = [path for path in newest if path not in checked.checked]
+        if not unknown:
+            break
+        checked.add(unknown[0])
+    if not dry_run:
+        decisions = prune(directory, options, known)
+    return Pruning(decisions, dry_run, checked)
+
+
+# --- text ------------------------------------------------------------------------------------
+
+
+def human_bytes(size: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0  # the last column may be long
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,491 @@
+"""Who is in the job: rounds, leases, generations, as pure functions on one JSON document.
+
+[Note: membership] The nodes of a job share one document in the store and change it by
+compare-and-swap. A *round* is a set of nodes with group ranks; its ranks run *generation* after
+generation of training processes. A process that fails costs a generation; a node that is lost,
+leaves or joins costs a round.
+
+A node that wants to be in the next round puts itself among the arrivals. The next round begins when
+every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes are
+there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
+and arrived as well.
+
+Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
+order are its *observers*. The others say in keys of their own what they ask for (`Ask`) and where
+their ranks stand; the observers read these keys, and change the document once for all who asked.
+Whoever is not in the document yet leaves its name at the *door*, a key to which anybody appends,
+and is let in when an observer has seen its counter rise. All others only look whether the version
+is another. Up to `OBSERVERS` nodes are all observers, and ask nobody.
+
+Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
+for the length of a lease, on its own monotonic clock, takes that node out of the document. No
+clocks are compared between machines.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+BEAT_SECONDS = 0.4
+"""How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
+NODES_PER_BEAT = 256
+MISSED_BEATS = 3
+LOOK_SECONDS = 0.05
+"""How often a node of a small job looks at the document."""
+OBSERVERS = 3
+"""So many nodes, the first in order, watch all; the others watch only these."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A training process that ended as it should not have, or a node that was lost."""
+
+    node: str
+    rank: int | None
+    """None: all of a node, or it is not known whose failure it was; that is nobody's strike."""
+    step: int
+    """Step it was working on; 0 before the first, or not known."""
+    why: str
+    at: float
+    """Unix time, by the clock of its node."""
+    error: str = ""
+    """What its process raised, in a line; empty if it was killed, hung or lost."""
+    mended: bool = False
+    """Its process has seen to it that this does not happen again: it counts for nothing."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The end of the job."""
+
+    code: int
+    """Exit code of every process."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The document."""
+
+    version: int = 0
+    """Raised by every change, so that it is known which of two copies is the newer. A job begins at
+    its time of birth in ms of Unix time: what was recorded of one before it does not win."""
+    round: int = 0
+    """Number of the newest round; 0: none yet."""
+    first: int = 1
+    """Number of the job's first round: a store outlives jobs, and rounds are counted on."""
+    job: str = ""
+    """The node that began the job, and when: it tells this job from all others."""
+    identity: str = ""
+    """Digest of what the job trains, as its first node said; who would train something else does
+    not get in."""
+    ranks: int = 1
+    """Of each node, but for those in `uneven`."""
+    uneven: tuple[tuple[str, int], ...] = ()
+    """(node, its ranks)."""
+    members: tuple[str, ...] = ()
+    """Nodes of this round that are still in it, in the order of their group ranks."""
+    size: int = 0
+    """Nodes this round began with."""
+    address: str = ""
+    """host:port of the store of this round's ranks, which group rank 0 hosts."""
+    generation: int = 0
+    """Of this round."""
+    arrived: tuple[str, ...] = ()
+    """Nodes that want to be in the next round."""
+    lost: Failure | None = None
+    """The last node of this round that was lost, if any was."""
+    cause: Failure | None = None
+    """The node whose loss ended the round before."""
+    failures: tuple[Failure, ...] = ()
+    """The latest failures of training processes."""
+    struck: tuple[Failure, ...] = ()
+    """The last failure of each node that was sent away for its failures; it may come back once it
+    is found healthy."""
+    alarm: int = 0
+    """A rank of this generation seems to hang, and every node is to say where its ranks stand; the
+    number of this alarm. 0: no alarm."""
+    suspects: tuple[int, ...] = ()
+    """Ranks that all others wait for, by what the first node has read of all; see `suspicion`."""
+    suspicion: str = ""
+    """Why; empty: not known yet."""
+    closed: Closed | None = None
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> "Membership":
+        """From JSON."""
+        body: dict[str, Any] = json.loads(data)
+        body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
+        body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
+        body["suspects"] = tuple(body["suspects"])
+        body["uneven"] = tuple((node, ranks) for node, ranks in body["uneven"])
+        body["struck"] = tuple(Failure(**failure) for failure in body["struck"])
+        for key in ("lost", "cause"):
+            body[key] = Failure(**body[key]) if body[key] else None
+        body["closed"] = Closed(**body["closed"]) if body["closed"] else None
+        return Membership(**body)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How a job may be sized, and how failures are judged."""
+
+    minimum: int
+    """Nodes of a round, at least."""
+    maximum: int
+    most_ranks: int | None = None
+    """Ranks for which there is work; None: any number."""
+    first_call: float = 3.0
+    """Seconds that the first round waits for more nodes than `minimum`, after each arrival."""
+    settle: float = 0.3
+    """The same for later rounds, where everybody is already there."""
+    restarts: int = 30
+    """Failures of one hour that are answered by a new generation; the next one ends the job."""
+    same_step: int = 3
+    """Failures in a row in one step, of one rank or with one error, for which their node is sent
+    away, if there is one and enough others are there, or which end the job."""
+    strikes: int = 5
+    """Failures of one node within an hour for which it is sent away, if enough others are there."""
+
+
+def arrive(state: Membership, node: str, ranks: int = 1, identity: str = "") -> Membership:
+    """`node`, with so many ranks, wants to be in the next round of a job of this identity."""
+    if node in state.arrived or strange(state, node, identity):
+        return state
+    uneven = tuple(one for one in state.uneven if one[0] != node)
+    if not {*state.members, *state.arrived} - {node}:
+        state = replace(state, identity=identity, ranks=ranks)
+    elif ranks != state.ranks:
+        uneven = (*uneven, (node, ranks))
+    return replace(state, arrived=(*state.arrived, node), uneven=uneven)
+
+
+def strange(state: Membership, node: str, identity: str) -> bool:
+    """Whether there are nodes that train something else than `node` would."""
+    others = {*state.members, *state.arrived} - {node}
+    return bool(others) and not state.closed and state.identity != identity
+
+
+def begin(
+    state: Membership, node: str, now: float, ranks: int = 1, identity: str = ""
+) -> Membership:
+    """`node`, which was in no round yet, wants to be in the next one; `now` is Unix time. If nobody
+    else is left, it begins a new job of this name; while others are there that has ended, nothing
+    changes."""
+    others = {*state.members, *state.arrived} - {node}
+    if node in state.members or node in state.arrived:
+        return state
+    if others:
+        return state if state.closed else arrive(state, node, ranks, identity)
+    lost = None if state.closed else state.lost
+    fresh = Membership(
+        version=max(state.version, int(now * 1000)),
+        round=state.round,
+        first=state.round + 1,
+        job=f"{node} {now:.3f}",
+        lost=lost,
+    )
+    return arrive(fresh, node, ranks, identity)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a node wants of the document."""
+
+    leaves: bool = False
+    after: int = 0
+    """It comes, for the first round after this one; 0: to a job that it was not in yet."""
+    ranks: int = 1
+    identity: str = ""
+
+
+def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:
+    """Do what a node asks for; nothing if that is done. `now` is Unix time."""
+    if ask.leaves:
+        return leave(state, node)
+    if state.round > ask.after and node in state.members:
+        return state
+    if ask.after:
+        return arrive(state, node, ask.ranks, ask.identity)
+    return begin(state, node, now, ask.ranks, ask.identity)
+
+
+def heed_all(state: Membership, asks: Mapping[str, Ask], now: float) -> Membership:
+    """Do what many nodes ask for, as `heed` does for one after another, first for those that leave;
+    in time that grows with their number, not with its square."""
+    state = leave(state, *(node for node, ask in asks.items() if ask.leaves))
+    come = {node: ask for node, ask in asks.items() if not ask.leaves}
+    while come and len(inside(state)) < 2:  # whoever is the first may begin another job
+        node = next(iter(come))
+        state = heed(state, node, come.pop(node), now)
+    if not come:
+        return state
+    members, arrived = set(state.members), set(state.arrived)
+    arrivals = {
+        node: ask.ranks
+        for node, ask in come.items()
+        if node not in arrived
+        and (node not in members or 0 < ask.after >= state.round)
+        and (ask.after if state.closed else ask.identity == state.identity)
+    }
+    if not arrivals:
+        return state
+    others = tuple(one for one in state.uneven if one[0] not in arrivals)
+    differing = tuple(one for one in arrivals.items() if one[1] != state.ranks)
+    return replace(state, arrived=(*state.arrived, *arrivals), uneven=(*others, *differing))
+
+
+def leave(state: Membership, *nodes: str) -> Membership:
+    """These are in no round from now on."""
+    gone = set(nodes)
+    if not gone:
+        return state
+    return replace(
+        state,
+        members=tuple(member for member in state.members if member not in gone),
+        arrived=tuple(other for other in state.arrived if other not in gone),
+        uneven=tuple(one for one in state.uneven if one[0] not in gone),
+    )
+
+
+def lose(state: Membership, node: str, now: float) -> Membership:
+    """`node` gave no sign of life; `now` is Unix time."""
+    if node not in state.members:
+        return leave(state, node)
+    return replace(leave(state, node), lost=Failure(node, None, 0, "node lost", now))
+
+
+def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
+    """Begin the next round, if it is time.
+
+    Args:
+        state: now.
+        limits: of the job.
+        quiet: seconds for which the arrivals have been the same.
+
+    Nodes that were in the round before keep their order, so that group rank 0 and the neighbours of
+    a node change as little as possible. Arrivals for which there is no room or no work go on
+    waiting, as spares.
+    """
+    if state.closed or not set(state.members) <= set(state.arrived):
+        return state
+    order = [member for member in state.members if member in state.arrived]
+    order += sorted(set(state.arrived) - set(order))
+    if len(order) < limits.minimum:
+        return state
+    chosen = _fitting(state, order, limits)
+    one_more = _fitting(state, [*order, ""], limits)
+    if "" in one_more and quiet < (
+        limits.settle if state.round >= state.first else limits.first_call
+    ):
+        return state
+    return replace(
+        state,
+        round=state.round + 1,
+        members=chosen,
+        size=len(chosen),
+        address="",
+        generation=0,
+        arrived=tuple(sorted(set(order) - set(chosen))),
+        lost=None,
+        cause=state.lost,
+        alarm=0,
+        suspects=(),
+        suspicion="",
+    )
+
+
+def room(state: Membership, limits: Limits) -> int:
+    """How many nodes wait that the next round could take beyond those of this one."""
+    waiting = sorted(set(state.arrived) - set(state.members))
+    return len(set(_fitting(state, [*state.members, *waiting], limits)) & set(waiting))
+
+
+def _fitting(state: Membership, order: Sequence[str], limits: Limits) -> tuple[str, ...]:
+    """The first of these nodes, as many as there is room and work for. Where there is work for
+    fewer than `minimum`, no fewer than these: their ranks will say what is wrong."""
+    ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
+    chosen: list[str] = []
+    for node in order:
+        needs = ranks.get(node, state.ranks)
+        if len(chosen) < limits.maximum and (needs <= left or len(chosen) < limits.minimum):
+            chosen.append(node)
+            left -= needs
+    return tuple(chosen)
+
+
+def fail(
+    state: Membership, round: int, generation: int, failure: Failure, limits: Limits
+) -> Membership:
+    """A training process failed: the next generation, or the end of the job, with the reason.
+
+    Later reports on the same generation change nothing: one failure makes the others fail too.
+    """
+    if state.closed or (state.round, state.generation) != (round, generation):
+        return state
+    before = [one for one in state.failures if not one.mended]
+    failures = (*before, failure)[-limits.restarts - 1 :]
+    if failure.mended:
+        return _go_on(replace(calm(state), failures=failures), failure)
+    away = {one.node: one.at for one in state.struck}
+    # What a node was sent away for is settled: the others need not pay for it.
+    counted = [item for item in failures if item.at > away.get(item.node, -math.inf)]
+    recent = [item for item in counted if item.at > failure.at - 3600]
+    known = [item for item in counted if item.rank is not None]
+    same = known[-limits.same_step :] if failure.rank is not None else []
+    ranks = sorted({item.rank for item in same if item.rank is not None})
+    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
+    again = len(same) == limits.same_step and len({item.step for item in same}) == 1
+    again = again and (len(ranks) == 1 or (bool(failure.error) and len(set(map(_kind, same))) == 1))
+    spared = len(state.members) > limits.minimum
+    often = f"{limits.same_step} times in a row in step {failure.step}"
+    if again and not (spared and len({item.node for item in same}) == 1):
+        named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        reason = (
+            f"{named} failed {often}, the last time so: {failure.why}. A restart will not mend it"
+        )
+        return replace(state, failures=failures, closed=Closed(93, reason))
+    if len(recent) > limits.restarts:
+        reason = (
+            f"{len(recent)} failures within an hour, more than the {limits.restarts} allowed "
+            f"(--max-restarts), the last on {who}: {failure.why}"
+        )
+        return replace(state, failures=failures, closed=Closed(93, reason))
+    state = replace(calm(state), failures=failures)
+    if spared and (again or strikes(state, failure) >= limits.strikes):
+        others = tuple(one for one in state.struck if one.node != failure.node)
+        how = f"it failed {often}" if again else f"{limits.strikes} failures within an hour"
+        lost = replace(failure, rank=None, why=f"sent away: {how}")
+        return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
+    return _go_on(state, failure)
+
+
+def _go_on(state: Membership, failure: Failure) -> Membership:
+    """The next generation."""
+    if set(state.members) & set(state.arrived):
+        # Some are through with this round, and cannot begin another generation of it.
+        return replace(leave(state, failure.node), lost=failure)
+    return replace(state, generation=state.generation + 1)
+
+
+def _kind(failure: Failure) -> str:
+    """Its error without what differs between ranks, and between runs."""
+    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
+
+
+def strikes(state: Membership, failure: Failure) -> int:
+    """Failures of a node in the hour before `failure`, and since it was last sent away."""
+    since = [one.at for one in state.struck if one.node == failure.node]
+    after = max([failure.at - 3600, *since])
+    own = (one for one in state.failures if one.rank is not None and one.node == failure.node)
+    return sum(one.at > after for one in own)
+
+
+def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
+    """A rank seems to hang."""
+    if state.closed or (state.round, state.generation) != (round, generation):
+        return state
+    return state if state.alarm else replace(state, alarm=state.version + 1)
+
+
+def suspect(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
+    """All nodes have said where their ranks stand: these are waited for (none: all stand alike)."""
+    if state.alarm != alarm:
+        return state
+    return replace(state, suspects=tuple(ranks), suspicion=reason)
+
+
+def calm(state: Membership) -> Membership:
+    """It was no hang, or not yet."""
+    return replace(state, alarm=0, suspects=(), suspicion="")
+
+
+# --- leases ----------------------------------------------------------------------------------
+
+
+def beat_seconds(nodes: int) -> float:
+    """How often a node of a job of so many nodes raises its counter."""
+    return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
+
+
+def look_seconds(nodes: int, observes: bool) -> float:
+    """How often a node of a job of so many nodes looks at the document: all together a bounded
+    number of times a second."""
+    return LOOK_SECONDS * max(1.0, nodes / (1000 if observes else 100))
+
+
+def inside(state: Membership) -> list[str]:
+    """All nodes of the document, in order."""
+    return list(dict.fromkeys((*state.members, *state.arrived)))
+
+
+def observers(state: Membership) -> list[str]:
+    """The nodes that may change the document for others; the first nodes of `inside`."""
+    some = (*state.members[:OBSERVERS], *state.arrived[:OBSERVERS])
+    return list(dict.fromkeys(some))[:OBSERVERS]
+
+
+def watched(state: Membership, node: str) -> list[str]:
+    """Whose counters a node reads: so that a large job does not read each of all. Whoever watches
+    loses the nodes that did not keep their lease, so after all observers others observe."""
+    first = observers(state)
+    everybody = inside(state) if node in first else first
+    return [other for other in everybody if other != node]
+
+
+def nodes_about(state: Membership) -> int:
+    """For how many nodes the store is to be spared: those of the round, and those that wait."""
+    return max(state.size, len(state.members), len(state.arrived))
+
+
+def same_for_members(one: Membership, other: Membership) -> bool:
+    """Whether two documents differ at most in who has arrived: nobody but the observers acts upon
+    that before a round begins, or there is room for it."""
+    return replace(one, version=0, arrived=(), uneven=()) == replace(
+        other, version=0, arrived=(), uneven=()
+    )
+
+
+@dataclass
+class Leases:
+    """Counters of other nodes, as one node saw them change."""
+
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By node: the highest counter, and when it was first seen."""
+
+    def lapsed(
+        self, counters: Mapping[str, int], now: float, leases: Mapping[str, float]
+    ) -> list[str]:
+        """Nodes whose counter (0: none) has not risen for the seconds of their lease."""
+        self.seen = {
+            node: self.seen[node]
+            if node in self.seen and counter <= self.seen[node][0]
+            else (counter, now)
+            for node, counter in counters.items()
+        }
+        return [node for node, (_, since) in self.seen.items() if now - since > leases[node]]
+
+    def forgive(self) -> None:
+        """Begin all leases anew: this node itself was cut off, and saw nobody's counter."""
+        self.seen.clear()
+
+
+def newer(mine: Membership | None, stored: Membership | None) -> Membership | None:
+    """The copy to go on with: a store that was lost comes back empty or behind, and is then brought
+    up to date by the first node that has a newer copy. If a newcomer was faster, and took the store
+    for that of a new job, its job counts rounds from the first on, and gives way to the one that
+    has had more. None: there is none yet."""
+    if mine and stored and stored.job != mine.job and stored.round < mine.round:
+        return mine
+    copies: Sequence[Membership] = [copy for copy in (mine, stored) if copy is not None]
+    return max(copies, key=lambda copy: copy.version, default=None)
+
+
+Change = Callable[[Membership], Membership]

@@ -1,0 +1,115 @@
+"""What a training program says of its job before its node joins.
+
+[Note: facts] torchrun learns what a program is about only by running it, and by then its node is in
+the job. So the agent asks first: a package that torchrun starts with `-m PACKAGE ARGUMENT …` may
+have a module `facts` with a function `facts(arguments)`, which returns the fields of `Facts`. It is
+called in the node's zygote, once that is warm. Of a program without one nothing is known, and
+nothing is compared.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+MOST_NAMED = 8
+"""Differing keys that are named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What torchrun starts in each rank."""
+
+    package: str = ""
+    """As after `-m`; empty if it is none."""
+    arguments: tuple[str, ...] = ()
+    ranks: int = 1
+    """Of this node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """About a job, as one of its nodes sees it."""
+
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """What decides a step: key → value, or a digest of it. The same on all nodes of a job."""
+    most_ranks: int | None = None
+    """More ranks than these would have no work; None: there is always some."""
+    directory: str | None = None
+    """Absolute path of the folder of the run, which all nodes share."""
+    save_seconds: float | None = None
+    """After which a save is given up; None: as SAVE_SECONDS of watchdog.py says."""
+    error: str | None = None
+    """Why this node cannot train, in one line."""
+
+
+def torchrun_program() -> Program:
+    """What this process, if it is torchrun, was told to start."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if Path(sys.argv[0]).name != "torchrun" and not (
+        module and module.name == "torch.distributed.run"
+    ):
+        return Program()
+    from torch.distributed.run import determine_local_world_size, parse_args
+
+    options = parse_args(sys.argv[1:])
+    ranks = determine_local_world_size(options.nproc_per_node)
+    if not options.module:
+        return Program(ranks=ranks)
+    return Program(
+        package=options.training_script, arguments=tuple(options.training_script_args), ranks=ranks
+    )
+
+
+def digest(identity: Mapping[str, str]) -> str:
+    """Of `Facts.identity`: 16 characters."""
+    return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
+
+
+def differences(
+    ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
+) -> str:
+    """Where two identities differ, for people: keys, and the values of both."""
+    keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    parts = [
+        f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"
+        for key in keys
+    ]
+    if len(parts) > MOST_NAMED:
+        parts[MOST_NAMED:] = [f"and {len(parts) - MOST_NAMED} more"]
+    return ", ".join(parts)
+
+
+def ask(package: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What `package` says of its job: the fields of `Facts`; empty if it says nothing. In the
+    zygote, which imports nothing of a package that has no such module."""
+    if not package.isidentifier():
+        return {}
+    spec, here = find_spec(package), os.getcwd()
+    first = PathFinder.find_spec(package, [here, *sys.path])  # as the ranks will
+    if spec and first and "PYTHONSAFEPATH" not in os.environ and _places(spec) != _places(first):
+        return {
+            "error": f"`-m {package}` would run {here}/{package}, and not the package of this name "
+            "that is installed: rename it, start from another directory, or set PYTHONSAFEPATH=1"
+        }
+    if not spec:
+        sys.path.append(here)
+        spec = first
+    folders = (spec and spec.submodule_search_locations) or []
+    if not any((Path(folder) / "facts.py").is_file() for folder in folders):
+        return {}
+    said: dict[str, Any] = importlib.import_module(f"{package}.facts").facts(tuple(arguments))
+    return said
+
+
+def _places(spec: ModuleSpec) -> list[str]:
+    """The file of a module; the folders of a package without one."""
+    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
+    return [os.path.realpath(place) for place in places]

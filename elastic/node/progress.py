@@ -1,0 +1,180 @@
+"""A page of shared memory between the ranks of a node and its agent: how far each rank is, and
+whether it is asked to pause. Reading and writing costs no system call."""
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+RANKS = 64
+"""Most ranks of one node."""
+_ENTRY = 256
+_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _ERROR = 0, 4, 8, 16, 20, 24, 32, 36
+PROGRESS = "PERDURE_PROGRESS"
+"""Environment variable: descriptor of the page, and local rank."""
+PHASES = (
+    "start", "init", "load", "data", "step", "reduce", "staging", "update", "after", "save",
+    "evaluate", "end", "failed",
+)  # fmt: skip
+"""What a rank does; "data" is waiting for a batch, "reduce" is from the step's all-reduce on, where
+it waits for the others, "staging" is waiting for the copy of a save, "after" is long work that
+follows only some steps, and "failed" from an error on, until its process has ended."""
+
+PAUSE = 1
+PAUSE_TO_LEAVE = 1 << 20
+"""Requests of all ranks are summed: this is more than all ranks that ask for the other."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank said last."""
+
+    step: int
+    phase: str
+    at: float
+    """By time.monotonic(), which all processes of a machine share."""
+    noticed: bool
+    """It was told by a signal that its time is over."""
+    error: str = ""
+    """Why it failed, in a line."""
+    safe: bool = False
+    """Nothing is lost if it is ended now: what it knows is in storage."""
+    pid: int = 0
+    """Of its process."""
+
+
+class ProgressPage:
+    """The page, as file descriptor and mapping.
+
+    Args:
+        descriptor: of the memory; `make` makes one.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, RANKS * _ENTRY)
+
+    @classmethod
+    def make(cls) -> Self:
+        """A page in memory without a name: it goes when the last process that has it goes."""
+        descriptor = os.memfd_create("perdure-progress")
+        os.ftruncate(descriptor, RANKS * _ENTRY)
+        return cls(descriptor)
+
+    def clear(self, local_rank: int) -> None:
+        """Forget a rank. By the agent, before the rank starts."""
+        start = local_rank * _ENTRY
+        self._map[start : start + _ENTRY] = bytes(_ENTRY)
+        struct.pack_into("d", self._map, start + _AT, time.monotonic())
+
+    def ask_to_pause(self, local_rank: int, *, leaving: bool) -> None:
+        """Ask a rank, and with it all ranks of the job, to end after their step. By the agent.
+
+        Args:
+            local_rank: which.
+            leaving: this node goes, and what is in its memory with it.
+        """
+        asked = PAUSE_TO_LEAVE if leaving else PAUSE
+        struct.pack_into("I", self._map, local_rank * _ENTRY + _ASKED, asked)
+
+    def unask(self, local_rank: int) -> None:
+        """Take back what a rank was asked. By the agent."""
+        struct.pack_into("I", self._map, local_rank * _ENTRY + _ASKED, 0)
+
+    def read(self, local_rank: int) -> Progress:
+        """How far a rank is. By the agent."""
+        start = local_rank * _ENTRY
+        (noticed,) = struct.unpack_from("I", self._map, start + _NOTICED)
+        (step,) = struct.unpack_from("Q", self._map, start + _STEP)
+        (phase,) = struct.unpack_from("I", self._map, start + _PHASE)
+        (safe,) = struct.unpack_from("I", self._map, start + _SAFE)
+        (pid,) = struct.unpack_from("I", self._map, start + _PID)
+        (at,) = struct.unpack_from("d", self._map, start + _AT)
+        error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
+        return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe), pid)
+
+
+class Pulse:
+    """A rank's part of the page.
+
+    Args:
+        page: shared with the node's agent, or one of its own where there is no such agent.
+        local_rank: whose part.
+    """
+
+    def __init__(self, page: ProgressPage, local_rank: int) -> None:
+        self._map, self._start = page._map, local_rank * _ENTRY
+        self.wants_save = False
+        """This rank would have all save after this step."""
+        self._sign()
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The pulse of this process."""
+        descriptor, _, local_rank = os.environ.get(PROGRESS, "").partition(":")
+        if not descriptor:
+            return cls(ProgressPage.make(), 0)
+        return cls(ProgressPage(int(descriptor)), int(local_rank))
+
+    def _sign(self) -> None:
+        struct.pack_into("I", self._map, self._start + _PID, os.getpid())
+
+    def forget(self) -> None:
+        """Begin anew, as a process that was just started; what it was told and asked stays."""
+        start, end = self._start + _STEP, self._start + _ENTRY
+        self._map[start:end] = bytes(end - start)
+        self.wants_save = False
+        self._sign()
+        self.report(0, "start")
+
+    def report(self, step: int, phase: str) -> None:
+        """Say how far this rank is: the step it works on, and one of PHASES."""
+        struct.pack_into("Q", self._map, self._start + _STEP, step)
+        struct.pack_into("I", self._map, self._start + _PHASE, PHASES.index(phase))
+        struct.pack_into("d", self._map, self._start + _AT, time.monotonic())
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Say what this rank does within, and afterwards that it does again what it did before."""
+        (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
+        (before,) = struct.unpack_from("I", self._map, self._start + _PHASE)
+        self.report(step, phase)
+        yield
+        self.report(step, PHASES[before])
+
+    def fail(self, error: str) -> None:
+        """Say, in a line, why this rank is about to end."""
+        size = _ENTRY - _ERROR
+        start = self._start + _ERROR
+        self._map[start : start + size] = error.encode(errors="replace")[:size].ljust(size, b"\0")
+        (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
+        self.report(step, "failed")
+
+    def notice(self, number: int) -> None:
+        """Say that this rank was told to go, by a signal."""
+        struct.pack_into("I", self._map, self._start + _NOTICED, number)
+
+    @property
+    def noticed(self) -> int:
+        """The signal by which this rank was told to go; 0 if it was not."""
+        return int(struct.unpack_from("I", self._map, self._start + _NOTICED)[0])
+
+    @property
+    def safe(self) -> bool:
+        """See `Progress`. A rank that is told to go then goes at once, whatever it is doing."""
+        return bool(struct.unpack_from("I", self._map, self._start + _SAFE)[0])
+
+    @safe.setter
+    def safe(self, safe: bool) -> None:
+        struct.pack_into("I", self._map, self._start + _SAFE, safe)
+
+    @property
+    def asked_to_pause(self) -> int:
+        """Whether the agent asks this rank to end after its step, or it was told to go: 0, PAUSE or
+        PAUSE_TO_LEAVE."""
+        asked, noticed = struct.unpack_from("II", self._map, self._start + _ASKED)
+        return PAUSE_TO_LEAVE if noticed else int(asked)

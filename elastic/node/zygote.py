@@ -1,0 +1,204 @@
+"""The warm process of a node that training processes are forked from.
+
+`python -m elastic.node.zygote`. It has imported what they need and started nothing: no threads, no
+CUDA, no process group. So a training process is there in milliseconds instead of the seconds that
+importing torch takes, at the start and after every failure, and the ranks of a node share the
+memory of the code.
+
+It is told what to do by the node's agent (agent.py) over a socket, one JSON object a message:
+`{"preload": [module]}`, `{"describe": [package, argument, …]}` (see facts.py), `{"spawn": key,
+"env": {…}}` with the file descriptors of a job (see `Job`), and `{"kill": key}`; it answers
+`{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When the agent goes,
+so does it, and with it every process it forked.
+"""
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from elastic.node.facts import ask
+from elastic.process import die_with_parent
+
+MAX_MESSAGE = 1 << 16
+DUMPS = "PERDURE_DUMPS"
+"""Environment variable: where a training process is to write stack dumps for its agent."""
+RECALL = "PERDURE_RECALL"
+"""Environment variable: descriptor of a socket to its agent; see recall.py."""
+RESERVE = "PERDURE_RESERVE"
+"""Environment variable: this process is no rank yet, and is told by its agent when it is one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank runs, as its stand-in (standin.py) describes it."""
+
+    entry: str
+    """module:function, called with `arguments`; its process ends when it returns."""
+    prepare: str
+    """module:function, called with the tuple of `arguments` in the zygote, so that its forks find
+    what it has cached; if it fails, it will again in the fork, where people see it."""
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+
+    def pack(self) -> int:
+        """As a file in memory, whose descriptor is returned: no message is large enough."""
+        descriptor = os.memfd_create("perdure-job")
+        with open(os.dup(descriptor), "wb") as file:
+            file.write(json.dumps(self.__dict__).encode())
+        return descriptor
+
+    @staticmethod
+    def unpack(descriptor: int) -> "Job":
+        """What `pack` packed."""
+        size = os.fstat(descriptor).st_size
+        return Job(**json.loads(os.pread(descriptor, size, 0)))
+
+
+def main(descriptor: int, parent: int) -> NoReturn:
+    """Serve the agent, process `parent`, at the other end of the socket `descriptor` until it
+    goes."""
+    die_with_parent(parent)
+    # Libraries ask for GPUs when they are imported. torch is to answer without starting CUDA, which
+    # the forks could not use then.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Ctrl-C reaches every process of the terminal, Slurm's signals every one of the job step; here
+    # the agent decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    agent = socket.socket(fileno=descriptor)
+    selector = selectors.DefaultSelector()
+    selector.register(agent, selectors.EVENT_READ, None)
+    children: dict[str, int] = {}
+    with suppress(ConnectionError):  # the agent is gone
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    message, descriptors = _receive(agent)
+                    if message is None:
+                        os._exit(0)
+                    _obey(message, descriptors, agent, selector, children)
+                    for received in descriptors:
+                        os.close(received)
+                else:
+                    name, pid = key.data
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    del children[name]
+                    _send(agent, {"ended": name, "code": os.waitstatus_to_exitcode(status)})
+    os._exit(0)
+
+
+def _obey(
+    message: Mapping[str, Any],
+    descriptors: list[int],
+    agent: socket.socket,
+    selector: selectors.BaseSelector,
+    children: dict[str, int],
+) -> None:
+    if "preload" in message:
+        for module in message["preload"]:
+            _preload(module)
+    elif "describe" in message:
+        _send(agent, {"facts": _describe(*message["describe"])})
+    elif "kill" in message:
+        if message["kill"] in children:
+            os.kill(children[message["kill"]], signal.SIGKILL)
+    else:
+        name = message["spawn"]
+        job = Job.unpack(descriptors[0])
+        _prepare(job)
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            selector.close()
+            agent.close()
+            _become(job, message["env"], descriptors[1:], zygote)
+        children[name] = pid
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (name, pid))
+        _send(agent, {"started": name, "pid": pid})
+
+
+def _preload(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception:  # the process that needs it will say so, where people see it
+        sys.modules.pop(module, None)
+
+
+def _describe(package: str, *arguments: str) -> dict[str, Any]:
+    """What the program of the ranks says of its job."""
+    try:
+        return ask(package, arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{package}: {type(error).__name__}: {error}"}
+
+
+def _prepare(job: Job) -> None:
+    """Do once what every fork would do again."""
+    module, _, function = job.prepare.partition(":")
+    _preload(module)
+    with suppress(Exception):
+        os.chdir(job.directory)
+        sys.path.append(job.directory)  # last: a program of the user's own may lie there
+        getattr(importlib.import_module(module), function)(tuple(job.arguments))
+    # A collection would look at all of it in every fork, and so copy its pages.
+    gc.freeze()
+
+
+def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent: int) -> NoReturn:
+    """Turn this fork of `parent` into the process that runs a job; its streams become those of the
+    stand-in."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        os.setsid()
+        *standard, dumps, recall = streams
+        for target, stream in enumerate(standard):
+            os.dup2(stream, target)
+        os.environ.clear()
+        os.environ.update({**job.environment, **environment})
+        os.environ.update({DUMPS: f"/proc/self/fd/{dumps}", RECALL: f"{recall}"})
+        os.chdir(job.directory)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C is for the agent, as before
+            signal.signal(number, signal.SIG_DFL)
+        sys.argv = [job.entry.partition(":")[0], *job.arguments]
+        module, _, function = job.entry.partition(":")
+        getattr(importlib.import_module(module), function)(job.arguments)
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _receive(agent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(agent, MAX_MESSAGE, 8)
+    return (json.loads(data) if data else None), descriptors
+
+
+def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
+    try:
+        agent.send(json.dumps(message).encode())
+    except OSError:  # the agent is gone; the kernel ends us
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

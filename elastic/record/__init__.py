@@ -1,0 +1,1 @@
+"""What happened to a run, and what follows from it."""

@@ -1,0 +1,238 @@
+"""What happened in a run, for good: one append-only file of JSON lines.
+
+[Note: ledger] `ledger.jsonl` belongs to the run, not to an attempt: each start of training
+processes (an *attempt*) adds to it, rank 0 alone writes it, and nothing is ever taken back. Every
+line has a `kind`; a reader ignores kinds that it does not know. Every line names its `attempt`: a
+rank 0 that was cut off or frozen may add a line after others have begun the next one. Apart from
+`start`, a line has `after`: seconds on the monotonic clock since the start line of its attempt, so
+that a clock that is set does no harm.
+
+    start   a `Start`: what was loaded, by which world, why
+    phases  {phases: {name: seconds}}: the whole way to the first step, known after it
+    step    {step, sequences: [first, after_last], seconds, skipped?: true, consumed?: digest}
+    save    {step, ok, seconds, stall?, error?}
+    notice  {why, …} somebody was told to go
+    event   {event: …, …} free-form
+    end     {code, reason, step}
+"""
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from elastic.node.recall import Recalled
+
+logger = logging.getLogger(__name__)
+
+LEDGER = "ledger.jsonl"
+"""Its name in the run directory."""
+Source = Literal["memory", "storage", "none", "init"]
+
+
+def _clock() -> float:
+    """Seconds that go on through a suspend and never jump."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _boot() -> str:
+    """Names the time for which `_clock` can be compared: this boot of this machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The line that begins an attempt, written once state is loaded."""
+
+    step: int
+    """Of the state loaded; 0 for fresh weights."""
+    sequences: int
+    """The cursor loaded: sequences consumed by that state."""
+    global_batch: int
+    """Sequences per step."""
+    world_size: int
+    data: str = ""
+    """Fingerprint of the data that the positions are in."""
+    nodes: int = 1
+    round: int = 0
+    generation: int = 0
+    source: Source = "none"
+    """Where the state came from: memory, storage (a checkpoint of this run), init (the weights of
+    another model), none (fresh)."""
+    cause: Mapping[str, Any] | None = None
+    """The failure that made this start necessary: rank, node, step, why, at (Unix time)."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Where the time from the launch to this line went: name → seconds, in order."""
+    at: float = field(default_factory=time.time)
+    """Unix time."""
+    monotonic: float = field(default_factory=_clock)
+    """The same moment on a clock that nobody sets, seconds."""
+    boot: str = field(default_factory=_boot)
+    """Starts with the same one share that clock."""
+    pid: int = field(default_factory=os.getpid)
+    attempt: str = field(default_factory=lambda: secrets.token_hex(4))
+    """Names this attempt in its lines."""
+
+
+class Ledger:
+    """The writing end, held by rank 0; a context manager.
+
+    Each line is handed to the operating system at once, so it survives the death of this process. A
+    disk that is full or gone costs the run nothing: lines are kept in memory until one can be
+    written.
+    """
+
+    def __init__(self, path: str | Path, start: Start) -> None:
+        """Begin an attempt.
+
+        Args:
+            path: of the file, made when it is not there; its directory exists.
+            start: the first line.
+        """
+        self._path = Path(path)
+        self.reached = _newest_step(self._path)
+        """Newest step of the attempts before this one."""
+        self._start = start
+        self._file: int | None = None
+        self._pending = b""
+        self._failing = False
+        self._step = start.step
+        self._ended = False
+        self._write("start", asdict(start))
+
+    def phases(self, phases: Mapping[str, float]) -> None:
+        """The whole way from the launch through the first step, which is done: name → seconds."""
+        self._add("phases", phases={name: round(value, 4) for name, value in phases.items()})
+
+    def step(
+        self,
+        step: int,
+        first: int,
+        after_last: int,
+        seconds: float,
+        *,
+        skipped: bool = False,
+        consumed: str | None = None,
+    ) -> None:
+        """One optimizer step is done.
+
+        Args:
+            step: its number, from 1.
+            first: first sequence of the global order that it consumed.
+            after_last: the one after the last.
+            seconds: it took.
+            skipped: it consumed its sequences and left the weights alone.
+            consumed: digest of what all ranks really took for it, so that a rank that took
+                something else than these sequences can be found out.
+        """
+        self._step = step
+        mark: dict[str, Any] = {"skipped": True} if skipped else {}
+        mark |= {"consumed": consumed} if consumed else {}
+        self._add(
+            "step", step=step, sequences=[first, after_last], seconds=round(seconds, 4), **mark
+        )
+
+    def save(
+        self,
+        step: int,
+        seconds: float,
+        *,
+        error: str | None = None,
+        stall: float | None = None,
+    ) -> None:
+        """A checkpoint of `step` has ended.
+
+        Args:
+            step: that it holds.
+            seconds: from the call to the commit.
+            error: why there is none; None if it is there.
+            stall: seconds for which training stood still, beyond those inside steps.
+        """
+        known = {"stall": stall, "error": error}
+        rest = {name: value for name, value in known.items() if value is not None}
+        self._add("save", step=step, ok=error is None, seconds=round(seconds, 4), **rest)
+
+    def notice(self, why: str, **details: Any) -> None:
+        """A node was told to go."""
+        self._add("notice", why=why, **details)
+
+    def event(self, event: str, **details: Any) -> None:
+        """Anything else worth keeping: a hang, a slow rank."""
+        self._add("event", event=event, **details)
+
+    def end(self, code: int, reason: str) -> None:
+        """The attempt is over; only the first call counts."""
+        if not self._ended:
+            self._ended = True
+            self._add("end", code=code, reason=reason, step=self._step)
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind is KeyboardInterrupt:
+            self.end(EXIT_INTERRUPTED, "interrupted")
+        elif kind is not None and kind is not Recalled:  # then the next attempt says why
+            self.end(EXIT_FAILED, f"{kind.__name__}: {error}"[:500])
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _add(self, kind: str, **values: Any) -> None:
+        after = round(_clock() - self._start.monotonic, 3)
+        self._write(kind, {**values, "after": after, "attempt": self._start.attempt})
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str)
+        self._pending += line.encode() + b"\n"
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+                if not _ends_well(self._file):
+                    self._pending = b"\n" + self._pending
+            while self._pending:  # a write cut short is gone on with where it ended
+                self._pending = self._pending[os.write(self._file, self._pending) :]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "%s: %s; its lines are kept in memory until it can be written",
+                    self._path,
+                    error.strerror,
+                )
+            self._failing = True
+
+
+_TAIL_BYTES = 1 << 16
+
+
+def _newest_step(path: Path) -> int:
+    """Of the last lines of a ledger; 0 if they tell of none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, KeyError):  # a line may be cut
+            found = json.loads(line)
+            if found["kind"] == "step":
+                return int(found["step"])
+    return 0
+
+
+def _ends_well(file: int) -> bool:
+    """Whether the file is empty or its last line is whole."""
+    size = os.fstat(file).st_size
+    return size == 0 or os.pread(file, 1, size - 1) == b"\n"

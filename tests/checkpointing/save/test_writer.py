@@ -1,0 +1,125 @@
+"""The writer of a node without its process: what its ranks, the coordinator and the loss of either
+make of each other in orders that real processes seldom meet."""
+
+import socket
+import time
+from multiprocessing.connection import Listener
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpointing.errors import StorageError
+from checkpointing.options import CheckpointOptions
+from checkpointing.save import door
+from checkpointing.save import messages as msg
+from checkpointing.save.channel import StrangerError, call
+from checkpointing.save.pulls import Puller
+from checkpointing.save.writer import Writer
+
+
+class Peer:
+    """Stands for a connection: keeps all that is sent."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.told.append(message)
+
+
+def node_1(directory: Path) -> tuple[Writer, dict[int, Peer], Peer]:
+    """The writer of ranks 1 and 2, on another node than rank 0; the ranks and the coordinator."""
+    nodes = (0,), (1, 2)
+    writer = Writer(
+        msg.Setup(0, 1, nodes, str(directory), "run", CheckpointOptions(), "", "", 0, b"1")
+    )
+    ranks, uplink = {1: Peer(), 2: Peer()}, Peer()
+    writer._connected |= ranks
+    writer.joined(uplink)
+    return writer, ranks, uplink
+
+
+def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
+    writer, ranks, uplink = node_1(tmp_path)
+    writer.on_rank(1, msg.Close(False))
+    writer.lost_coordinator()
+    assert not ranks[1].told, "one of them may still save"
+    writer.joined(uplink)
+    writer.on_rank(2, msg.Close(False))
+    assert uplink.told == [msg.Closing()]
+    assert not ranks[1].told, "the coordinator may need this node"
+    writer.lost_coordinator()
+    assert ranks[1].told == ranks[2].told == [msg.Closed()]
+
+
+def test_a_refusal_is_of_one_attempt(tmp_path):
+    writer, ranks, _ = node_1(tmp_path)
+    writer.on_rank(1, msg.WantSlots("digest", "plan"))
+    writer._made(msg.WantSlots("digest", "plan"), StorageError("full"))
+    assert ranks[1].told == [msg.NoSlots("full")]
+    writer.on_rank(1, msg.WantSlots("digest", "plan"))
+    writer.on_rank(2, msg.WantSlots("digest", None))  # it had not asked before
+    assert not ranks[2].told
+
+
+def test_a_save_does_not_wait_for_a_rank_that_never_comes(tmp_path):
+    """It gave up to reach a writer that was started again."""
+    writer, _, uplink = node_1(tmp_path)
+    writer.memory.plan = SimpleNamespace(files=["a file"])
+    del writer._connected[2]
+    writer.on_coordinator(msg.Go((7, 1), 0, b"", None))
+    assert uplink.told == []
+    ((moment, _, look),) = writer.loop._timers
+    assert moment > time.monotonic() + msg.ANSWER_SECONDS / 2
+    look()
+    (failed,) = uplink.told
+    assert isinstance(failed, msg.Failed)
+    assert failed.key == (7, 1)
+    assert "rank 2" in failed.failure.message
+    writer.on_coordinator(msg.Ended((7, 1), msg.SaveOutcome(7, None)))
+    look()
+    assert len(uplink.told) == 1
+
+
+def test_a_rank_that_is_lost_is_given_no_slots(tmp_path):
+    writer, ranks, _ = node_1(tmp_path)
+    writer.on_rank(2, msg.WantSlots("digest", None))
+    writer.on_rank(1, msg.WantSlots("digest", "plan"))
+    writer._lost_rank(2, ranks[2])
+    writer._made(msg.WantSlots("digest", "plan"), StorageError("full"))
+    assert ranks[1].told == [msg.NoSlots("full")]
+    assert not ranks[2].told
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(door, "WELCOME_SECONDS", 1)
+    writer, _, _ = node_1(tmp_path)
+    listener = Listener(("127.0.0.1", 0))
+    writer.door.listen(listener)
+    with (
+        socket.create_connection(listener.address, timeout=5) as silent,
+        socket.create_connection(listener.address, timeout=5) as other,
+    ):
+        assert other.recv(1), "it is asked who it is"
+        call(listener.address, writer.setup.secret).send(msg.Caller("node", 3))
+        writer.loop.turn(5)
+        assert 3 in writer._peers
+        with pytest.raises(StrangerError):
+            call(listener.address, b"wrong")
+        while silent.recv(1000):
+            pass  # until it is shown out
+
+
+def test_bytes_of_another_node_are_not_taken_for_this_ones(tmp_path):
+    """All writers of a run know its secret: whoever stands between them may connect any two."""
+    writer, _, _ = node_1(tmp_path)
+    writer.memory._filled[0] = SimpleNamespace(key=(7, 1))
+    writer.memory.files = [SimpleNamespace(maps={"file": b"of node 1"})]
+    listener = Listener(("127.0.0.1", 0))
+    writer.door.listen(listener)
+    pull = Puller([listener.address] * 2, writer.setup.secret)
+    assert list(pull(1, 0, "file", [(0, 9)])) == [b"of node 1"]
+    with pytest.raises(StorageError, match="node 0 does not send its part"):
+        list(pull(0, 0, "file", [(0, 9)]))

@@ -1,0 +1,101 @@
+"""batch.micro_batch: auto takes what fits, and less on all ranks once memory ran out on one."""
+
+import json
+
+import pytest
+
+from checkpointing import read_state
+from tests.distributed.jobs import ROOT, losses
+from trainer.plan import predict
+from trainer.plan.search import ROOM, largest_micro_batch
+from trainer.recipe import RecipeError, load_recipe
+from trainer.tools.local_nodes import LocalNodes
+
+# 1 PiB: no address space holds it, so torch's allocator fails as it does when memory runs out.
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(257, 257)])
+
+    def forward(self, input_ids, labels, document_ids=None):
+        planned = type(input_ids) is not torch.Tensor  # else the plan would know
+        if not planned and len(input_ids) > 1 and torch.distributed.get_rank() == 1:
+            torch.empty(1 << 50)
+        logits = self.layers[0](input_ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+"""
+MODEL = [
+    "model.architecture=null",
+    "model.factory=hungry:Model",
+    "batch.global_batch=16",
+    "run.steps=3",
+    "schedule.warmup_steps=0",
+    "checkpoint.every=3",
+]
+
+
+def test_memory_that_ran_out_on_one_rank_halves_the_micro_batch_of_all(workspace, train, tmp_path):
+    """The others wait for that rank in a collective. It is no failure, as one would end this job.
+    What follows has the bits of a run with that number; another world has a number of its own."""
+    (workspace / "hungry.py").write_text(FACTORY)
+    auto = [*MODEL, "batch.micro_batch=auto", "run.dir=auto"]
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", *auto],
+        folder=workspace,
+        nnodes="1",
+        logs=tmp_path,
+        ranks=2,
+        environment={"PYTHONPATH": str(ROOT)},
+        options=["--rdzv-conf", "restarts=0"],
+    ) as nodes:
+        node = nodes.add()
+        assert nodes.wait(90) == [0], node.text()
+    for number in (8, 4, 2):
+        said = (
+            f"out of memory with {number} sequences in a pass; the next start takes {number // 2}"
+        )
+        assert said in node.text()
+    assert node.text().count("on cpu") == 4, "three more starts"
+
+    train(2, *MODEL, "batch.micro_batch=1", "run.dir=fixed")
+    run = workspace / "auto"
+    assert losses(workspace, "auto") == losses(workspace, "fixed")
+    saved = read_state(run / "checkpoints" / "step-00000003")
+    assert saved["recipe"]["batch"]["micro_batch"] == 1
+
+    assert "1 pass(es) x up to 16" in train(1, *auto, "run.steps=4")
+    assert set(json.loads((run / "micro_batch.json").read_text())["sequences"].values()) == {1, 16}
+
+
+def test_the_largest_that_leaves_room(workspace):
+    recipe = load_recipe(workspace / "recipe.yaml", ["batch.micro_batch=auto"])
+    found = set()
+    for memory in (1e3, 2e6, 3e6, 80e9):
+        fitting = [
+            size
+            for size in (1, 2, 4, 8)
+            if predict(
+                load_recipe(workspace / "recipe.yaml", [f"batch.micro_batch={size}"]),
+                1, 1, device="cuda", gpu_memory=memory,
+            ).peak <= (1 - ROOM) * memory
+        ]  # fmt: skip
+        found.add(largest_micro_batch(recipe, 1, 1, memory, "cuda"))
+        assert largest_micro_batch(recipe, 1, 1, memory, "cuda") == max(fitting, default=1)
+    assert found == {1, 2, 4, 8}
+    assert largest_micro_batch(recipe, 2, 2, 80e9, "cuda") == 4
+    assert largest_micro_batch(recipe, 3, 3, 80e9, "cpu") == 3
+
+
+def test_what_cannot_be_planned_wants_a_number(workspace):
+    kgat = ["model={kgat: {}}", "data={graph: {path: data}}", "batch.micro_batch=auto"]
+    with pytest.raises(RecipeError, match=r"batch.micro_batch: model.kgat .* name a number"):
+        load_recipe(workspace / "recipe.yaml", kgat)
+    exact = ["run.determinism=exact", "batch.micro_batch=auto"]  # a world with more ranks than
+    with pytest.raises(RecipeError, match=r"batch.micro_batch: an exact run.* name a number"):
+        load_recipe(workspace / "recipe.yaml", exact)  # micro-batches could not go on with it

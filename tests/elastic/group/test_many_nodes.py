@@ -1,0 +1,192 @@
+"""More nodes than observers: all are heard, few change the document, any of them may be lost."""
+
+import time
+from collections import Counter
+
+import pytest
+
+from elastic import rendezvous
+from elastic.group.membership import OBSERVERS, Ask, Limits, raise_alarm, room
+from elastic.group.secret import Secret
+from elastic.group.store import StoreClient, host_store
+from elastic.rendezvous import Member
+
+SECRET = Secret(b"of the job" * 4)
+LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
+NAMES = "abcdefgh"
+
+swaps: Counter[str] = Counter()
+
+
+class Counted(StoreClient):
+    """Counts who swaps."""
+
+    name = ""
+
+    def swap(self, key, old, new):
+        swaps[self.name] += 1
+        return super().swap(key, old, new)
+
+
+@pytest.fixture
+def job():
+    """job[name] → member; eight of them, in a round of a real store."""
+    store = host_store("127.0.0.1", 0)
+
+    class Job(dict):
+        def add(self, name):
+            client = Counted("127.0.0.1", store.port, 5.0)
+            client.name = name
+            self[name] = Member(client, "run", name, LIMITS, lambda: None, lease=2.0)
+            self[name].start(SECRET)
+            self[name].ask(Ask())
+
+        def lose(self, name):
+            member = self.pop(name)
+            member._end = True  # its thread ends without a word
+            member._thread.join(5)
+
+        def until(self, condition):
+            for name, member in self.items():
+                assert member.wait_for(condition, 20), (name, member.state)
+
+        def come_again(self):
+            before = next(iter(self.values())).state.round
+            for member in self.values():
+                member.ask(Ask(after=before))
+            self.until(lambda state: state.round > before and state.size == len(self))
+            for member in self.values():
+                member.ask(None)
+
+    members = Job()
+    for name in NAMES:
+        members.add(name)
+    members.until(lambda state: state.round == 1 and state.size == len(NAMES))
+    for member in members.values():
+        member.ask(None)
+    yield members
+    for member in members.values():
+        member.stop(timeout=1.0)
+
+
+def test_rounds_of_many_nodes_are_changes_by_few(job):
+    members = job["a"].state.members
+    others = set(members[OBSERVERS:])
+    swaps.clear()
+    lost = members[OBSERVERS]
+    job.lose(lost)
+    job.until(lambda state: lost not in state.members)
+    job.come_again()
+    job.add("new")
+    job.until(lambda state: state.round > 2 or room(state, LIMITS) == 1 or "new" in state.arrived)
+    job.come_again()
+    assert "new" in job["new"].state.members
+    assert not others & set(swaps), swaps
+
+    for one in job["new"].state.members[:OBSERVERS]:  # all who observe, at once
+        job.lose(one)
+    job.until(lambda state: set(state.members) <= set(job))
+    job.come_again()
+
+
+def test_where_ranks_stand_is_known_to_the_first_node_alone(job):
+    first, *rest = job["a"].state.members
+    swaps.clear()
+    job[rest[-1]].change(lambda state: raise_alarm(state, 1, 0))
+    job.until(lambda state: state.alarm)
+    alarm = job[first].state.alarm
+    for name in rest:
+        job[name].stand(alarm, f"of {name}")
+    job[rest[0]].stand(alarm - 1, "of the alarm before")
+    assert job[first].standings(alarm) is None
+    job[rest[0]].stand(alarm, f"of {rest[0]}")
+    job[first].stand(alarm, f"of {first}")
+    for _ in range(100):
+        if job[first].standings(alarm):
+            break
+        job[first].wait_for(lambda state: False, 0.1)
+    assert job[first].standings(alarm) == [f"of {name}" for name in (first, *rest)]
+    assert job[rest[0]].standings(alarm) is None
+    assert sum(swaps.values()) <= OBSERVERS
+
+
+@pytest.fixture
+def nodes():
+    """Make nodes without threads, which look when the test has them look."""
+    store = host_store("127.0.0.1", 0)
+    clients = []
+
+    def make(name, minimum):
+        clients.append(Reading("127.0.0.1", store.port, 5.0))
+        limits = Limits(minimum, 9, first_call=0.0, settle=0.0)
+        member = Member(clients[-1], "run", name, limits, lambda: None, None)
+        member.client = clients[-1]
+        member.trust(SECRET)
+        member.ask(Ask())
+        return member
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+class Reading(StoreClient):
+    """Counts how often the document is read."""
+
+    reads = 0
+
+    def get(self, key):
+        self.reads += key.endswith("/state")
+        return super().get(key)
+
+
+def look(members, until, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not until() and time.monotonic() < end:
+        for member in members:
+            member.look()
+    assert until(), [member.state for member in members]
+
+
+def trained_by(members):
+    """Have them come to the first round."""
+    last = members[-1]
+    look(members, lambda: last.state.round == 1 and last.state.size == len(members), 20.0)
+    for member in members:
+        member.ask(None)
+        member.look()
+
+
+def test_nodes_that_come_one_by_one_are_not_a_document_each_to_read(nodes, monkeypatch):
+    members = [nodes(name, len(NAMES)) for name in NAMES]
+    trained_by(members)
+    first, last = members[0], members[-1]
+    monkeypatch.setattr(rendezvous, "look_seconds", lambda nodes, observes: 60.0)
+    monkeypatch.setattr(rendezvous, "beat_seconds", lambda nodes: 60.0)
+    monkeypatch.setattr(rendezvous, "COUNTS_PER_BEAT", 60_000)
+    for member in members:
+        member._next_beat = time.monotonic() + 60.0
+    before = last.client.reads
+    for number in range(10):
+        newcomer = nodes(f"z{number}", len(NAMES))
+        if not number:  # at rest, the door is looked at once in a beat
+            newcomer.look()
+            newcomer.look()
+            first._next_beat = 0.0
+        look([newcomer, *members], lambda name=newcomer.name: name in first.state.arrived)
+    assert last.client.reads - before <= 1 + OBSERVERS
+    assert len(last.state.arrived) < 10
+    first._next_tell = 0.0
+    look(members, lambda: len(last.state.arrived) == 10)
+
+
+def test_a_node_is_lost_by_the_time_that_it_gave_itself(nodes, monkeypatch):
+    members = [nodes(name, 5) for name in NAMES[:5]]
+    trained_by(members)
+    first, *_, slow, quick = members
+    for member, seconds in (slow, 60.0), (quick, 0.3), *((one, 0.3) for one in members[:3]):
+        monkeypatch.setattr(rendezvous, "beat_seconds", lambda nodes, seconds=seconds: seconds)
+        member._next_beat = 0.0
+        member.look()
+    look(members[:3], lambda: quick.name not in first.state.members)
+    assert slow.name in first.state.members

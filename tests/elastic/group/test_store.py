@@ -1,0 +1,61 @@
+"""The store's host may die, come back empty, or fall silent; its clients go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.group import store as store_module
+from elastic.group.store import StoreClient, StoreLostError
+
+
+@pytest.fixture
+def host():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastic.group.store", "0"], stdout=subprocess.PIPE, text=True
+    )
+    process.port = int(process.stdout.readline().split()[-1])
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def state(process: Path) -> str:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_host_that_falls_silent_is_noticed_and_found_again(host, monkeypatch):
+    monkeypatch.setattr(store_module, "ANSWER_SECONDS", 0.3)
+    client = StoreClient("127.0.0.1", host.port, patience=1.0)
+    client.set("key", "1")
+    assert client.get_all(["key", "none"]) == [b"1", None]
+    os.kill(host.pid, signal.SIGSTOP)
+    while {state(thread) for thread in Path(f"/proc/{host.pid}/task").iterdir()} != {"T"}:
+        time.sleep(0.01)  # it still answers
+    started = time.monotonic()
+    with pytest.raises(StoreLostError, match=r"did not answer for 1 s: no answer within"):
+        client.get("key")
+    assert time.monotonic() - started < 10
+    os.kill(host.pid, signal.SIGCONT)
+    client.patience = 20.0
+    assert client.swap("key", b"1", b"2") == b"2"
+    assert client.connections > 1, "nobody waits for what the old one may still say"
+
+
+MANY = """
+import resource, socket
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from elastic.group.store import StoreClient, host_store
+store = host_store("127.0.0.1", 0)
+waiting = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(100)]
+StoreClient("127.0.0.1", store.port, patience=10.0).set("key", b"1")
+"""
+
+
+def test_a_store_takes_more_clients_than_a_process_may_usually_have_files():
+    subprocess.run([sys.executable, "-c", MANY], check=True, timeout=60)

@@ -1,0 +1,149 @@
+"""What an agent does with the training processes of its node: real ones, forked by its zygote."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support import python_path
+from elastic.group.membership import Failure, Membership
+from elastic.node.agent import Node
+from elastic.node.facts import Program
+from elastic.node.recall import Recall, Recalled
+from elastic.node.standin import NODE_SOCKET
+from elastic.world import GENERATION
+from tests.checkpointing.faults import until
+
+ROOT = Path(__file__).parents[3]
+STAND_IN = """
+import sys
+from elastic.node.standin import stand_in
+
+function = f"tests.elastic.node.test_node:{sys.argv[1]}"
+stand_in(function, function + "_prepared", sys.argv[2:])
+"""
+
+
+@dataclass
+class Group:
+    """A membership of one node, each failure of which begins a generation."""
+
+    name: str = "here"
+    failures: list[Failure] = field(default_factory=list)
+    state: Membership = field(
+        default_factory=lambda: Membership(version=1, round=1, members=("here",), size=1)
+    )
+
+    def change(self, change):
+        self.state = change(self.state)
+
+    def report(self, round, generation, failure):
+        self.failures.append(failure)
+        if (round, generation) == (self.state.round, self.state.generation):
+            self.state = replace(
+                self.state, generation=generation + 1, failures=(*self.state.failures, failure)
+            )
+
+
+@pytest.fixture
+def node(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
+    monkeypatch.setenv(NODE_SOCKET, "")
+    node = Node(Group(), Program())
+    node.start()
+    yield node
+    node.stop()
+
+
+@pytest.fixture
+def start_rank(node):
+    """start_rank(rank, function, *arguments) → its stand-in: the node runs a function of this
+    module as one of its ranks."""
+    started = []
+
+    def start_rank(rank, function, *arguments, round=1):
+        environment = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "PERDURE_ROUND": f"{round}"}
+        command = [sys.executable, "-c", STAND_IN, function, *map(str, arguments)]
+        started.append(subprocess.Popen(command, env={**os.environ, **environment}))
+        return started[-1]
+
+    yield start_rank
+    for stand_in in started:
+        stand_in.kill()
+        stand_in.wait()
+
+
+def hold(arguments):
+    """Hold a lock, and so much memory that dying takes a while; say whether it was free."""
+    file = os.fdopen(os.open(arguments[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        said = "free"
+    except BlockingIOError:
+        said = "taken"
+    memory = b"1" * (200 << 20)
+    file.write(f"{said}\n")
+    file.flush()
+    signal.pause()
+    del memory
+
+
+def stay(arguments):
+    """Say who works in which generation, and stay for the next; "stubborn" lets go of nothing."""
+    recall = Recall.from_environment()
+    recall.allow()
+    while True:
+        with suppress(Recalled), recall.attempt():
+            recall.enable()
+            with Path(arguments[0]).open("a") as file:
+                file.write(f"{os.getpid()} {os.environ[GENERATION]}\n")
+            while True:
+                time.sleep(0.01)
+                if arguments[1:] != ["stubborn"]:
+                    recall.check()
+        recall.wait()
+
+
+def test_who_does_not_let_go_in_time_is_forked_anew_and_the_others_stay(
+    node, start_rank, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("elastic.node.agent.READY_SECONDS", 0.5)
+    places = [tmp_path / f"rank-{rank}" for rank in range(3)]
+    for rank, path in enumerate(places):
+        start_rank(rank, "stay", path, *(["stubborn"] if rank == 1 else []))
+
+    def works(rank, generation):
+        lines = places[rank].read_text().splitlines() if places[rank].exists() else []
+        found = [line.split() for line in lines]
+        return next((int(pid) for pid, number in found if number == f"{generation}"), None)
+
+    assert until(lambda: all(works(rank, 0) for rank in range(3)), 60)
+    assert until(lambda: all(rank.able for rank in node._ranks.values()), 20)
+    os.kill(works(2, 0), signal.SIGKILL)
+    assert until(lambda: all(works(rank, 1) for rank in range(3)), 20)
+    assert [works(rank, 0) == works(rank, 1) for rank in range(3)] == [True, False, False]
+    assert [(failure.rank, failure.why) for failure in node.group.failures] == [(2, "SIGKILL")]
+
+
+def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp_path):
+    """Until then it may hold the memory of a device, of which two do not fit."""
+    path = tmp_path / "starts"
+    for rank in range(2):
+        start_rank(rank, "hold", f"{path}-{rank}")
+    starts = [Path(f"{path}-{rank}") for rank in range(2)]
+    for number in range(1, 4):
+
+        def all_started(number=number):
+            return all(s.exists() and len(s.read_text().split()) == number for s in starts)
+
+        assert until(all_started, 60)
+        node.group.report(1, number - 1, Failure("here", 0, 0, "the test", 0.0))
+        node.wake()
+    assert all("taken" not in start.read_text() for start in starts)

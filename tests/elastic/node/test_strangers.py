@@ -1,0 +1,94 @@
+"""Only what an agent has started is a rank of its node."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support import python_path
+from elastic.group.membership import Membership
+from elastic.node.agent import Node
+from elastic.node.facts import Program
+from elastic.node.standin import NODE_SOCKET
+
+ROOT = Path(__file__).parents[3]
+STRANGER = """
+import os, re, sys
+from pathlib import Path
+from elastic.node.standin import NODE_SOCKET, stand_in
+
+agent, where, given = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+if where.name == "user":
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "PERDURE_ROUND": "1"}
+# Every way in: as the agent's own ranks know it, those that all can read, all that it has open.
+ways = [given, *re.findall(r"@(perdure\\S*)", Path("/proc/net/unix").read_text())]
+ways += [f"/proc/{agent}/fd/{number}" for number in range(64)]
+for way in ways:
+    if os.fork() == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.environ[NODE_SOCKET] = way
+        stand_in("subprocess:call", "subprocess:call", ["touch", str(where)])
+    os.wait()
+"""
+
+
+@dataclass
+class Group:
+    """A membership of one node, with one rank."""
+
+    name: str = "here"
+    state: Membership = field(
+        default_factory=lambda: Membership(version=1, round=1, members=("here",), size=1)
+    )
+
+    def change(self, change):
+        self.state = change(self.state)
+
+    def report(self, round, generation, failure):
+        pass
+
+
+@pytest.fixture
+def node(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
+    monkeypatch.setenv(NODE_SOCKET, "")
+    node = Node(Group(), Program())
+    node.start()
+    yield node
+    node.stop()
+
+
+def ask(node, folder, kind):
+    """Have a process ask the node to run a job; returns whether it ran, once that is known."""
+    where = folder / kind
+    command = [
+        sys.executable,
+        "-c",
+        STRANGER,
+        str(os.getpid()),
+        str(where),
+        os.environ[NODE_SOCKET],
+    ]
+    if kind == "orphan":
+        command = ["setsid", "--fork", *command]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=30, stdout=subprocess.PIPE)
+    return where.exists()
+
+
+def test_no_stranger_runs_code_as_this_user_or_ends_its_job(node, tmp_path, caplog):
+    assert not ask(node, tmp_path, "orphan")
+    assert node.group.state.closed is None
+    assert (refused := node.refused) > 0
+    assert f"of user {os.getuid()} tried to be a rank of this node" in caplog.text
+    if os.getuid() == 0:
+        assert not ask(node, tmp_path, "user")
+        assert node.group.state.closed is None
+        assert node.refused == refused  # it did not even find the way
+    assert ask(node, tmp_path, "child")
+    assert node.group.state.closed.code == 0

@@ -1,0 +1,190 @@
+"""Runs on `device: cuda`: the losses of the CPU, and checkpoints with the bits of the state, with
+copies that are done at once and as late as may be."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.support import python_path
+from tests.distributed.jobs import ROOT, losses, records, wait_for_memory, wait_for_step
+from trainer.tools.local_nodes import LocalNodes
+
+SHORT = ("run.steps=6", "schedule={}", "checkpoint.every=2", "checkpoint.when_busy=wait")
+# FlexAttention, which float32 would take, has no kernel that could be called here.
+CUDA = (*SHORT, "run.device=cuda", "checkpoint.keep=0", "model.attention=sdpa")
+VARLEN = "model.attention=varlen"
+KEPT = ["tests.fake_cuda.recorded"]
+TOLERANCE = 1e-5
+"""Relative, of losses in float32: ranks add in another order."""
+STRATEGIES = {
+    "ddp": ["strategy.name=ddp"],
+    "no-shard": ["strategy.sharding=NO_SHARD"],
+    "optimizer-state": ["strategy.zero=1"],
+    "shard-grad-op": ["strategy.sharding=SHARD_GRAD_OP"],
+    "full-shard": [],
+    "full-recompute": ["strategy.activation_checkpointing=full"],
+    "selective-recompute": ["strategy.activation_checkpointing=selective"],
+    "exact": ["run.determinism=exact"],
+}
+OFFLOADED = {
+    "cpu": ["strategy.offload=cpu"],
+    "nvme": ["strategy.offload=nvme", "strategy.offload_directory=offload"],
+}
+
+
+@pytest.fixture(params=["early", "late"])
+def copies(request, monkeypatch):
+    """When copies are done."""
+    monkeypatch.setenv("FAKE_CUDA", request.param)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def on_cpu(workspace):
+    """Losses of one rank on the CPU."""
+    from tests.distributed.jobs import Job
+
+    code, output = Job(workspace, 1, ["run.dir=on-cpu", "strategy.name=ddp", *SHORT]).wait()
+    assert code == 0, output
+    return losses(workspace, "on-cpu")
+
+
+@pytest.fixture
+def same(workspace, start, on_cpu):
+    """same(run, ranks, *overrides): trains on cuda, and compares losses and checkpoints."""
+
+    def same(run, ranks, *overrides, tolerance=TOLERANCE):
+        output = finish(start(ranks, f"run.dir={run}", *CUDA, *overrides, program=KEPT))
+        found = losses(workspace, run)
+        assert found.keys() == on_cpu.keys()
+        for step, loss in on_cpu.items():
+            assert found[step] == pytest.approx(loss, rel=tolerance), step
+        for step in (2, 4, 6):
+            assert_saved(workspace / run, step)
+        return output
+
+    return same
+
+
+def finish(job):
+    """Its output, once it has ended well, with every kernel done."""
+    code, output = job.wait()
+    assert code == 0, output
+    assert "did nothing" not in output
+    assert "crosses the end" not in output
+    return output
+
+
+def assert_saved(run, step):
+    """The checkpoint has the bits that the state had."""
+    kept = torch.load(run / f"kept-{step}.pt")
+    saved = {}
+    for path in (run / "checkpoints" / f"step-{step:08}").rglob("*.safetensors"):
+        saved |= load_file(path)
+    assert saved.keys() == kept.keys()
+    for name, tensor in kept.items():
+        assert saved[name].dtype == tensor.dtype, name
+        assert saved[name].equal(tensor), f"{name} at step {step}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategy(same, copies, strategy, ranks):
+    same(f"{strategy}-{ranks}-{copies}", ranks, *STRATEGIES[strategy])
+
+
+def test_hybrid_shard(same, copies):
+    hybrid = ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]
+    same(f"hybrid-{copies}", 4, *hybrid)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", OFFLOADED)
+def test_offload(same, copies, place, ranks):
+    same(f"offload-{place}-{ranks}-{copies}", ranks, *OFFLOADED[place])
+
+
+def test_without_slots(same, copies):
+    output = same(f"no-slots-{copies}", 2, "checkpoint.slots=0")
+    assert "no checkpoint slots" in output
+
+
+def test_bf16(same, copies):
+    same(f"bf16-{copies}", 2, "precision.dtype=bf16", VARLEN, tolerance=2e-2)
+
+
+def test_fp16_overflows_and_goes_on(workspace, start, copies):
+    """A scale that is far too large is halved, step by step, until one fits."""
+    run = f"fp16-{copies}"
+    finish(start(
+        2, f"run.dir={run}", *CUDA, "precision.dtype=fp16", VARLEN, f"precision.loss_scale={2**24}",
+        "run.steps=12", program=KEPT,
+    ))  # fmt: skip
+    scales = [r["loss_scale"] for r in records(workspace, run) if "loss_scale" in r]
+    assert scales[0] == 2**23, "the first step did not overflow"
+    assert scales[-1] == scales[-2] < 2**23, "it never found a scale that fits"
+    assert_saved(workspace / run, 12)
+
+
+def test_profile(workspace, start, copies):
+    run = f"profile-{copies}"
+    finish(start(
+        2, f"run.dir={run}", *CUDA, "tracking.profile_steps=2", "tracking.profile_after=2",
+    ))  # fmt: skip
+    assert list((workspace / run).rglob("*.trace.json.gz"))
+
+
+LARGE = (
+    "model.architecture.hidden_size=384",
+    "model.architecture.intermediate_size=3072",
+    "model.architecture.num_hidden_layers=3",
+    "batch.global_batch=2",
+    "run.steps=2",
+)
+"""11 M parameters: files of 44 and 87 MB."""
+
+
+def test_slots_are_registered_in_portions(workspace, start, copies, monkeypatch):
+    """The fake refuses a copy that crosses two registrations, as a GPU does."""
+    monkeypatch.setenv("FAKE_CUDA_TRACE", "1")
+    run = f"large-{copies}"
+    output = finish(start(1, f"run.dir={run}", *CUDA, *LARGE, program=KEPT))
+    sizes = [int(size) for size in re.findall(r"registered (\d+) bytes", output)]
+    assert 50e6 < max(sizes) <= 64 << 20
+    assert sum(sizes) > 2 * 130e6, "two slots"
+    assert_saved(workspace / run, 2)
+
+
+def test_killed_and_gone_on_with_from_memory(workspace, start, copies, on_cpu):
+    """All ranks at once, as when a machine's job is killed; the next world is smaller."""
+    run = f"killed-{copies}"
+    common = (f"run.dir={run}", *CUDA, "elastic.snapshot_every=1", "checkpoint.every=0")
+    job = start(2, *common, "run.steps=400", "schedule={}")
+    wait_for_step(workspace, run, 12, job)
+    wait_for_memory(workspace / run, 10)
+    job.kill()
+    output = finish(start(1, *common, "run.steps=420"))
+    assert "restored step" in output
+    assert "from memory" in output
+    assert max(losses(workspace, run)) == 420
+
+
+def test_a_rank_killed_under_torchrun(workspace, tmp_path, copies):
+    run = f"torchrun-{copies}"
+    arguments = (f"run.dir={run}", "run.device=cuda", "run.steps=60", "elastic.snapshot_every=1")
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", *arguments], folder=workspace, nnodes="1", logs=tmp_path,
+        ranks=2, environment={"PYTHONPATH": python_path(ROOT, workspace)},
+    ) as nodes:  # fmt: skip
+        node = nodes.add()
+        wait_for_memory(workspace / run, 10, 90)
+        os.kill(node.trainers()[1], signal.SIGKILL)
+        assert nodes.wait(150) == [0], node.text()
+        output = node.text()
+    assert "restored step" in output
+    assert "did nothing" not in output
+    assert sorted(losses(workspace, run)) == list(range(1, 61))

@@ -1,0 +1,181 @@
+"""Bad input is one clear line, exit code 2, and nothing written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.jobs import RECIPE, Job
+from trainer.cli import main as cli
+from trainer.cli import train
+from trainer.data.prepare.prepare import prepare
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    options = {"tokenizer": "bytes", "split_documents": "line", "validation_fraction": 0.01}
+    lines = "".join(f"{n}: to be, or not to be, that is the question.\n" for n in range(2000))
+    (folder / "text.txt").write_text(lines)
+    prepare([str(folder / "text.txt")], folder / "data", **options)
+    return folder / "data"
+
+
+@pytest.fixture
+def folder(tmp_path, prepared, monkeypatch):
+    shutil.copytree(prepared, tmp_path / "data")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def perdure(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["perdure", *arguments])
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
+    # It would end with the command's process, which is this one.
+    monkeypatch.setattr(train, "start_early", lambda: None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.lrr=1"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
+        (["run.steps=soon"], "run.steps: input should be a valid integer"),
+        (["data.sources.0.path=nowhere"], "data.sources.0.path: no prepared data set at nowhere"),
+        (["model.architecture.vocab_size=100"], "vocab_size: 100 is smaller than the 257 tokens"),
+        (["batch.global_batch=1"], "batch.global_batch: a global batch of 1 sequences leaves 1"),
+        (["batch.global_batch=5000"], "fewer than one global batch of 5000"),
+        (["run.dir=recipe.yaml/x"], "recipe.yaml is not a directory"),
+        (["tracking.tensorboard=true"], "tracking.tensorboard: tensorboard is not installed; pip"),
+        (["run.device=cuda"], "run.device: cuda is asked for, but torch finds no GPU"),
+        (["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=3"], "groups of 3"),
+        (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
+        (
+            ["model.architecture=null", "model.factory=no.such:thing"],
+            "model.factory: cannot import",
+        ),
+        (
+            ["model.attention=flex"],
+            "model.attention: flex cannot work: FlexAttention has no backward",
+        ),
+        (
+            ["model.architecture=null", "model.factory=a:b", "model.attention=sdpa"],
+            "model.attention: only for model.architecture and model.init_from",
+        ),
+        (["data.seq_len=5000"], "data.seq_len: 5000 is longer than"),
+        (["run.evaluate_every=5", "data.seq_len=3000"], "run.evaluate_every: the validation split"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides, message):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    before = sorted(folder.rglob("*"))
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", *overrides)
+    assert message in error
+    assert error.count("\n") == 1
+    assert code == 2
+    assert sorted(folder.rglob("*")) == before
+
+
+MISFIT = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(257, 16), nn.Linear(17, 257)
+
+    def forward(self, input_ids, labels, document_ids=None):
+        logits = self.head(self.embed(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
+
+
+def test_a_model_that_does_not_fit_is_told_before_anything_is_started(folder, monkeypatch, capsys):
+    (folder / "misfit_model.py").write_text(MISFIT)
+    monkeypatch.syspath_prepend(folder)
+    overrides = ["model.architecture=null", "model.factory=misfit_model:Model"]
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", *overrides)
+    assert error == (
+        f"error: model.factory: the forward pass of misfit_model:Model fails at "
+        f"{folder / 'misfit_model.py'}:10: RuntimeError: mat1 and mat2 shapes cannot be multiplied "
+        "(32x16 and 17x257)\n"
+    )
+    assert code == 2
+    assert not (folder / "run").exists()
+
+
+def test_missing_recipe(folder, monkeypatch, capsys):
+    code, error = perdure(monkeypatch, capsys, "train", "nowhere.yaml")
+    assert code == 2
+    assert error == "error: nowhere.yaml: cannot read the recipe: No such file or directory\n"
+
+
+def test_truncated_shard_is_named(folder, monkeypatch, capsys):
+    shard = next((folder / "data").glob("train-*.tokens"))
+    os.truncate(shard, shard.stat().st_size - 2)
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml")
+    assert code == 2
+    assert shard.name in error
+
+
+def test_checkpoint_of_another_run_is_refused(folder, monkeypatch, capsys):
+    code, output = Job(folder, 1, ["run.steps=1", "schedule={}"]).wait()
+    assert code == 0, output
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for override, message in (
+        ("model.architecture.num_hidden_layers=3", "num_hidden_layers (2 there, 3 here)"),
+        ("run.seed=8", "run.seed: the checkpoint was trained with 7"),
+        ("data.seq_len=16", "data.seq_len: the checkpoint was trained with 32"),
+    ):
+        code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", override)
+        assert code == 2
+        assert message in error
+        assert "choose a new run.dir" in error
+    index = json.loads((folder / "data" / "index.json").read_text())
+    shutil.rmtree(folder / "data")
+    (folder / "other.txt").write_text("Another text altogether. " * 400)
+    prepare([str(folder / "other.txt")], folder / "data", tokenizer="bytes")
+    assert json.loads((folder / "data" / "index.json").read_text()) != index
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml")
+    assert code == 2
+    assert "data.sources: the data is not what the checkpoint was trained on" in error
+    run = {path: time for path, time in before.items() if path.is_relative_to(folder / "run")}
+    assert run == {
+        path: path.stat().st_mtime_ns for path in (folder / "run", *(folder / "run").rglob("*"))
+    }
+
+
+def test_nothing_to_generate_from(folder, monkeypatch, capsys):
+    code, error = perdure(monkeypatch, capsys, "generate", ".", "--prompt", "x")
+    assert code == 2
+    assert "holds no checkpoints" in error
+
+
+def test_ranks_refuse_too_and_one_of_them_says_why(folder):
+    code, output = Job(folder, 2, ["optimizer.lrr=1"]).wait()
+    assert code == 2
+    assert output.count("error: override 'optimizer.lrr=1': optimizer.lrr: unknown key") == 1
+    assert not (folder / "run").exists()
+
+
+def test_help_shows_examples():
+    perdure = Path(sys.executable).parent / "perdure"
+    for command in (
+        ["train"],
+        ["data", "prepare"],
+        ["data", "inspect"],
+        ["ckpt", "ls"],
+        ["generate"],
+    ):
+        done = subprocess.run(
+            [perdure, *command, "--help"], capture_output=True, text=True, check=True
+        )
+        assert "examples:" in done.stdout

@@ -1,0 +1,204 @@
+"""The way of a user, command by command, in real processes."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support import python_path
+from tests.distributed.jobs import RECIPE, ROOT
+from trainer.tools.local_nodes import children
+
+PERDURE = Path(sys.executable).parent / "perdure"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    rows = [{"body": f"Line {n}: the quick brown fox jumps over the dog."} for n in range(500)]
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(3, "not json")
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    set_traps(folder)
+    return folder
+
+
+def set_traps(folder):
+    """Files and folders that are called like modules of ours, of torch's and of Python's."""
+    for name in ("trainer", "elastic", "checkpointing", "torch", "random", "tokenizers"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise SystemExit('out of the folder')")
+
+
+def perdure(folder, *arguments, code=0, meanwhile=lambda pid: None):
+    with subprocess.Popen(
+        [PERDURE, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 120
+        while True:
+            meanwhile(process.pid)
+            try:
+                output, _ = process.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < deadline or process.kill()
+    assert process.returncode == code, output
+    return output
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses that a process and all that it has started listen on, in hexadecimal, as Linux
+    writes them."""
+    inodes, todo = set(), [pid]
+    while todo:
+        one = todo.pop()
+        todo += children(one)
+        with suppress(OSError):
+            for path in Path(f"/proc/{one}/fd").iterdir():
+                with suppress(OSError):
+                    inodes.add(os.readlink(path).removeprefix("socket:[").rstrip("]"))
+    listening = "0A"
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = line.split()
+            if state == listening and fields[9] in inodes:
+                found.add(local.partition(":")[0])
+    return found
+
+
+def test_from_text_to_text(folder):
+    prepare = ["data", "prepare", "text.jsonl", "--out", "data", "--tokenizer", "bytes"]
+    output = perdure(folder, *prepare, "--field", "body", "--validation-fraction", "0.2")
+    assert "from 500 documents; 1 bad records left out" in output
+    assert "text.jsonl:4: not JSON" in perdure(folder, "data", "inspect", "data", "--verify")
+
+    dry = perdure(folder, "train", "recipe.yaml", "run.steps=6", "schedule={}", "--dry-run")
+    assert "steps: 6" in dry
+    assert not (folder / "run").exists()
+    command = ["train", "recipe.yaml", "run.steps=6", "schedule={}", "checkpoint.every=3"]
+    command += ["tracking.tensorboard=true", "tracking.wandb=offline", "run.evaluate_every=3"]
+    heard: set[str] = set()
+    output = perdure(folder, *command, meanwhile=lambda pid: heard.update(listeners(pid)))
+    assert heard == {"0100007F"}, "only this machine, 127.0.0.1, can reach a job of this machine"
+    assert "FULL_SHARD over 2 rank(s)" in output
+    assert "first step after" in output
+    assert list((folder / "run" / "tensorboard").glob("events*"))
+    assert len(list((folder / "run" / "wandb").glob("offline-run-*"))) == 1
+
+    listing = perdure(folder, "ckpt", "ls", "run")
+    assert [line.split()[0] for line in listing.splitlines()[1:3]] == [
+        "step-00000006",
+        "step-00000003",
+    ]
+    assert "model.layers.1.mlp.down_proj.weight" in perdure(folder, "ckpt", "show", "run")
+    assert "0 problem(s)" in perdure(folder, "ckpt", "verify", "run")
+    command = ["generate", "run", "--prompt", "Line 7", "--max-new-tokens", "8"]
+    assert perdure(folder, *command).startswith("Line 7")
+
+    shard = next((folder / "run/checkpoints/step-00000006/optimizer").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    assert shard.name in perdure(folder, "ckpt", "verify", "run", code=2)
+
+
+def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path):
+    """`-m trainer` would run it; with PYTHONSAFEPATH=1 nothing is in the way."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    set_traps(tmp_path)
+    command = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "perdure"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "2"]
+    command += ["-m", "trainer", "recipe.yaml"]
+    for safe, told in (("", "would run"), ("1", "no prepared data set")):
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+        if safe:
+            environment["PYTHONSAFEPATH"] = safe
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert told in line
+
+
+def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    *imports, told = perdure(tmp_path, "--version").splitlines()
+    python = platform.python_version()
+    assert told == f"perdure {version('perdure')} (Python {python}, torch {version('torch')})"
+    imported = [line.rpartition("|")[2].strip() for line in imports]
+    assert "argparse" in imported
+    assert "torch" not in imported
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["trian", "x.yaml"], "train"),
+        (["data", "prepar"], "prepare"),
+        (["data", "prepare", "x", "--out", "y", "--split-documents", "windows"], "window"),
+    ],
+)
+def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, arguments, meant):
+    assert perdure(tmp_path, *arguments, code=2).endswith(f"did you mean '{meant}'?\n")
+
+
+def test_the_wheel_holds_recipes_and_schema(tmp_path):
+    """Who has installed the package, and no checkout, starts from one of its recipes."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("trainer", "elastic", "checkpointing", "recipes"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    build += ["--disable-pip-version-check", "--wheel-dir", tmp_path, source]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    assert (tmp_path / "installed" / "trainer" / "recipes" / "schema.json").is_file()
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path / "installed")}
+    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    command = [sys.executable, "-P", "-m", "trainer.cli"]
+    missing = subprocess.run([*command, "train", "recipes/quickstart.yaml"], check=False, **run)
+    assert missing.returncode == 2
+    assert missing.stderr.endswith("perdure recipe copy quickstart recipes/quickstart.yaml\n")
+    for _ in range(2):
+        copied = subprocess.run([*command, "recipe", "copy", "quickstart"], check=False, **run)
+    assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
+    shipped = (ROOT / "recipes" / "quickstart.yaml").read_text()
+    assert (tmp_path / "quickstart.yaml").read_text() == shipped
+    listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
+    assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))
+
+
+def test_the_image_has_the_torch_of_make_train():
+    found = [
+        re.search(r"TORCH( \?)?=\s*(torch==\S+)", (ROOT / name).read_text())[2]
+        for name in ("Makefile", "Dockerfile")
+    ]
+    assert found[0] == found[1]

@@ -1,0 +1,178 @@
+"""KGAT against its equations, written out one edge and one user at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.graphs import write_graph
+from trainer.kgat.model import KGAT, Propagate, ranking_metrics
+from trainer.recipe import load_recipe
+from trainer.tasks.task import build_task
+
+RECIPE = """\
+run: {{dir: run, steps: 10, evaluate_every: 5, device: cpu}}
+model: {{kgat: {{embedding_dim: 6, relation_dim: 5, layers: [4, 3], l2: 0.1, kg_l2: 0.1}}}}
+data: {{graph: {{path: {path}, triples_per_sample: 2}}}}
+batch: {{global_batch: 16, micro_batch: 16}}
+optimizer: {{lr: 0.01}}
+precision: {{dtype: fp32}}
+"""
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """build(*overrides) → (task, model with large random weights, in evaluation mode)."""
+    folder = tmp_path_factory.mktemp("kgat")
+    write_graph(folder / "data")
+    (folder / "recipe.yaml").write_text(RECIPE.format(path=folder / "data"))
+
+    def build(*overrides):
+        task = build_task(load_recipe(folder / "recipe.yaml", overrides))
+        model = task.model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(task.fill(name, tuple(tensor.shape)))
+                if name != "attention":
+                    tensor.add_(torch.randn(tensor.shape).mul_(0.3))
+        return task, model.eval()
+
+    return build
+
+
+def graph_of(model: KGAT):
+    """(head, relation, tail) of each edge."""
+    graph = model._graph
+    kinds = torch.empty_like(graph.heads)
+    kinds[graph.by_relation] = torch.arange(graph.relations).repeat_interleave(
+        torch.tensor(graph.counts)
+    )
+    return list(zip(graph.heads.tolist(), kinds.tolist(), graph.tails.tolist(), strict=True))
+
+
+def parts_of(model: KGAT):
+    nodes = torch.cat([model.user_embedding.weight, model.entity_embedding.weight])
+    projections = model.relation_projection.weight.view(-1, 6, 5)
+    return nodes, projections, model.relation_embedding.weight
+
+
+def test_propagation_and_its_gradient(build):
+    graph = build()[1]._graph
+    weights = torch.rand(len(graph.heads), dtype=torch.float64)
+    nodes = torch.randn(graph.nodes, 3, dtype=torch.float64, requires_grad=True)
+    dense = torch.zeros(graph.nodes, graph.nodes, dtype=torch.float64)
+    dense.index_put_((graph.heads, graph.tails), weights, accumulate=True)
+    result = Propagate.apply(graph, weights, nodes)
+    torch.testing.assert_close(result, dense @ nodes)
+    above = torch.randn_like(result)
+    (gradient,) = torch.autograd.grad(result, nodes, above)
+    torch.testing.assert_close(gradient, dense.T @ above)
+
+
+def test_attention(build):
+    _, model = build()
+    nodes, projections, translations = parts_of(model)
+    heads = model._graph.heads
+    sums = torch.zeros(model._graph.nodes).index_add(0, heads, model.attention)
+    torch.testing.assert_close(sums, torch.ones_like(sums))  # at first, every edge alike
+    graph = graph_of(model)
+    scores = torch.stack(
+        [
+            (nodes[tail] @ projections[kind])
+            @ torch.tanh(nodes[head] @ projections[kind] + translations[kind])
+            for head, kind, tail in graph
+        ]
+    )
+    expected = torch.empty_like(scores)
+    for head in range(model._graph.nodes):
+        own = heads == head
+        expected[own] = torch.softmax(scores[own], dim=0)
+    torch.testing.assert_close(model(), expected.detach())
+    assert model.state_dict()["attention"].equal(model.attention), "it is part of checkpoints"
+
+
+@pytest.mark.parametrize("aggregator", ["bi-interaction", "gcn", "graphsage"])
+def test_interaction_loss(build, aggregator):
+    task, model = build(f"model.kgat.aggregator={aggregator}")
+    batch = task.stream.fetch(range(16))
+    model()
+    nodes = parts_of(model)[0]
+    parts = [nodes]
+    for layer in model.aggregators:
+        sent = torch.zeros_like(nodes)
+        for number, (head, _, tail) in enumerate(graph_of(model)):
+            sent[head] += model.attention[number] * nodes[tail]
+        if aggregator == "graphsage":
+            new = F.leaky_relu(layer.sum(torch.cat([nodes, sent], 1)), 0.2)
+        else:
+            new = F.leaky_relu(layer.sum(nodes + sent), 0.2)
+        if aggregator == "bi-interaction":
+            new = new + F.leaky_relu(layer.product(nodes * sent), 0.2)
+        nodes = new
+        parts.append(nodes / nodes.norm(dim=1, keepdim=True))
+    all_parts = torch.cat(parts, dim=1)
+    total = 0.0
+    for user, positive, negative in zip(
+        *(batch[name].tolist() for name in ("users", "positives", "negatives")), strict=True
+    ):
+        u, p, n = all_parts[user], all_parts[60 + positive], all_parts[60 + negative]
+        total += -F.logsigmoid(u @ p - u @ n) + 0.1 / 2 * (u @ u + p @ p + n @ n)
+    torch.testing.assert_close(model(**batch), total / 16)
+
+
+def test_edge_loss(build):
+    task, model = build()
+    batch = task.stream.fetch(range(task.stream.sequences - 16, task.stream.sequences))
+    nodes, projections, translations = parts_of(model)
+    total = 0.0
+    names = ("heads", "relations", "tails", "negative_tails")
+    for places in zip(*(batch[name].tolist() for name in names), strict=True):
+        kind = places[1]
+        h, t, n = (nodes[places[place]] @ projections[kind] for place in (0, 2, 3))
+        r = translations[kind]
+        margin = (h + r - n).square().sum() - (h + r - t).square().sum()
+        total += -F.logsigmoid(margin) + 0.1 / 2 * (h @ h + r @ r + t @ t + n @ n)
+    assert len(batch["heads"]) == 32
+    torch.testing.assert_close(model(**batch), total / 32)
+    model(**batch).backward()
+    assert all(parameter.grad is None for parameter in model.aggregators.parameters())
+
+
+def test_dropout_is_that_of_the_step(build):
+    """Two micro-batches of a step see the same graph, two steps do not."""
+    task, model = build("model.kgat.node_dropout=0.5")
+    model.train()
+    first, same, later = (task.stream.fetch([place]) for place in (0, 1, 16))
+    same |= {name: first[name] for name in ("users", "positives", "negatives")}
+    later |= {name: first[name] for name in ("users", "positives", "negatives")}
+    assert model(**first) == model(**same)
+    assert model(**first) != model(**later)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), items=st.integers(3, 300))
+def test_recall_and_ndcg(seed, items):
+    random = np.random.default_rng(seed)
+    users = 4
+    scores = random.permutation(users * items).reshape(users, items).astype(np.float32)
+    known = np.full((users, items), items)
+    wanted = np.full((users, items), items)
+    recalls, ndcgs = [], []
+    for user in range(users):
+        shuffled = random.permutation(items)
+        first = int(random.integers(1, items))
+        second = int(random.integers(0, items - first))
+        wanted[user, :first] = shuffled[:first]
+        known[user, :second] = shuffled[first : first + second]
+        ranked = [i for i in np.argsort(-scores[user]) if i not in set(known[user].tolist())]
+        hits = [int(item in set(wanted[user].tolist())) for item in ranked[:100]]
+        recalls.append(sum(hits[:20]) / first)
+        best = sum(h / math.log2(2 + n) for n, h in enumerate(sorted(hits, reverse=True)[:20]))
+        gain = sum(h / math.log2(2 + n) for n, h in enumerate(hits[:20]))
+        ndcgs.append(gain / best if best else 0.0)
+    result = ranking_metrics(*map(torch.from_numpy, (scores, known, wanted)))
+    assert result.tolist() == pytest.approx([np.mean(recalls), np.mean(ndcgs)], abs=1e-6)

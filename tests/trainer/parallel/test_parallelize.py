@@ -1,0 +1,99 @@
+"""What a single rank makes of a model: where its tensors are, and how they get their values."""
+
+from threading import Barrier
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from elastic import World
+from tests.distributed.jobs import RECIPE
+from trainer.models import init_parameter
+from trainer.parallel import parallelize as parallelizing
+from trainer.parallel.fsdp import fsdp_units
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
+from trainer.recipe import load_recipe
+from trainer.tasks.task import bare_model
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.fixture
+def world():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, nodes=1, round=0,
+        generation=0, cause=None, device=CPU,
+    )  # fmt: skip
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """recipe(*overrides)"""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return lambda *overrides: load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "by_fsdp"),
+    [
+        (("strategy.sharding=FULL_SHARD",), False),
+        (("strategy.sharding=SHARD_GRAD_OP", "strategy.compile=true"), False),
+        (("strategy.sharding=FULL_SHARD", "strategy.offload=cpu"), True),
+        (("run.determinism=exact",), True),
+    ],
+)
+def test_a_single_rank_shards_only_what_needs_it(world, recipe, overrides, by_fsdp):
+    alone = recipe(*overrides)
+    model, blocks, _, _ = bare_model(alone)
+    names = list(dict(model.named_parameters()))
+    threads = torch.get_num_threads()
+    made = parallelize(
+        model, blocks, build_mesh(alone, world), alone, CPU, lambda _name, shape: torch.ones(shape)
+    )
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+    assert list(made.parameters) == names
+    assert bool(fsdp_units(made.module)) == by_fsdp
+    assert all(isinstance(p, DTensor) == by_fsdp for p in made.parameters.values())
+
+
+def test_offload_to_the_host_leaves_buffers_on_the_device(world, recipe):
+    """Those of KGAT hold the attention that its forward pass computes with. The meta device stands
+    for a GPU: what is there is not on the host."""
+    offloading = recipe("strategy.offload=cpu")
+    with META:
+        model = nn.Linear(8, 8)
+        model.register_buffer("attention", torch.empty(5))
+    mesh = build_mesh(offloading, world)
+    made = parallelize(model, [], mesh, offloading, META, lambda _name, shape: torch.ones(shape))
+    assert {tensor.device for tensor in made.parameters.values()} == {CPU}
+    assert made.buffers["attention"].device == META
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_weights_are_drawn_at_once_and_are_the_same(world, recipe, monkeypatch, at_once):
+    """Or one after the other, where memory is given for no two of them."""
+    monkeypatch.setattr(parallelizing, "DRAWN_BYTES", 1 << 30 if at_once else 1)
+    drawing = recipe("strategy.name=ddp")
+    model, blocks, architecture, _ = bare_model(drawing)
+    pair, now = Barrier(2), set()
+
+    def fill(name, shape):
+        now.add(name)
+        if at_once and name.endswith(("q_proj.weight", "o_proj.weight")):
+            pair.wait(timeout=30)  # two that are drawn one after the other never meet here
+        assert at_once or now == {name}
+        now.remove(name)
+        return init_parameter(name, shape, architecture, 7)
+
+    made = parallelize(model, blocks, build_mesh(drawing, world), drawing, CPU, fill, cores=2)
+    made.draw_weights()
+    for name, tensor in made.parameters.items():
+        assert tensor.equal(init_parameter(name, tuple(tensor.shape), architecture, 7)), name

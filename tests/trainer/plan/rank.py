@@ -1,0 +1,99 @@
+"""One rank of a torchrun job that trains three steps under each of several recipes, and writes what
+it measured and what was predicted: python -m torch.distributed.run … rank.py RECIPE.yaml OUT.json
+'["override …", …]'"""
+
+import dataclasses
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from elastic.world import join_world, leave_world, read_environment
+from trainer.data.documents import cu_seqlens_of
+from trainer.models import init_parameter
+from trainer.optim.optimizer import build_optimizer, update
+from trainer.parallel.batch_plan import plan_batch
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
+from trainer.plan import predict
+from trainer.plan.live import LiveTensors
+from trainer.plan.storages import nbytes, storages
+from trainer.recipe import load_recipe
+from trainer.tasks.task import bare_model
+
+
+def held(tensors):
+    """Bytes of their storages."""
+    return nbytes(storages(tensors, torch.device("cpu")))
+
+
+def measure(recipe, world):
+    """Bytes of this rank: of its state, its activations, and at the peak of the third step,
+    from when on DDP's buckets stay the same."""
+    decoder, blocks, architecture, _ = bare_model(recipe)
+    model = parallelize(
+        decoder, blocks, build_mesh(recipe, world), recipe, world.device,
+        lambda name, shape: init_parameter(name, shape, architecture, 0),
+    )  # fmt: skip
+    model.draw_weights()
+    optimizer = build_optimizer(
+        model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like
+    )
+    plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
+    shape = (plan.micro_batch, recipe.data.seq_len)
+    batch = {name: torch.ones(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
+    if recipe.data.document_mask:
+        batch["cu_seqlens"] = cu_seqlens_of(torch.zeros(shape, dtype=torch.int32))
+    weights = [*model.parameters.values(), *model.optimized.values()]
+    with LiveTensors() as live:
+        for step in range(3):
+            live.peak = 0
+            for number in range(plan.passes):
+                with model.accumulate(last=number == plan.passes - 1):
+                    followed = step == 2 and number == 0
+                    with LiveTensors() if followed else nullcontext() as forward:
+                        loss = model(batch)
+                    if followed:
+                        activations = forward.total(ignored=model.module.parameters())
+                    loss.backward()
+                    del loss
+            model.collect_gradients()
+            gradients = held(weight.grad for weight in weights if weight.grad is not None)
+            update(optimizer, model.portions(optimizer), 1.0)
+            model.publish_weights()
+            model.zero_gradients()
+    state = held(value for of_one in optimizer.state.values() for value in of_one.values())
+    standing = 0 if model.file else held(weights) + state
+    return {
+        "parameters": held(weights),
+        "gradients": gradients,
+        "optimizer_state": state,
+        "buffers": held(model.module.buffers()),
+        "activations": activations,
+        "peak": live.peak + standing,
+    }
+
+
+def main():
+    rank, _, world_size, local_world_size = read_environment()
+    world = join_world("cpu", 60)
+    results = {}
+    for case in json.loads(sys.argv[3]):
+        recipe = load_recipe(sys.argv[1], case.split(" "))
+        measured = measure(recipe, world)
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, measured)
+        if rank == 0:
+            predicted = dataclasses.asdict(predict(recipe, world_size, local_world_size))
+            most = {key: max(ranks[key] for ranks in everyone) for key in measured}
+            results[case] = {"measured": most, "predicted": predicted}
+    if rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    leave_world(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,478 @@
+"""What `perdure plan` predicts is what a run holds, and what it recommends can be pasted."""
+
+import dataclasses
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from elastic.world import World
+from tests.checkpointing.worlds import run_ranks
+from tests.trainer.plan.rank import measure
+from trainer.plan import predict
+from trainer.plan import trace as tracing
+from trainer.plan.costs import (
+    DISK_BANDWIDTH,
+    HOST_BANDWIDTH,
+    PAGEABLE_SHARE,
+    Collective,
+    describe_machine,
+)
+from trainer.plan.search import RECOMPUTES, ROOM, _enough_nodes, make_plan
+from trainer.recipe import RecipeError, load_recipe
+from trainer.tools.plan import plan_json, plan_text
+
+ROOT = Path(__file__).parents[3]
+RECIPE = """\
+run: {dir: run, steps: 50, device: cpu}
+model:
+  architecture:
+    {model_type: qwen3, vocab_size: 1031, hidden_size: 96, intermediate_size: 224,
+     num_hidden_layers: 4, num_attention_heads: 6, num_key_value_heads: 2, head_dim: 16,
+     tie_word_embeddings: false}
+data: {sources: [{path: nowhere}], seq_len: 128}
+batch: {global_batch: 8, micro_batch: 2}
+optimizer: {lr: 3e-3}
+"""
+# A large block and few tokens: the peak is in the blocks or in the update, not at the loss.
+BLOCKS = (
+    "model.architecture.vocab_size=67 model.architecture.intermediate_size=1024 "
+    "model.architecture.num_hidden_layers=3 data.seq_len=64 data.document_mask=false"
+)
+# Hardly a token: the peak is where a block's gradients are reduced.
+FULL = f"{BLOCKS} strategy.activation_checkpointing=full"
+FEW_TOKENS = f"{FULL} data.seq_len=8"
+HYBRID = "strategy.sharding=HYBRID_SHARD strategy.shard_size=2"
+CASES = {
+    1: [
+        "strategy.zero=2 precision.dtype=fp32 batch.micro_batch=8",
+        f"{FEW_TOKENS} strategy.zero=3 batch.micro_batch=8",
+        f"{FULL} strategy.zero=3 strategy.reduce_every_pass=true",
+    ],
+    2: [
+        "strategy.name=ddp",
+        "strategy.zero=1 strategy.activation_checkpointing=selective",
+        "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
+        f"{FULL} strategy.zero=3",
+    ],
+    3: ["strategy.zero=3"],
+    4: [
+        f"{HYBRID} batch.micro_batch=1 batch.global_batch=12 strategy.reduce_every_pass=true",
+        "strategy.zero=2",
+        f"{FULL} strategy.zero=1",
+    ],
+}
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def world_of(ranks, rank):
+    """As this rank sees it."""
+    return World(
+        rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, nodes=1, round=0,
+        generation=0, cause=None, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_run_holds_what_was_predicted(recipe_file, ranks):
+    recipes = {case: load_recipe(recipe_file, case.split(" ")) for case in CASES[ranks]}
+
+    def work(rank):
+        return [measure(recipe, world_of(ranks, rank)) for recipe in recipes.values()]
+
+    everyone = run_ranks(ranks, work, recipe_file.parent)
+    assert all(isinstance(measured, list) for measured in everyone)
+    for number, (case, recipe) in enumerate(recipes.items()):
+        measured = {kind: max(m[number][kind] for m in everyone) for kind in everyone[0][number]}
+        predicted = dataclasses.asdict(predict(recipe, ranks, ranks))
+        for kind in ("parameters", "gradients", "optimizer_state", "buffers"):
+            assert predicted[kind] == measured[kind], (case, kind)
+        # All were equal when this was written; other versions of torch may buffer otherwise.
+        assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.01), case
+        assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.03), case
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [(1, "strategy.zero=3"), (4, f"{BLOCKS} {HYBRID} strategy.activation_checkpointing=full")],
+)
+def test_a_run_on_files_holds_what_was_predicted(recipe_file, ranks, case):
+    """Pages of the files are counted neither here nor there."""
+    offload = ["strategy.offload=nvme", f"strategy.offload_directory={recipe_file.parent}"]
+    recipe = load_recipe(recipe_file, [*case.split(" "), *offload])
+
+    def work(rank):
+        return measure(recipe, world_of(ranks, rank))
+
+    measured = run_ranks(ranks, work, recipe_file.parent)
+    predicted = predict(recipe, ranks, ranks)
+    for kind, tolerance in (("activations", 0.01), ("peak", 0.03)):
+        most = max(of_one[kind] for of_one in measured)
+        assert getattr(predicted, kind) == pytest.approx(most, rel=tolerance), kind
+
+
+def test_deeper_models_and_larger_batches_need_what_a_whole_trace_says(recipe_file):
+    """Two blocks are traced and the rest is multiplied: as if all were traced."""
+    recipe = load_recipe(recipe_file, ["strategy.activation_checkpointing=full"])
+    short = tracing.read_blueprint(recipe)
+    whole = dataclasses.replace(short, traced=short.model)
+    for recompute in RECOMPUTES:
+        for device in ("cpu", "cuda") if recompute == "none" else ("cuda",):
+            pair = [
+                tracing.trace(blueprint, 3, recompute, torch.bfloat16, False, device)
+                for blueprint in (short, whole)
+            ]
+            ours, theirs = map(dataclasses.asdict, pair)
+            for key in (
+                "saved",
+                "head_forward",
+                "head_backward",
+                "last_backward",
+                "first_backward",
+                "after_block",
+                "tail_backward",
+            ):
+                assert ours[key] == theirs[key], (recompute, device, key)
+            for key in ("forward", "backward"):
+                flops = [sum(work[0] for work in trace[key]) for trace in (ours, theirs)]
+                assert flops[0] == flops[1], (recompute, device, key)
+
+
+def test_large_models_need_no_machine():
+    """Llama-3.1-70B on 64 GPUs, without data and without memory for a single block."""
+    recipe = load_recipe(ROOT / "recipes/llama3_70b.yaml")
+    machine = describe_machine("8xH100", 8, "bf16", net="8x400Gb/s", storage="10GB/s")
+    prediction = predict(recipe, 64, 8, machine=machine, device="cuda")
+    parameters = 70_553_706_496
+    assert prediction.parameters == pytest.approx(4 * parameters / 64, rel=1e-4)
+    assert prediction.optimizer_state == pytest.approx(8 * parameters / 64, rel=1e-4)
+    assert prediction.checkpoint_bytes == 12 * parameters
+    assert prediction.checkpoint_seconds == 12 * parameters / 10e9
+    # Every pass gathers bfloat16 twice, except embedding and head, and reduces float32 once; a rank
+    # sends all but its own part.
+    assert prediction.passes == 8
+    sent = 8 * ((2 * 2 + 4) * parameters - 2 * 2 * 128256 * 8192) * 63 / 64
+    assert prediction.communication_bytes == pytest.approx(sent, rel=1e-3)
+    # Full recomputation: four forward passes' worth of work for three that MFU counts.
+    assert 0 < prediction.mfu < 0.7 * 3 / 4 * 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "overrides"),
+    [
+        ("qwen3_8b", 1, []),
+        ("llama3_8b", 1, []),
+        ("llama3_70b", 4, []),
+        ("llama3_405b", 64, []),
+        ("llama3_405b", 8, ["strategy.offload=cpu"]),
+    ],
+)
+def test_recipes_fit_where_they_say(name, nodes, overrides):
+    """Nodes of eight GPUs with 80 GB, and the room that the plan leaves."""
+    recipe = load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
+    assert predict(recipe, 8 * nodes, 8, device="cuda").peak < (1 - ROOM) * 80e9
+
+
+def test_the_recommended_lines_can_be_pasted(recipe_file):
+    recipe = load_recipe(recipe_file, ["strategy.compile=true", "batch.global_batch=4"])
+    plan = make_plan(recipe, describe_machine("2x1GB", 2, "bf16", tflops=1), "cpu")
+    assert [candidate.label for candidate in plan.candidates[::3]] == [
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid", "ZeRO-2, CPU offload", "ZeRO-3, CPU offload",
+        "hybrid, CPU offload", "ZeRO-3, NVMe offload",
+    ]  # fmt: skip
+    figures = json.loads(json.dumps(plan_json(plan)))
+    fitting = [candidate for candidate in figures["candidates"] if candidate["fits"]]
+    assert figures["best"]["seconds_per_step"] == min(c["seconds_per_step"] for c in fitting)
+    written = RECIPE.replace("global_batch: 8", "global_batch: 4")
+    for best in (plan.best, plan.candidates[-1]):
+        text = plan_text(dataclasses.replace(plan, best=best), "perdure train recipe.yaml")
+        assert text.startswith("0.6 M parameters in bf16")
+        assert "on 2 nodes of 2 CPU rank(s) with 1 GB" in text
+        pasted, rest = text.split("In the recipe:\n\n")[1].split("\n\nor: ")
+        sections = yaml.safe_load(written)
+        for section, values in yaml.safe_load(pasted).items():
+            sections[section] = values if section == "strategy" else sections[section] | values
+        command = shlex.split(rest.splitlines()[0])
+        recipe_file.write_text(written)
+        assert best.recipe == load_recipe(recipe_file, command[3:])
+        recipe_file.write_text(yaml.safe_dump(sections))
+        assert best.recipe == load_recipe(recipe_file)
+
+
+def machine_with(memory, **more):
+    """Two GPUs; `memory` is needed on each, besides the room."""
+    machine = describe_machine("2x1GB", 1, "bf16", tflops=1)
+    gpu = dataclasses.replace(machine.gpu, memory=memory / 0.89)
+    return dataclasses.replace(machine, gpu=gpu, **more)
+
+
+def test_nothing_fits(recipe_file, monkeypatch):
+    """What four nodes would hold, one holds with NVMe offload alone, and without a disk not."""
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))  # the thriftiest
+    recipe = load_recipe(recipe_file)
+    thrifty = ["strategy.activation_checkpointing=full", "strategy.reduce_every_pass=true"]
+    thrifty += ["batch.micro_batch=1"]
+    need = predict(load_recipe(recipe_file, thrifty), 8, 2, device="cpu").peak
+    plan = make_plan(recipe, machine_with(need), "cpu")
+    assert plan.best.label == "ZeRO-3, NVMe offload"
+    assert plan.enough_nodes == 4
+    assert "On 4 such nodes ZeRO-3 with full recomputation fits" in plan_text(plan, "")
+    plan = make_plan(recipe, machine_with(need, node_disk=1e6), "cpu")
+    assert plan.best is None
+    assert plan.enough_nodes == 4
+    assert "disk over" in plan_text(plan, "")
+    assert "Nothing fits with 10% room" in plan_text(plan, "")
+    assert "On 4 such nodes" in plan_text(plan, "")
+    plan = make_plan(recipe, machine_with(need / 10), "cpu")
+    assert plan.best is None
+    assert plan.enough_nodes is None
+    assert "Take larger GPUs" in plan_text(plan, "")
+
+
+def test_one_pass_may_fit_where_several_do_not(recipe_file, monkeypatch):
+    """It keeps no gradients for a next one."""
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
+    full = ["strategy.activation_checkpointing=full", "batch.micro_batch=4"]
+    one = load_recipe(recipe_file, [*BLOCKS.split(" "), "data.seq_len=16", *full])
+    plan = make_plan(one, machine_with(predict(one, 2, 2, device="cpu").peak), "cpu")
+    tried = [c.prediction.passes for c in plan.tried if c.label == "ZeRO-3"]
+    assert tried == [4, 4, 1]
+    assert plan.best.prediction.passes == 1
+    assert plan.best.recipe.strategy.offload == "none"
+
+
+def test_offload_takes_what_the_host_has(recipe_file):
+    """A GPU that no strategy fits without offload, and hosts that hold a checkpoint's slot only."""
+    large = "model.architecture.hidden_size=960 model.architecture.intermediate_size=2240 "
+    large += "batch.global_batch=2 batch.micro_batch=1"
+    recipe = load_recipe(recipe_file, large.split())
+    offloaded = load_recipe(recipe_file, [*large.split(), "strategy.offload=cpu"])
+    on_host, on_gpu = (predict(one, 2, 2, device="cuda") for one in (offloaded, recipe))
+    state = on_gpu.parameters + on_gpu.gradients + on_gpu.optimizer_state
+    shapes = [shape for unit in tracing.read_blueprint(recipe).units for shape in unit]
+    pinned = sum(2 ** math.ceil(math.log2(4 * shape.sharded(2))) for shape in shapes)
+    assert on_host.host == 2 * pinned + on_gpu.optimizer_state > state
+    assert on_host.node_memory == 2 * on_host.host + on_host.checkpoint_bytes
+    assert on_gpu.node_memory == on_gpu.slot_bytes == on_gpu.checkpoint_bytes
+    roomy, small = (
+        make_plan(recipe, machine_with(on_host.peak, node_memory=memory), "cuda")
+        for memory in (2 * on_host.node_memory, on_host.node_memory - 1)
+    )
+    verdicts = [
+        {c.label: c.lacking(plan.machine) for c in plan.candidates if "CPU" in c.label}
+        for plan in (roomy, small)
+    ]
+    assert verdicts[0]["ZeRO-3, CPU offload"] == ""
+    assert verdicts[1]["ZeRO-3, CPU offload"] == "host over"
+    assert roomy.best.recipe.strategy.offload == "cpu"
+    assert small.best.label == "ZeRO-3, NVMe offload"
+    assert "host over" in plan_text(small, "")
+
+
+def test_files_hold_what_a_gpu_then_does_not(recipe_file):
+    nvme = ["strategy.offload=nvme", "strategy.offload_directory=/local/nvme"]
+    plain, offloaded = (
+        predict(load_recipe(recipe_file, more), 2, 2, device="cuda") for more in ([], nvme)
+    )
+    state = plain.parameters + plain.optimizer_state
+    assert offloaded.peak <= plain.peak - state
+    assert offloaded.disk == state + plain.gradients
+    assert offloaded.node_disk == 2 * offloaded.disk + offloaded.slot_bytes
+    # Buffers that the update works in, and no slot of a checkpoint.
+    assert offloaded.node_memory == 2 * offloaded.host < 0.3e9
+
+
+def test_nothing_hides_sums_on_the_host(recipe_file):
+    """Four passes on GPUs so slow that all the rest lies beside computation."""
+    machine = describe_machine("2xH100", 1, "bf16", tflops=1e-4)
+    seconds = []
+    for more in ([], ["strategy.reduce_every_pass=true"]):
+        overrides = ["batch.micro_batch=1", "strategy.offload=cpu", *more]
+        found = predict(load_recipe(recipe_file, overrides), 2, 2, machine=machine, device="cuda")
+        moving = found.communication_seconds + found.transfer_seconds
+        assert found.exposed_seconds == pytest.approx(moving / 5)  # four blocks, and the rest
+        seconds.append(found.seconds_per_step - found.exposed_seconds)
+    added = 3 * 2 * 3 * found.gradients / HOST_BANDWIDTH  # two are read, one is written
+    assert seconds[1] - seconds[0] == pytest.approx(added, rel=1e-3)
+
+
+def test_files_are_read_again_and_copied_without_pinned_memory(recipe_file):
+    """Four passes; the disk of the first machine is the slowest part, the link of the second."""
+    machine = describe_machine("2xH100", 1, "bf16")
+    slow_link = dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, pcie=1e9))
+    nvme = ["strategy.offload=nvme", "strategy.offload_directory=/local/nvme"]
+    recipe, every_pass, in_memory = (
+        load_recipe(recipe_file, ["batch.micro_batch=1", *more])
+        for more in (nvme, [*nvme, "strategy.reduce_every_pass=true"], ["strategy.offload=cpu"])
+    )
+
+    def transfers(recipe, machine):
+        prediction = predict(recipe, 2, 2, machine=machine, device="cuda")
+        return prediction.transfer_seconds, prediction.gradients
+
+    (once, gradients), (often, _) = (transfers(r, machine) for r in (recipe, every_pass))
+    on_disk = 2 * gradients / DISK_BANDWIDTH
+    assert often - once == pytest.approx(3 * on_disk)
+    (from_files, _), (pinned, _) = (transfers(r, slow_link) for r in (recipe, in_memory))
+    assert from_files == pytest.approx(pinned / PAGEABLE_SHARE)
+
+
+def test_a_single_rank_waits_for_what_it_has_offloaded(recipe_file):
+    """FSDP's all-gather is a copy then, on the stream that computes."""
+    one_pass = ["batch.micro_batch=8", "strategy.offload=cpu"]
+    recipe = load_recipe(recipe_file, [*one_pass, "strategy.sharding=SHARD_GRAD_OP"])
+    slow = describe_machine("H100", 1, "bf16")
+    slow = dataclasses.replace(slow, gpu=dataclasses.replace(slow.gpu, pcie=1e6))
+    alone = predict(recipe, 1, 1, machine=slow, device="cuda")
+    up = alone.parameters / 1e6
+    fast = dataclasses.replace(slow, peak_flops=1.0)  # beside which anything is hidden
+    hidden = predict(
+        recipe, 2, 2, machine=dataclasses.replace(fast, gpus_per_node=2), device="cuda"
+    )
+    assert predict(recipe, 1, 1, machine=fast, device="cuda").exposed_seconds >= up
+    assert hidden.exposed_seconds < up / 2
+
+
+def test_gpus_without_flash_attention(recipe_file):
+    """They hold repeated heads of keys and values, and in bf16 whole rows of attention."""
+    recipe = load_recipe(recipe_file, ["data.document_mask=false", "precision.dtype=fp16"])
+    kept = {}
+    for gpu in ("L4", "T4", "V100 32GB"):
+        for dtype in ("fp16", "bf16"):
+            precision = dataclasses.replace(recipe.precision, dtype=dtype)
+            one = dataclasses.replace(recipe, precision=precision)
+            machine = describe_machine(f"2x{gpu}", 1, dtype)
+            kept[gpu, dtype] = predict(one, 2, 2, machine=machine, device="cuda").activations
+    per_head, layers = 2 * 128 * 16 * 2, 4  # two bytes for each number
+    # Keys and values of 2 heads become those of 6; flash attention lays out what 6 heads give in a
+    # way that needs a copy.
+    repeated = (2 * (6 - 2) - 6) * per_head * layers
+    assert kept["L4", "fp16"] == kept["L4", "bf16"]
+    assert kept["T4", "fp16"] == kept["V100 32GB", "fp16"]
+    assert kept["T4", "fp16"] - kept["L4", "fp16"] == pytest.approx(repeated, rel=0.01)
+    # At least the softmax of each head.
+    assert kept["T4", "bf16"] - kept["T4", "fp16"] > 2 * 6 * 128 * 128 * 4 * layers
+
+
+def test_the_peak_is_that_of_the_format():
+    assert describe_machine("4xT4", 1, "fp16").peak_flops == 65e12
+    machine = describe_machine("4xT4", 1, "bf16")
+    assert machine.peak_flops == 8.1e12
+    assert "set precision.dtype=fp16" in machine.note
+
+
+def test_memory_is_what_the_device_reports():
+    """An H200, sold with 141 GB, has room for Qwen3-8B that a plan of 141e9 bytes refuses."""
+    assert describe_machine("H200", 1, "bf16").gpu.memory == 143_771 << 20
+    assert describe_machine("141GB", 1, "bf16").gpu.memory == 141e9
+    for unknown in ("8xB300", "H100 MIG"):
+        with pytest.raises(RecipeError, match=r"not a number of GPUs; .*B200.*MI300X"):
+            describe_machine(unknown, 1, "bf16")
+
+
+def test_more_nodes_may_do_a_step_in_one_pass(recipe_file):
+    """Micro-batch 1 would take several, and keep gradients from one to the next."""
+    full = ["strategy.activation_checkpointing=full"]
+    recipe = load_recipe(recipe_file, [*BLOCKS.split(" "), "data.seq_len=16", *full])
+    one_pass = load_recipe(
+        recipe_file, [*BLOCKS.split(" "), "data.seq_len=16", *full, "batch.micro_batch=2"]
+    )
+    need = predict(one_pass, 4, 2, device="cpu").peak
+    several = dataclasses.replace(
+        one_pass,
+        batch=dataclasses.replace(one_pass.batch, micro_batch=1),
+        strategy=dataclasses.replace(one_pass.strategy, reduce_every_pass=True),
+    )
+    assert predict(several, 4, 2, device="cpu").peak > need
+    machine = machine_with(need)
+    assert _enough_nodes(recipe, machine, "cpu", tracing.read_blueprint(recipe)) == 2
+
+
+def test_the_loss_takes_a_share_of_a_gpu(recipe_file):
+    """The logits and the log of their softmax, both float32, for as many rows as its memory
+    suggests. A CPU keeps those of so few rows for the backward pass."""
+    vocabulary, rows = 20000, 4 * 128
+    recipe = load_recipe(recipe_file, [f"model.architecture.vocab_size={vocabulary}"])
+    blueprint = tracing.read_blueprint(recipe)
+
+    def most(device, memory=80e9):
+        options = (blueprint, 4, "full", torch.bfloat16, False, device)
+        return tracing.trace(*options, gpu_memory=memory).head_forward
+
+    in_quarters = 16 * 8 * vocabulary * rows / 4
+    more = most("cuda") - most("cuda", in_quarters)
+    assert more == pytest.approx(8 * vocabulary * rows * 3 / 4, rel=1e-3)
+    assert most("cuda", in_quarters) < most("cpu")
+
+
+@pytest.mark.parametrize("length", [4096, 32768])
+@pytest.mark.parametrize("name", ["qwen3_0_6b", "qwen3_8b"])
+def test_documents_cost_no_activations(name, length):
+    """Attention inside documents keeps what causal attention keeps."""
+    options = [
+        f"data.seq_len={length}",
+        "batch.micro_batch=1",
+        "strategy.activation_checkpointing=selective",
+    ]
+    with_documents, without = (
+        predict(
+            load_recipe(ROOT / f"recipes/{name}.yaml", [*options, f"data.document_mask={given}"]),
+            8,
+            8,
+            machine=describe_machine("8xH100", 1, "bf16"),
+            device="cuda",
+        )
+        for given in ("true", "false")
+    )
+    assert with_documents.activations == pytest.approx(without.activations, rel=0.03)
+    assert with_documents.seconds_per_step == pytest.approx(without.seconds_per_step, rel=0.03)
+
+
+def test_rings_are_as_slow_as_their_slowest_link():
+    machine = describe_machine("8xH100", 2, "bf16", net="400Gb/s")
+    inside = Collective(8 * 10**9, 1, ranks=8, stride=1)
+    across = Collective(16 * 10**9, 1, ranks=16, stride=1)
+    replicas = Collective(2 * 10**9, 2, ranks=2, stride=8)
+    assert inside.seconds(machine) == pytest.approx(7e9 / (450e9 * 0.8))
+    assert across.seconds(machine) == pytest.approx(15e9 / (50e9 * 0.8))
+    # Eight groups share the network of a node.
+    assert replicas.seconds(machine) == pytest.approx(2e9 / (50e9 / 8 * 0.8))
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("8x80", 1, "bf16"), "--gpus: '8x80' is not a number of GPUs; write 8x80GB"),
+        (("8xH100", 0, "bf16"), "--nodes: must be at least 1"),
+        (("8xH100", 1, "fp32"), "--tflops: precision.dtype is fp32"),
+    ],
+)
+def test_a_machine_that_cannot_be(words, part):
+    with pytest.raises(RecipeError, match=part):
+        describe_machine(*words)
+    with pytest.raises(RecipeError, match="--net: 'fast' is not a rate; write 400Gb/s"):
+        describe_machine("8xH100", 2, "bf16", net="fast")
+
+
+def test_a_recommender_is_told_that_it_cannot_be_planned_before_anything_is_asked():
+    """Its recipe is in fp32, of which a peak would have to be given."""
+    command = [sys.executable, "-m", "trainer.cli", "plan", ROOT / "recipes/kgat_lastfm.yaml"]
+    arguments = [*command, "--gpus", "8xH100"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: model.kgat: only language models can be planned; "
+        "`perdure compare` measures this one\n"
+    )

@@ -1,0 +1,213 @@
+"""A recipe is strict, says where it is wrong, and survives a round trip."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.recipe import (
+    RecipeError,
+    dump_recipe,
+    load_recipe,
+    recipe_schema,
+)
+from trainer.recipe.reference import recipe_reference
+
+ROOT = Path(__file__).parents[3]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+GOOD = """\
+run: {dir: runs/x, steps: 10}
+model:
+  architecture:
+    {model_type: qwen3, vocab_size: 64, hidden_size: 32, intermediate_size: 64,
+     num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}
+data:
+  sources:
+    - path: data/x
+  seq_len: 16
+batch: {global_batch: 4}
+optimizer:
+  lr: 1e-3
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_defaults_overrides_and_round_trip(recipe_file, tmp_path):
+    recipe = load_recipe(recipe_file, ["optimizer.lr=3e-4", "data.sources.0.weight=2"])
+    assert recipe.optimizer.lr == 3e-4  # PyYAML alone would read 3e-4 as text
+    assert recipe.data.sources[0].weight == 2.0
+    assert recipe.sharding == "FULL_SHARD"
+    again = tmp_path / "resolved.yaml"
+    again.write_text(dump_recipe(recipe))
+    assert load_recipe(again) == recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path):
+    recipe = load_recipe(path)
+    assert recipe.run.dir == f"runs/{path.stem}"
+
+
+def test_zero_is_a_synonym(recipe_file):
+    stages = {0: "NO_SHARD", 1: "OPTIMIZER_STATE", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
+    for stage, sharding in stages.items():
+        assert load_recipe(recipe_file, [f"strategy.zero={stage}"]).sharding == sharding
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", "optimizer.lrr: unknown key; did you mean 'lr'?"),
+        ("optimiser.lr=1", "optimiser: unknown key; did you mean 'optimizer'?"),
+        ("run.steps=many", "run.steps: input should be a valid integer"),
+        ("run.steps=1.5", "run.steps: input should be a valid integer"),
+        ("run.steps=0", "run.steps: must be at least 1"),
+        ("checkpoint.max_shard_size=[1]", "checkpoint.max_shard_size: input should be"),
+        ("checkpoint.max_shard_size=4 bananas", "checkpoint: max_shard_size is '4 bananas'"),
+        ("data.sources.7.path=x", "data.sources has 1 items"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: the list has too few items: [0.9]"),
+        ("data.sources=[]", "data.sources: the list is empty"),
+        ("run.dir=null", "run.dir: input should be a valid string, but it is None"),
+        ("lr", "write overrides as key.sub=value"),
+        ("run.dir=${PERDURE_NO_SUCH_NAME}", "PERDURE_NO_SUCH_NAME is not set"),
+        ("model.factory=a:b", "give exactly one of architecture, init_from, factory"),
+        ("model.architecture.num_key_value_heads=3", "num_attention_heads=2 is not a multiple"),
+        ("strategy.zero=5", "strategy.zero: input should be 0, 1, 2 or 3"),
+        ("schedule.warmup_steps=10", "schedule.warmup_steps: 10 is not below run.steps=10"),
+        ("schedule.name=wsd", "schedule.decay_steps: wsd needs"),
+        ("optimizer.lr=.nan", "optimizer.lr: must be at least 0"),
+    ],
+)
+def test_one_clear_line(recipe_file, override, message):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, [override])
+    assert message in str(error.value)
+    assert override in str(error.value) or "recipe.yaml:" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_all_errors_are_told_at_once_in_the_order_of_the_lines(recipe_file, monkeypatch):
+    monkeypatch.delenv("PERDURE_UNSET", raising=False)
+    recipe_file.write_text("""\
+run:
+  dir: ${PERDURE_UNSET}/x
+  stepz: 10
+model: {architecture: {model_type: qwen3, vocab_size: many}}
+data:
+  sources: []
+  seq_len: 16
+  seq_len: 32
+optimizer: {lr: 1e-3, betas: [0.9, 1.5]}
+strategy: {name: ddp, offload: cpu}
+checkpoint: {every: 20}
+schedule: {name: wsd, warmup_steps: -1}
+""")
+    overrides = ["precision.dtype=int8", "data.sources.3.path=x", "lr", "checkpoint.deadline=-1"]
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, overrides)
+    expected = [
+        (":2: run.dir: ", "PERDURE_UNSET is not set"),
+        (":3: run.stepz: ", "unknown key; did you mean 'steps'?"),  # and not that steps is missing
+        (":4: model.architecture.vocab_size: ", "input should be a valid integer"),
+        (":4: model.architecture.hidden_size: ", "required"),
+        (":6: data.sources: ", "the list is empty"),
+        (":8: data.seq_len: ", "this key stands twice (first at "),
+        (":9: optimizer.betas.1: ", "must be below 1, but it is 1.5"),
+        (":10: strategy.offload: ", "only with strategy.name: fsdp"),
+        (":12: schedule.warmup_steps: ", "must be at least 0"),
+        ("override 'precision.dtype=int8': precision.dtype: ", "input should be 'bf16'"),
+        ("override 'checkpoint.deadline=-1': checkpoint: ", "deadline must be more than 0"),
+        ("override 'data.sources.3.path=x': ", "data.sources has 0 items"),
+        ("override 'lr': ", "write overrides as key.sub=value"),
+    ]
+    lines = str(error.value).splitlines()
+    places = []
+    for place, what in expected:
+        found = [n for n, line in enumerate(lines) if place in line and what in line]
+        assert len(found) == 1, (place, what, lines)
+        places += found
+    assert places == sorted(places)
+    assert sum("batch" in line for line in lines) == 1  # a section that is missing: no line of it
+    # What follows from a wrong value only is not told: whether decay fits into unknown steps.
+    assert not [line for line in lines if "decay_steps" in line or "give exactly one of" in line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["strategy.name=ddp", "strategy.offload=cpu"], "strategy.offload"),
+        (["strategy.name=ddp", "strategy.sharding=FULL_SHARD"], "strategy.sharding"),
+        (["strategy.zero=1", "strategy.offload=cpu"], "strategy.offload"),
+        (["strategy.offload=nvme"], "strategy.offload_directory: goes with"),
+        (["strategy.offload_directory=x"], "strategy.offload_directory: goes with"),
+        (["strategy.zero=2", "strategy.sharding=FULL_SHARD"], "strategy.zero"),
+        (["strategy.shard_size=2"], "strategy.shard_size"),
+    ],
+)
+def test_contradictions_are_refused(recipe_file, overrides, key):
+    with pytest.raises(RecipeError, match=key):
+        load_recipe(recipe_file, overrides)
+
+
+def test_errors_name_the_line(recipe_file):
+    recipe_file.write_text(GOOD.replace("  lr: 1e-3", "  lr: 1e-3\n  betass: [0, 0]"))
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:13: optimizer\.betass: unknown key"):
+        load_recipe(recipe_file)
+
+
+def test_a_key_that_stands_twice_is_refused(recipe_file):
+    recipe_file.write_text(GOOD + "  lr: 2e-3\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:13: optimizer\.lr: .*first at .*:12"):
+        load_recipe(recipe_file)
+
+
+def test_missing_key_says_what_it_means(recipe_file):
+    recipe_file.write_text(GOOD.replace(", steps: 10", ""))
+    with pytest.raises(RecipeError, match=r"run\.steps: required.*Optimizer steps"):
+        load_recipe(recipe_file)
+
+
+@pytest.mark.parametrize("text", ["", "- a", "run: {", "\tx: 1"])
+def test_not_a_recipe(recipe_file, text):
+    recipe_file.write_text(text)
+    with pytest.raises(RecipeError):
+        load_recipe(recipe_file)
+
+
+def test_environment_variables_expand_only_where_written(recipe_file, monkeypatch):
+    monkeypatch.setenv("PERDURE_TEST_DIR", "/scratch/a")
+    overrides = ["run.dir=${PERDURE_TEST_DIR}/b", "data.sources.0.path=${PERDURE_UNSET:-data/y}"]
+    recipe = load_recipe(recipe_file, overrides)
+    assert recipe.run.dir == "/scratch/a/b"
+    assert recipe.data.sources[0].path == "data/y"
+
+
+def test_generated_pages_are_up_to_date():
+    assert (ROOT / "docs" / "recipe.md").read_text() == recipe_reference(), "run `make docs`"
+    schema = json.loads((ROOT / "recipes" / "schema.json").read_text())
+    assert schema == json.loads(json.dumps(recipe_schema())), "run `make docs`"
+
+
+def test_every_key_is_documented():
+    def keys(schema):
+        for definition in schema["$defs"].values():
+            yield from definition["properties"].items()
+
+    undocumented = [key for key, value in keys(recipe_schema()) if not value.get("description")]
+    assert not undocumented
+
+
+def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
+    code = (
+        "import sys; from trainer.recipe import load_recipe; load_recipe(sys.argv[1]);"
+        "heavy = {'torch', 'numpy', 'wandb', 'safetensors'} & set(sys.modules); assert not heavy"
+    )
+    subprocess.run([sys.executable, "-c", code, str(recipe_file)], check=True, cwd=ROOT)

@@ -1,0 +1,118 @@
+"""A model of the user's that cannot do a pass is refused before anything is started, in one line
+with the place in the user's code; one that only cannot do it there and then is not."""
+
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from elastic import Pulse
+from elastic.node.progress import ProgressPage
+from tests.distributed.jobs import RECIPE
+from trainer.parallel.parallelize import ParallelModel
+from trainer.recipe import RecipeError, load_recipe
+from trainer.tasks.own_model import check_forward, check_signature, refusing_misfits
+
+BATCH = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "labels": torch.zeros(1, 8).long()}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    overrides = ["model.architecture=null", "model.factory=misfit:build"]
+    return load_recipe(str(tmp_path / "recipe.yaml"), overrides)
+
+
+class Of(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.embed, self.function = nn.Embedding(257, 16), function
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, input_ids, labels, document_ids=None):
+        self.passes += 1
+        return self.function(self.embed(input_ids))
+
+
+def wrong_shapes(hidden):
+    return hidden @ torch.ones(17, 1)
+
+
+def wrong_key(hidden):
+    return {"loss": hidden.mean()}["los"]
+
+
+@pytest.mark.parametrize("function", [wrong_shapes, wrong_key])
+def test_a_pass_that_fails_is_told_with_the_line_of_the_user(recipe, function):
+    line = function.__code__.co_firstlineno + 1
+    place = re.escape(f"misfit:build fails at {__file__}:{line}: ")
+    with pytest.raises(RecipeError, match=place):
+        check_forward(recipe, Of(function), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda hidden: hidden, r"returns a tensor of shape \(1, 8, 16\)"),
+        (lambda hidden: {"logits": hidden}, "returns dict;"),
+    ],
+)
+def test_a_pass_without_a_loss_is_told(recipe, function, what):
+    with pytest.raises(RecipeError, match=what):
+        check_forward(recipe, Of(function), BATCH)
+
+
+def branches(hidden):
+    return hidden.mean() if hidden.sum() > 0 else hidden.sum()
+
+
+def counts(hidden):
+    return hidden.mean() * len(set(hidden.detach().numpy().flatten().tolist()))
+
+
+def asks_for_its_rank(hidden):
+    return hidden.mean() * torch.distributed.get_rank()
+
+
+def has_a_gpu_alone(hidden):
+    raise RuntimeError("this kernel takes tensors on a GPU")
+
+
+@pytest.mark.parametrize("function", [branches, counts, asks_for_its_rank, has_a_gpu_alone])
+def test_what_fails_for_reasons_of_its_own_is_let_pass(recipe, function):
+    check_forward(recipe, Of(function), BATCH)
+
+
+def test_a_forward_that_is_called_with_something_else_is_told(recipe):
+    class Names(nn.Module):
+        def forward(self, tokens, labels):
+            return tokens
+
+    with pytest.raises(RecipeError, match=r"forward\(tokens, labels\) is called with input_ids=,"):
+        check_signature(recipe, Names())
+    check_signature(recipe, Of(branches))
+
+
+def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe):
+    page = ProgressPage.make()
+    pulse = Pulse(page, 0)
+
+    def step(function, first):
+        pulse.report(1, "step")
+        model = ParallelModel(
+            Of(function), {}, {}, {}, None, None, False, nullcontext, lambda: None
+        )
+        with refusing_misfits(recipe, pulse, first):
+            model(BATCH)
+
+    with pytest.raises(RecipeError, match=f"at {__file__}:"):
+        step(wrong_shapes, True)
+    assert page.read(0).step == 0, "the agent ends the job: no step has begun"
+    for function, first in ((wrong_shapes, False), (has_a_gpu_alone, True)):
+        with pytest.raises(RuntimeError):
+            step(function, first)
+        assert page.read(0).step == 1

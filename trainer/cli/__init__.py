@@ -1,0 +1,1 @@
+"""`perdure`, for people: parses and calls."""

@@ -1,0 +1,6 @@
+"""`python -m trainer.cli`: `perdure` where it is not installed."""
+
+from trainer.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`perdure chaos …`: parses and calls, nothing more."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from elastic.exits import EXIT_DONE, EXIT_FAILED
+from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.recipe import RecipeError
+from trainer.recipe.yaml_tree import Origins, listed, read_tree
+
+CHAOS_EXAMPLES = """\
+examples:
+  perdure chaos recipes/quickstart.yaml --plan plan.yaml run.steps=200
+  perdure chaos recipes/quickstart.yaml --faults 20 --seed 7 run.steps=1000 checkpoint.every=20
+
+A plan, as YAML:
+  nodes: 2                                           at the start
+  faults:                                            one after another
+    - {what: kill_worker, at: 20}
+    - {what: kill_agent, at: 20, during: init}       amid the recovery from the fault before
+    - {what: join, at: 40}
+    - {what: stop_node, at: 60, node: 1, seconds: 3}
+  random: {faults: 20, every: 30, max_nodes: 4}      more, drawn from the seed
+what:   kill_worker, kill_agent, kill_node, stop_worker, stop_node, slow_worker, partition, storage,
+        nan, notice, store, join
+during: step (unless said), init, load, save, rendezvous
+
+Nodes run on this machine's CPUs; everything lies in <run.dir>-chaos.
+exit codes: 0 every promise was kept; 1 one was not; 2 wrong recipe or plan
+"""
+
+
+def add_chaos_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    what = "kill, stop and add nodes of a run on this machine, and prove that nothing is lost"
+    chaos = add_command(commands, "chaos", what, CHAOS_EXAMPLES)
+    add_recipe(chaos)
+    chaos.add_argument("--plan", type=Path, metavar="FILE", help="YAML file; see below")
+    chaos.add_argument("--faults", type=int, metavar="N", help="without a plan: so many, random")
+    chaos.add_argument("--seed", type=int, default=0, help="of random faults (default 0)")
+    chaos.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks per node (default 1)"
+    )
+    chaos.add_argument(
+        "--tolerance", type=float, default=1e-4, help="of losses and weights (default 1e-4)"
+    )
+    chaos.set_defaults(run=_chaos)
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from trainer.tools.chaos.plan import read_plan
+    from trainer.tools.container import network_possible
+
+    path, partitions = arguments.plan, network_possible()
+    if (path is None) == (arguments.faults is None):
+        raise RecipeError("perdure chaos: give either --plan FILE or --faults N")
+    tree: Any = {"nodes": 2, "random": {"faults": arguments.faults}}
+    origins: Origins = {}
+    if path is not None:
+        if not path.is_file():
+            raise RecipeError(f"{path}: there is no such plan")
+        tree, origins, problems = read_tree(path)
+        if problems:
+            raise RecipeError(listed(problems, origins))
+    file = str(path or "--faults")
+    plan = read_plan(tree, arguments.seed, origins, file, partitions=partitions)
+    from trainer.tools.chaos.run import run_chaos  # not before the plan is known to be good
+
+    verdict = run_chaos(
+        arguments.recipe,
+        arguments.overrides,
+        plan,
+        ranks=arguments.nproc_per_node,
+        tolerance=arguments.tolerance,
+    )
+    print(verdict)
+    return EXIT_FAILED if verdict.problems else EXIT_DONE

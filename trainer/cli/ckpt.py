@@ -1,0 +1,191 @@
+"""`perdure ckpt …`: parses and calls, nothing more."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from checkpointing.options import CheckpointOptions
+from elastic.exits import EXIT_WRONG_INPUT
+from trainer.cli.parser import Commands, add_command, add_fields, whole_number
+
+EXIT_DIFFERENT = 1
+RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
+"""What `prune` goes by: fields of CheckpointOptions. Those that are not given are as the run was
+trained with."""
+
+CKPT_EXAMPLES = """\
+examples:
+  perdure ckpt ls runs/quickstart
+  perdure ckpt show runs/quickstart
+  perdure ckpt verify runs/quickstart/checkpoints/step-00000300
+  perdure ckpt diff runs/a runs/b
+  perdure ckpt prune runs/quickstart --keep 2 --keep-best 1 --dry-run
+  perdure ckpt export runs/quickstart out/quickstart --dtype bf16
+  perdure ckpt import Qwen3-0.6B out/start     (then: model.init_from: out/start)
+
+A run stands for its newest good checkpoint.
+exit codes: 0 done (diff: equal); 1 diff: they differ; 2 wrong input, or a damaged checkpoint
+"""
+
+
+def add_ckpt_command(commands: Commands) -> None:
+    """Add the commands to a parser."""
+    what = "look at, compare, convert, delete checkpoints"
+    ckpt = add_command(commands, "ckpt", what, CKPT_EXAMPLES)
+    commands = ckpt.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(
+        run: Callable[[argparse.Namespace], int], verb: str, what: str, *paths: tuple[str, str]
+    ) -> argparse.ArgumentParser:
+        parser = add_command(commands, verb, what, CKPT_EXAMPLES)
+        for name, meaning in paths:
+            parser.add_argument(name, help=meaning)
+        parser.set_defaults(run=run)
+        return parser
+
+    path = "path", "run or checkpoint directory"
+    command(_ls, "ls", "list the committed checkpoints of a run", path)
+    command(_show, "show", "tensors and trainer state of a checkpoint (of a run: the newest)", path)
+    command(_verify, "verify", "check every byte of a checkpoint, or of all of a run", path)
+    command(
+        _diff,
+        "diff",
+        "in what two checkpoints differ",
+        ("left", "run, checkpoint or Hugging Face directory"),
+        ("right", "what to compare it with"),
+    )
+
+    prune = command(_prune, "prune", "delete the checkpoints of a run that need not stay", path)
+    add_fields(prune, CheckpointOptions, *RULES)
+    prune.add_argument("--dry-run", action="store_true", help="delete nothing, only say what goes")
+
+    export = command(
+        _export,
+        "export",
+        "write the model as a plain Hugging Face directory",
+        ("path", "run, checkpoint or Hugging Face directory"),
+        ("out", "directory to make"),
+    )
+    export.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="round weights to it (default: as saved)"
+    )
+    importer = command(
+        _import,
+        "import",
+        "make a checkpoint for model.init_from from what others wrote",
+        ("path", "Hugging Face directory, or one of torch.distributed.checkpoint"),
+        ("out", "directory to make"),
+    )
+    importer.add_argument(
+        "--step", type=whole_number, metavar="N", help="default: of OUT's name, else 0"
+    )
+    importer.add_argument("--config", metavar="FILE", help="config.json, where PATH has none")
+    for parser in (export, importer):
+        parser.add_argument(
+            "--max-shard-size", type=_size, default="4 GB", metavar="SIZE", help="default 4 GB"
+        )
+
+
+def _size(text: str) -> int:
+    try:
+        return CheckpointOptions(max_shard_size=text).max_shard_bytes
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _tell(result: object) -> None:
+    """Print what stands in files of others: none of it may steer the terminal."""
+    from checkpointing.format.untrusted import printable
+
+    for line in str(result).split("\n"):
+        print(printable(line))
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from checkpointing.tools.inspect import ls
+
+    _tell(ls(arguments.path))
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from checkpointing.tools.inspect import show
+
+    _tell(show(arguments.path))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from checkpointing.tools.inspect import verify
+
+    result = verify(arguments.path)
+    _tell(result)
+    return EXIT_WRONG_INPUT if result.problems else 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from checkpointing.tools.diff import diff
+
+    _use_one_thread()
+    result = diff(arguments.left, arguments.right)
+    _tell(result)
+    return 0 if result.equal else EXIT_DIFFERENT
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from checkpointing.storage.steps import read_state
+    from checkpointing.tools.inspect import find_checkpoint, pruned
+
+    options = _retention(read_state(find_checkpoint(arguments.path)), arguments)
+    _tell(pruned(arguments.path, options, dry_run=arguments.dry_run))
+    return 0
+
+
+def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
+    """The rules that were given, else those that the run was trained with."""
+    from checkpointing import StorageError
+
+    given = {name: getattr(arguments, name) for name in RULES}
+    rules = {name: value for name, value in given.items() if value is not None}
+    try:
+        trained = state.get("recipe", {}).get("checkpoint", {"keep": 0})
+        rules = {name: trained[name] for name in RULES if name in trained} | rules
+        if any(type(value) is not RULES[name] for name, value in rules.items()):
+            raise ValueError(f"{rules}")
+        return CheckpointOptions(**rules)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{arguments.path}: the newest checkpoint names no rules to prune by ({error}); give "
+            "--keep, --keep-every, --keep-best and --best-by"
+        ) from error
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from checkpointing.tools.convert import export
+
+    _use_one_thread()
+    size = arguments.max_shard_size
+    _tell(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from checkpointing.tools.convert import import_checkpoint
+
+    result = import_checkpoint(
+        arguments.path,
+        arguments.out,
+        step=arguments.step,
+        config=arguments.config,
+        max_shard_bytes=arguments.max_shard_size,
+    )
+    _tell(result)
+    return 0
+
+
+def _use_one_thread() -> None:
+    """Pieces fit a processor's cache: several threads would mostly wait for each other, on a busy
+    machine ten times as long."""
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,84 @@
+"""`perdure compare …`: parses and calls, nothing more."""
+
+import argparse
+import os
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.recipe import RecipeError, load_recipe
+
+COMPARE_EXAMPLES = """\
+examples:
+  perdure compare recipes/quickstart.yaml
+  perdure compare recipes/quickstart.yaml --strategies ddp,zero1,zero3+offload --steps 50
+  perdure compare recipes/quickstart.yaml --nproc 4 precision.dtype=fp32
+
+strategies: ddp, zero1, zero2, zero3, hybrid, no_shard; after any of them +offload, +full_ac,
+            +selective_ac, +compile. Each trains for a few steps in a run of its own.
+results: compare.md, compare.json, compare.csv, compare.svg in <run.dir>-compare, or --out
+exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe or option;
+            130 interrupted, and what was measured by then is written
+"""
+
+
+def add_compare_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    what = "train a recipe for a few steps under every strategy, and show what each costs"
+    compare = add_command(commands, "compare", what, COMPARE_EXAMPLES)
+    add_recipe(compare)
+    compare.add_argument(
+        "--strategies", metavar="NAME,…", help="which (default: all that make sense)"
+    )
+    compare.add_argument("--steps", type=int, default=20, metavar="N", help="timed (default 20)")
+    compare.add_argument(
+        "--nproc", type=int, metavar="N", help="ranks (default: one per GPU; without GPUs 2)"
+    )
+    compare.add_argument("--out", type=Path, metavar="DIR", help="default: <run.dir>-compare")
+    compare.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from trainer.run.preflight import default_ranks
+    from trainer.tools.compare.compare import (
+        INTERRUPTED,
+        TOLERANCE,
+        problems,
+        run_comparison,
+        stop_on_sigterm,
+    )
+    from trainer.tools.compare.report import conditions, plan_table, table, write_report
+    from trainer.tools.compare.strategies import DEFAULT
+
+    for option in ("steps", "nproc"):
+        value = getattr(arguments, option)
+        if value is not None and value < 2 - (option == "nproc"):
+            raise RecipeError(f"--{option}: {value} is too few")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    names = arguments.strategies.split(",") if arguments.strategies else DEFAULT
+    ranks = arguments.nproc or default_ranks(recipe.run.device)
+    out = (arguments.out or Path(f"{recipe.run.dir}-compare")).absolute()
+    stop_on_sigterm()
+    try:
+        outcomes = run_comparison(
+            arguments.recipe,
+            arguments.overrides,
+            list(dict.fromkeys(names)),
+            ranks=ranks,
+            steps=arguments.steps,
+            out=out,
+        )
+    except KeyboardInterrupt:
+        print("interrupted before the first strategy ran")
+        return EXIT_INTERRUPTED
+    where = conditions(recipe, ranks, arguments.steps)
+    tables = filter(None, (table(outcomes), plan_table(outcomes)))
+    print("\n" + "\n\n".join(tables) + "\n")
+    paths = write_report(outcomes, where, out)
+    print(f"written: {', '.join(os.path.relpath(path) for path in paths)}")
+    found = problems(outcomes, TOLERANCE[recipe.precision.dtype])
+    for problem in found:
+        print(f"problem: {problem}")
+    if any(one.problem == INTERRUPTED for one in outcomes):
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if found else EXIT_DONE

@@ -1,0 +1,62 @@
+"""`perdure import-deepspeed`: parses and calls, nothing more."""
+
+import argparse
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE
+from trainer.cli.parser import Commands, add_command
+from trainer.recipe import RecipeError
+
+IMPORT_EXAMPLES = """\
+examples:
+  perdure import-deepspeed ds_config.json
+  perdure import-deepspeed ds_config.json --out recipe.yaml run.dir=runs/mine run.steps=5000 \\
+    model.init_from=Qwen3-0.6B data.sources='[{path: data/corpus}]' data.seq_len=2048
+  perdure import-deepspeed ds_config.json --ranks 8
+
+Every key is translated, or named as dropped with the reason. What a ds_config does not say stays
+open: `perdure train` asks for it by name.
+"""
+
+
+def add_import_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    what = "turn a DeepSpeed configuration into a recipe"
+    command = add_command(commands, "import-deepspeed", what, IMPORT_EXAMPLES)
+    command.add_argument("config", type=Path, metavar="DS_CONFIG", help="JSON file")
+    command.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="fills in the recipe"
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (else: print)")
+    command.add_argument("--ranks", type=int, metavar="N", help="GPUs that the ds_config ran on")
+    command.add_argument(
+        "--allow-unknown", action="store_true", help="drop keys that DeepSpeed does not know either"
+    )
+    command.set_defaults(run=_import)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from trainer.tools.deepspeed.translate import import_deepspeed
+
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise RecipeError(f"--ranks: must be at least 1, but it is {arguments.ranks}")
+    imported = import_deepspeed(
+        arguments.config,
+        arguments.overrides,
+        ranks=arguments.ranks,
+        allow_unknown=arguments.allow_unknown,
+    )
+    if arguments.out is None:
+        print(imported.recipe(), end="")
+        return EXIT_DONE
+    try:
+        with arguments.out.open("x", encoding="utf-8") as file:
+            file.write(imported.recipe())
+    except FileExistsError:
+        raise RecipeError(f"{arguments.out}: exists already; choose another --out") from None
+    except OSError as error:
+        raise RecipeError(f"{arguments.out}: cannot write it: {error.strerror}") from None
+    print("\n".join(imported.report()))
+    still = f"; fill in {', '.join(imported.open)}" if imported.open else ""
+    print(f"{arguments.out}: written{still}")
+    return EXIT_DONE

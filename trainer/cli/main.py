@@ -1,0 +1,59 @@
+"""`perdure` for people: parses and calls, nothing more."""
+
+import argparse
+import os
+import sys
+
+from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
+from trainer.cli.chaos import add_chaos_command
+from trainer.cli.ckpt import add_ckpt_command
+from trainer.cli.compare import add_compare_command
+from trainer.cli.data import add_data_command
+from trainer.cli.generate import add_generate_command
+from trainer.cli.importing import add_import_command
+from trainer.cli.parser import Parser, Version
+from trainer.cli.plan import add_plan_command
+from trainer.cli.profile import add_profile_command
+from trainer.cli.recipe import add_recipe_command
+from trainer.cli.report import add_report_command
+from trainer.cli.train import add_store_command, add_train_command
+from trainer.recipe.errors import known_errors, told
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    # What this starts does not look for modules in the working directory first.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    parser = _parser()
+    arguments, rest = parser.parse_known_args()
+    # argparse takes positional arguments in one go; overrides may also stand after options.
+    if any(word.startswith("-") for word in rest) or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    try:
+        code = arguments.run(arguments)
+    except known_errors() as error:
+        print(told(error), file=sys.stderr)
+        code = EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="perdure", description="Train models that last.")
+    parser.add_argument("--version", action=Version, help="of this, of Python and of torch")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    for add in (
+        *(add_train_command, add_store_command, add_data_command, add_ckpt_command),
+        *(add_compare_command, add_chaos_command, add_plan_command, add_import_command),
+        *(add_profile_command, add_generate_command, add_report_command, add_recipe_command),
+    ):
+        add(commands)
+    return parser

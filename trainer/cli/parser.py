@@ -1,0 +1,103 @@
+"""The parser of `perdure`: says what may have been meant, and which versions these are. What its
+commands have in common: a recipe, and flags made from dataclasses."""
+
+import argparse
+import ast
+import difflib
+import inspect
+import re
+import sys
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
+
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
+"""What `add_subparsers` gives."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that names the command, or the choice of an option, that a mistyped one
+    resembles. Python's own does so from 3.14 on, if asked."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message; exit code 2."""
+        wrong = re.search(r"invalid choice: '(.*?)'.* \(choose from (.*)\)$", message)
+        if wrong:
+            close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
+            message += f"; did you mean '{close[0]}'?" if close else ""
+        super().error(message)
+
+
+class Version(argparse.Action):
+    """Prints the versions, and imports nothing of what it names."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print and leave."""
+        python = sys.version.split()[0]
+        torch = _version("torch")
+        parser.exit(message=f"perdure {_version('perdure')} (Python {python}, torch {torch})\n")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def add_command(
+    commands: Commands, name: str, what: str, examples: str = ""
+) -> argparse.ArgumentParser:
+    """The parser of a new command."""
+    return commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """A recipe, and overrides of it."""
+    parser.add_argument("recipe", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
+
+
+def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> None:
+    """A flag for each field of a dataclass: its type, its default, and its docstring as help. With
+    `names` only for those, and one that is not given stays None."""
+    tree: Any = ast.parse(inspect.getsource(options))
+    meanings = {}
+    for pair in pairwise(tree.body[0].body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                meanings[name] = " ".join(text.split())
+    hints = get_type_hints(options)
+    for field in fields(options):
+        if names and field.name not in names:
+            continue
+        kinds = (hints[field.name], *get_args(hints[field.name]))
+        words = [choice for choice in kinds if isinstance(choice, str)]
+        kind = next((kind for kind in (int, float) if kind in kinds), str)
+        default = None if names else field.default
+        shown = "" if default is None else f" (default {default})"
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=whole_number if kind is int else kind,
+            choices=words or None,
+            default=default,
+            metavar=None if words else {int: "N", float: "X", str: "TEXT"}[kind],
+            help=meanings[field.name].replace("%", "%%") + shown,
+        )
+
+
+def whole_number(text: str) -> int:
+    """The value of an option that counts."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)

@@ -1,0 +1,66 @@
+"""`perdure plan …`: parses and calls, nothing more."""
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE, EXIT_FAILED
+from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.recipe import RecipeError, load_recipe
+
+PLAN_EXAMPLES = """\
+examples:
+  perdure plan recipes/llama3_8b.yaml --gpus 8xH100
+  perdure plan recipes/llama3_70b.yaml --gpus 8x80GB --nodes 16 --net 8x400Gb/s --storage 10GB/s
+  perdure plan recipes/qwen3_0_6b.yaml --gpus 4xT4 precision.dtype=fp16 --json plan.json
+
+Needs no GPU and no data. Memory is predicted from the code that trains; seconds are a roofline.
+exit codes: 0 something fits; 1 nothing does; 2 wrong recipe or machine
+"""
+
+
+def add_plan_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    what = "which strategy fits which GPUs, and what it costs, before renting them"
+    plan = add_command(commands, "plan", what, PLAN_EXAMPLES)
+    add_recipe(plan)
+    plan.add_argument("--gpus", required=True, help="of one node: 8xH100, or 8x80GB")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    plan.add_argument("--net", metavar="RATE", help="of one node, to the others: 400Gb/s")
+    plan.add_argument("--storage", metavar="RATE", help="of checkpoints: 2GB/s")
+    plan.add_argument("--host-memory", metavar="SIZE", help="of one node: 2TB")
+    plan.add_argument("--disk", metavar="SIZE", help="local one of one node: 8TB")
+    plan.add_argument("--tflops", type=float, metavar="X", help="dense peak of one GPU")
+    plan.add_argument("--all", action="store_true", help="a line for each micro-batch")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from trainer.plan.costs import describe_machine
+    from trainer.plan.search import make_plan
+    from trainer.tasks.task import check_plannable
+    from trainer.tools.plan import plan_json, plan_text
+
+    check_plannable(recipe)  # before what is asked of the machine
+    machine = describe_machine(
+        arguments.gpus,
+        arguments.nodes,
+        recipe.precision.dtype,
+        net=arguments.net,
+        storage=arguments.storage,
+        memory=arguments.host_memory,
+        disk=arguments.disk,
+        tflops=arguments.tflops,
+    )
+    plan = make_plan(recipe, machine, "cpu" if recipe.run.device == "cpu" else "cuda")
+    command = shlex.join(["perdure", "train", arguments.recipe, *arguments.overrides])
+    print(plan_text(plan, command, everything=arguments.all))
+    if arguments.json:
+        try:
+            arguments.json.write_text(json.dumps(plan_json(plan), indent=2) + "\n")
+        except OSError as error:
+            raise RecipeError(f"--json: cannot write {arguments.json}: {error.strerror}") from error
+    return EXIT_DONE if plan.best else EXIT_FAILED

@@ -1,0 +1,84 @@
+"""`perdure profile`: a short run of a recipe under torch's profiler, and a page about it."""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE
+from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.recipe import Recipe, RecipeError, load_recipe
+
+PROFILE_EXAMPLES = """\
+examples:
+  perdure profile recipes/quickstart.yaml
+  perdure profile recipes/qwen3_0_6b.yaml --steps 10 --nproc 8 strategy.compile=false
+
+Traces open in https://ui.perfetto.dev and chrome://tracing. One of the traced steps saves a
+checkpoint, which is deleted in the end.
+To trace a run as it is, on many nodes too: tracking.profile_steps=5 with any `perdure train`.
+"""
+WARM_UP = 4
+"""Steps before the first traced one: memory, caches and compilation warm up, and the profiler."""
+
+
+def add_profile_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    what = "trace some steps of a recipe, and tell where their time goes"
+    command = add_command(commands, "profile", what, PROFILE_EXAMPLES)
+    add_recipe(command)
+    command.add_argument("--steps", type=int, default=6, metavar="N", help="to trace (default 6)")
+    command.add_argument("--nproc", type=int, metavar="N", help="ranks (default: as for train)")
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="for traces and page (default <run.dir>-profile)"
+    )
+    command.set_defaults(run=_profile)
+
+
+def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
+    """Overrides that make a run of a recipe which ends after the traced steps.
+
+    The learning rate is constant, as a schedule may need more steps than there are.
+    """
+    return [
+        f"run.dir={out}",
+        f"run.steps={WARM_UP + steps + 1}",
+        "run.evaluate_every=0",
+        "schedule={name: constant}",
+        "checkpoint.directory=null",
+        f"checkpoint.every={WARM_UP + 1 + steps // 2}",
+        "elastic.snapshot_every=0",
+        "tracking={wandb: off}",
+        f"tracking.peak_tflops={recipe.tracking.peak_tflops or 'null'}",
+        f"tracking.profile_steps={steps}",
+        f"tracking.profile_after={WARM_UP}",
+    ]
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from trainer.run.trace_summary import DIRECTORY, read_trace, summary
+
+    if arguments.steps < 2:
+        raise RecipeError(f"--steps: must be at least 2, but it is {arguments.steps}")
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    out = arguments.out or Path(f"{recipe.run.dir.rstrip('/')}-profile")
+    if out.exists():
+        raise RecipeError(f"{out}: exists already; delete it, or choose another --out")
+    overrides = [*arguments.overrides, *short_run(recipe, out, arguments.steps)]
+    command = [sys.executable, "-m", "trainer.cli", "train", arguments.recipe, *overrides]
+    if arguments.nproc:
+        command += ["--nproc-per-node", str(arguments.nproc)]
+    done = subprocess.run(command, check=False)
+    if done.returncode != EXIT_DONE:
+        return done.returncode
+    shutil.rmtree(out / "checkpoints")
+    traces = sorted((out / DIRECTORY).glob("rank-*.trace.json.gz"))
+    if not traces:
+        raise RecipeError(f"{out / DIRECTORY}: no trace was written; see the warnings above")
+    every = None if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
+    profiles = [read_trace(path) for path in traces]
+    page = summary(profiles, f"Profile of {arguments.recipe}", every)
+    (out / "profile.md").write_text(page, encoding="utf-8")
+    print(f"\n{page}\n{out / 'profile.md'}: this page; {out / DIRECTORY}: one trace per rank")
+    return EXIT_DONE

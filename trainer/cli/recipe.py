@@ -1,0 +1,70 @@
+"""`perdure recipe`: the recipes that come with the package, and every key of one."""
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+
+from trainer.cli.parser import Commands, add_command
+from trainer.recipe import RecipeError, recipe_schema, shipped_recipes
+from trainer.recipe.reference import recipe_reference
+
+EXAMPLES = """\
+examples:
+  perdure recipe ls
+  perdure recipe copy quickstart mine.yaml
+  perdure recipe reference
+  perdure recipe schema > schema.json
+"""
+
+
+def add_recipe_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    recipe = add_command(
+        commands, "recipe", "recipes that come with Perdure, and every key of one", EXAMPLES
+    )
+    inner = recipe.add_subparsers(required=True, metavar="COMMAND")
+    ls = add_command(inner, "ls", "list the recipes that come with Perdure", EXAMPLES)
+    ls.set_defaults(run=_ls)
+    copy = add_command(inner, "copy", "put one of them into a file", EXAMPLES)
+    copy.add_argument("name", choices=shipped_recipes(), metavar="NAME", help="as ls lists it")
+    copy.add_argument("file", type=Path, nargs="?", help="to be written (default NAME.yaml)")
+    copy.set_defaults(run=_copy)
+    reference = add_command(inner, "reference", "print every key, as Markdown", EXAMPLES)
+    reference.set_defaults(run=_reference)
+    schema = add_command(inner, "schema", "print the JSON Schema, for editors", EXAMPLES)
+    schema.set_defaults(run=_schema)
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    recipes = shipped_recipes()
+    width = max(map(len, recipes), default=0)
+    for name, file in recipes.items():
+        with file.open(encoding="utf-8") as lines:  # after the one that names the schema
+            what = next(islice(lines, 1, None), "").lstrip("# ").rstrip()
+        print(f"{name:<{width}}  {what}")
+    return 0
+
+
+def _copy(arguments: argparse.Namespace) -> int:
+    file = arguments.file or Path(f"{arguments.name}.yaml")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as output:
+            output.write(shipped_recipes()[arguments.name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise RecipeError(f"{file}: exists already; name another file") from None
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write it: {error.strerror}") from None
+    print(f"{file}: change what you like, then: perdure train {file}")
+    return 0
+
+
+def _reference(arguments: argparse.Namespace) -> int:
+    print(recipe_reference(), end="")
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    print(json.dumps(recipe_schema(), indent=2))
+    return 0

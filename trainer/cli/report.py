@@ -1,0 +1,42 @@
+"""`perdure report`: parses and calls, nothing more."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
+from trainer.cli.parser import Commands, add_command
+
+
+def add_report_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    report = add_command(commands, "report", "what happened in a run, and whether nothing is lost")
+    report.add_argument("run_directory", type=Path, metavar="RUN", help="run directory")
+    report.add_argument(
+        "--check", action="store_true", help="only whether every sequence was consumed once; else 1"
+    )
+    report.add_argument("--html", type=Path, metavar="FILE", help="write a page with its curves")
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from elastic.record.history import LedgerError, read_history
+    from trainer.tools.report.report import check, report
+
+    directory = arguments.run_directory
+    try:
+        if arguments.check:
+            fine, text = check(read_history(directory), directory)
+            print(text)
+            return EXIT_DONE if fine else EXIT_FAILED
+        if arguments.html:
+            from trainer.tools.report.html import report_html
+
+            arguments.html.write_text(report_html(directory), encoding="utf-8")
+            print(f"{arguments.html}: open it in a browser")
+            return EXIT_DONE
+        print(report(directory))
+    except (LedgerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    return EXIT_DONE

@@ -1,0 +1,145 @@
+"""`perdure train` and `perdure store`: parses and calls, nothing more."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+from elastic.exits import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    EXIT_WRONG_INPUT,
+    SIGNALS,
+    leave_at_once,
+)
+from elastic.group.secret import SECRET_FILE
+from elastic.node.warm import start_early
+from elastic.process import usable_cores
+from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.recipe import RecipeError, dump_recipe, load_recipe
+
+TRAIN_EXAMPLES = """\
+examples:
+  perdure train recipes/quickstart.yaml
+  perdure train recipes/quickstart.yaml run.steps=50 optimizer.lr=3e-4
+  perdure train recipes/qwen3_0_6b.yaml --dry-run
+  perdure train recipes/llama3_8b.yaml --nnodes 2 --rdzv-endpoint node0:29400
+
+Starting the same recipe again resumes from the newest checkpoint in run.dir.
+exit codes: 0 done; 2 wrong recipe or input; 75 told to go, state saved (requeue); 93 stopped for
+good (do not requeue); 130 Ctrl-C (once: state saved); 1 anything else
+"""
+
+
+def add_train_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    train = add_command(commands, "train", "train a recipe, or go on with it", TRAIN_EXAMPLES)
+    add_recipe(train)
+    train.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+    train.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="nodes (default 1)")
+    train.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks on this node (default: one per GPU; without GPUs 2)",
+    )
+    train.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="needed with several nodes")
+    train.add_argument(
+        "--max-restarts",
+        type=int,
+        default=30,
+        metavar="N",
+        help="failures of one hour that are answered by starting the ranks again (default 30)",
+    )
+    train.add_argument("--local-addr", metavar="ADDRESS", help="of this node, as others reach it")
+    train.add_argument(
+        "--secret",
+        metavar="FILE",
+        help="of the nodes (default: one in run.dir; see docs/elastic.md)",
+    )
+    train.add_argument("--rdzv-conf", metavar="K=V,…", help="see elastic/rendezvous.py")
+    train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
+    train.set_defaults(run=_train)
+
+
+def add_store_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    store = add_command(commands, "store", "host the store of jobs, outside of their nodes")
+    store.add_argument("--port", type=int, default=29400, help="default 29400; 0 for a free one")
+    store.set_defaults(run=_store)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    for number in SIGNALS:  # until the node's agent takes them
+        signal.signal(number, leave_at_once)
+    os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
+    os.environ.setdefault("PERDURE_PRELOAD", "trainer.run.worker")
+    # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if arguments.secret:
+        os.environ[SECRET_FILE] = arguments.secret
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        print(dump_recipe(recipe), end="")
+    if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
+        raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
+    if not arguments.dry_run:
+        start_early()
+    from trainer.run.preflight import check_launch, default_ranks
+
+    ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
+    nodes = int(arguments.nnodes.split(":")[0])
+    notes = check_launch(recipe, nodes * ranks, ranks)
+    if arguments.dry_run:
+        for note in notes:
+            print(f"# note: {note}", file=sys.stderr)
+        print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
+        return 0
+    return _launch(arguments, ranks)
+
+
+def _launch(arguments: argparse.Namespace, ranks: int) -> int:
+    """Hand over to torch's elastic agent, as torchrun does; returns the exit code of the run."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
+    torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
+    torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
+    # A worker of torchrun's is only a stand-in; what it loses does not count as a failure.
+    torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
+    options = [f"restarts={arguments.max_restarts}", *filter(None, [arguments.rdzv_conf])]
+    torchrun += ["--rdzv-conf", ",".join(options)]
+    if arguments.local_addr:
+        torchrun += ["--local-addr", arguments.local_addr]
+    worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
+    sys.argv = ["torchrun", *torchrun, *worker]  # for the agent, which looks at what it starts
+    config, command, command_arguments = config_from_args(parse_args(sys.argv[1:]))
+    try:
+        elastic_launch(config, command)(*command_arguments)
+    except ChildFailedError as failed:
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        known = {EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE, EXIT_INTERRUPTED} & codes
+        return min(known, default=EXIT_FAILED)
+    except RendezvousError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except SignalException as stopped:  # SIGHUP or SIGQUIT
+        print(f"ended by {signal.Signals(stopped.sigval).name}; the same command resumes")
+        return EXIT_REQUEUE
+    return EXIT_DONE
+
+
+def _store(arguments: argparse.Namespace) -> int:
+    from elastic.group.store import serve
+
+    serve(arguments.port)
+    return EXIT_DONE

@@ -1,0 +1,1 @@
+"""Text → shards of tokens: `perdure data prepare`."""

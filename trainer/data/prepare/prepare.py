@@ -1,0 +1,291 @@
+"""`perdure data prepare`: text → tokenised shards. See [Note: prepared data set] in shards.py.
+
+Inputs are cut into units in a fixed order. Workers tokenise units into files of their own, each
+finished by an atomic rename, so that a killed run goes on where it was. The units are then joined
+in order: the bytes do not depend on the number of workers, nor on interruptions.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from trainer.data.prepare.corpora import CORPORA, fetch_corpus
+from trainer.data.prepare.options import OnBad, PrepareOptions, Split
+from trainer.data.prepare.records import read_piece
+from trainer.data.prepare.sources import (
+    Form,
+    Piece,
+    Unit,
+    cut_units,
+    describe,
+    find_files,
+    lines_before,
+    look_at,
+)
+from trainer.data.prepare.tokenise import Job, Vocabulary, segments, tokenise
+from trainer.data.prepare.writer import atomic, write_data_set
+from trainer.data.shards import (
+    FORMAT,
+    SPLITS,
+    DataError,
+    TokenDataset,
+    checksums,
+    read_index,
+)
+from trainer.data.tokenizer import (
+    byte_tokenizer,
+    find_eos,
+    read_tokenizer,
+    start_ids,
+    tokenizer_file,
+    train_bpe,
+    vocabulary_size,
+)
+
+# Characters, from all over the inputs: a tokenizer learns little more from more text, and training
+# holds every word of it in memory.
+_BPE_TEXT_SIZE = 1 << 25
+
+
+def prepare(
+    inputs: Sequence[str],
+    out: str | Path,
+    *,
+    workers: int = 1,
+    progress: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Tokenise `inputs` into the directory `out`; returns its index.
+
+    A data set of the same inputs and options that is there already is left as it is. One process
+    at a time may prepare a directory.
+
+    Args:
+        inputs: files, directories, or the name of a corpus ("wikipedia", "stdlib").
+        out: made if need be.
+        workers: processes that tokenise.
+        progress: tell a person on stderr, with a bar on a terminal.
+        options: see PrepareOptions.
+
+    Raises:
+        DataError: an input that cannot be read, a bad record with on_bad="fail", no document at
+            all, an `out` that holds something else or cannot be written.
+    """
+    settings, out = PrepareOptions(**options), Path(out)
+    _check_options(settings, workers)
+    try:
+        files, left_out = find_files([_resolve(name, out) for name in inputs])
+        plan_hash = _plan_hash(files, settings)
+        if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
+            if progress:
+                print(f"{out}: is up to date", file=sys.stderr)
+            return index
+        forms = look_at(files, settings.split_documents)
+        if progress:
+            for line in describe(forms, left_out):
+                print(line, file=sys.stderr)
+        index = _prepare(forms, out, settings, plan_hash, workers, progress)
+        wanted = settings.validation_fraction
+        if progress and wanted and not index["splits"]["validation"]["tokens"]:
+            print(
+                f"no validation tokens: none of {index['documents']} document(s) fell into the "
+                f"{wanted:.1%} of the validation split; raise --validation-fraction, or make more "
+                "documents with --split-documents",
+                file=sys.stderr,
+            )
+        return index
+    except OSError as error:
+        raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"{out}: a worker was killed, perhaps for want of memory; the same command, with fewer "
+            "--workers, goes on where it was"
+        ) from error
+
+
+def _check_options(settings: PrepareOptions, workers: int) -> None:
+    if (settings.tokenizer is None) == (settings.train_bpe is None):
+        raise DataError(
+            "give one of --tokenizer FILE, --tokenizer bytes and --train-bpe VOCABULARY"
+        )
+    if not 0 <= settings.validation_fraction < 1:
+        raise DataError(f"--validation-fraction {settings.validation_fraction}: must be in [0, 1)")
+    if settings.split_documents not in get_args(Split) or settings.on_bad not in get_args(OnBad):
+        raise DataError(
+            f"--split-documents must be one of {', '.join(get_args(Split))} and --on-bad one of "
+            f"{', '.join(get_args(OnBad))}"
+        )
+    if min(workers, settings.shard_tokens) < 1:
+        raise DataError("--workers and --shard-tokens must be at least 1")
+
+
+def _resolve(name: str, out: Path) -> str:
+    """A corpus by name → its file; anything else stays."""
+    is_corpus = name in CORPORA and not Path(name).exists()
+    return str(fetch_corpus(name, out / "corpus")) if is_corpus else name
+
+
+def _plan_hash(files: list[str], settings: PrepareOptions) -> str:
+    """What is to be done: options, the tokenizer's bytes, and name, size and age of each input."""
+    stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    tokenizer = b""
+    if settings.tokenizer and settings.tokenizer != "bytes":
+        tokenizer = tokenizer_file(settings.tokenizer).read_bytes()
+    facts = [FORMAT, asdict(settings), stats, hashlib.sha256(tokenizer).hexdigest()]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
+    """The index of the data set in `out`; None when files of it are missing or truncated."""
+    index = read_index(out)
+    if index["plan"] != plan_hash:
+        raise DataError(
+            f"{out}: holds a data set of other inputs or options; choose another --out, or remove "
+            "it first"
+        )
+    try:
+        for split in SPLITS:
+            TokenDataset(out, split)
+    except DataError:
+        return None
+    return index
+
+
+def _prepare(
+    forms: dict[str, Form],
+    out: Path,
+    settings: PrepareOptions,
+    plan_hash: str,
+    workers: int,
+    progress: bool,
+) -> dict[str, Any]:
+    (out / "index.json").unlink(missing_ok=True)
+    work = out / f".work-{plan_hash[:16]}"
+    for stale in out.glob(".work-*"):
+        if stale != work:
+            shutil.rmtree(stale)
+    work.mkdir(parents=True, exist_ok=True)
+    units = cut_units(forms)
+    vocabulary = _make_tokenizer(units, settings, work)
+    jobs = [Job(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)]
+    results = tokenise(jobs, workers, progress)
+    index = _join(jobs, results, forms, out, vocabulary, settings, plan_hash)
+    shutil.rmtree(work)
+    return index
+
+
+def _make_tokenizer(units: list[Unit], settings: PrepareOptions, work: Path) -> Vocabulary:
+    file, home = work / "tokenizer.json", None
+    if settings.tokenizer and settings.tokenizer != "bytes":
+        given = tokenizer_file(settings.tokenizer)
+        home, content = given.parent, given.read_bytes()
+        read_tokenizer(given)
+    elif file.exists():
+        content = file.read_bytes()
+    elif settings.train_bpe:
+        texts = _training_texts(units, settings)
+        content = train_bpe(texts, settings.train_bpe).to_str(pretty=True).encode()
+    else:
+        content = byte_tokenizer().to_str(pretty=True).encode()
+    with atomic(file) as output:
+        output.write(content)
+    tokenizer = read_tokenizer(file)
+    eos_id = find_eos(tokenizer, settings.eos, home)
+    return Vocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
+
+
+def _training_texts(units: list[Unit], settings: PrepareOptions) -> Iterator[str]:
+    """The beginning of every unit: everything, or _BPE_TEXT_SIZE characters from all over."""
+    total = sum(piece.size for unit in units for piece in unit)
+    for unit in units:
+        size = sum(piece.size for piece in unit)
+        left = _BPE_TEXT_SIZE * size // max(total, 1)
+        records = (record for piece in unit for record in read_piece(piece, settings.field))
+        for record in records:
+            if record.text:
+                yield from segments(record.text[:left])
+            left -= len(record.text)
+            if left <= 0:
+                break
+
+
+def _join(
+    jobs: list[Job],
+    results: list[list[dict[str, Any]]],
+    forms: dict[str, Form],
+    out: Path,
+    vocabulary: Vocabulary,
+    settings: PrepareOptions,
+    plan_hash: str,
+) -> dict[str, Any]:
+    sources, rejects = _account([job.unit for job in jobs], results, forms)
+    with atomic(out / "rejects.jsonl") as output:
+        for reject in rejects:
+            output.write((json.dumps(reject, ensure_ascii=False) + "\n").encode())
+    documents = sum(source["documents"] for source in sources)
+    if not documents:
+        rejected = sum(source["rejected"] for source in sources)
+        first = next((f" (first {r['file']}:{r['line']}: {r['problem']})" for r in rejects), "")
+        raise DataError(
+            f"{out}: the inputs hold no document, {rejected} bad records{first}; see "
+            f"{out / 'rejects.jsonl'}"
+        )
+    parts = {
+        split: [(job.path(f"{split}.tokens"), job.path(f"{split}.ends")) for job in jobs]
+        for split in SPLITS
+    }
+    return write_data_set(
+        out,
+        parts,
+        dtype=vocabulary.dtype,
+        vocab_size=vocabulary.size,
+        eos_id=vocabulary.eos_id,
+        start_ids=vocabulary.start_ids,
+        tokenizer=Path(vocabulary.file).read_bytes(),
+        shard_tokens=settings.shard_tokens,
+        about={
+            "documents": documents,
+            "rejected": sum(source["rejected"] for source in sources),
+            "sources": sources,
+            "options": asdict(settings),
+            "plan": plan_hash,
+        },
+    )
+
+
+def _account(
+    units: list[Unit], results: list[list[dict[str, Any]]], forms: dict[str, Form]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What came out of each input file, and the rejected records with their lines in it."""
+    sources = {
+        file: {
+            "file": file,
+            "bytes": os.stat(file).st_size,
+            "sha256": checksums(Path(file))[0],
+            "holds": form.kind if form.kind != "text" else form.split,
+            "documents": 0,
+            "rejected": 0,
+        }
+        for file, form in forms.items()
+    }
+    rejects = []
+    known: tuple[Piece, int] | None = None  # a piece, and the lines before it
+    for unit, result in zip(units, results, strict=True):
+        for piece, counts in zip(unit, result, strict=True):
+            if counts["rejects"]:
+                before = lines_before(piece, known)
+                known = piece, before
+                for reject in counts["rejects"]:
+                    line = before + reject["line"]
+                    problem = reject["problem"]
+                    rejects.append({"file": piece.file, "line": line, "problem": problem})
+            sources[piece.file]["documents"] += counts["documents"]
+            sources[piece.file]["rejected"] += counts["rejected"]
+    return list(sources.values()), rejects

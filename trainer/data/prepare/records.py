@@ -1,0 +1,222 @@
+"""Pieces of input files → documents, or the reasons why there are none; in bounded memory."""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.data.prepare.blocks import LONGEST_LINE, read_blocks, split_lines
+from trainer.data.prepare.sources import Piece, import_pyarrow, open_parquet
+from trainer.data.prepare.text import cut_documents
+from trainer.data.shards import DataError
+
+_ROWS = 256  # of parquet, at a time
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; cut it, or give it as a txt file"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document or a part of it, or the reason why there is none; neither for a blank line."""
+
+    line: int
+    """Where it stands in the piece, from 1: line, or row of a parquet or arrow file, or value of a
+    json file."""
+    text: str = ""
+    problem: str = ""
+    goes_on: bool = False
+    """Whether the next record is more of the same document."""
+
+
+def read_piece(
+    piece: Piece, field: str, told: Callable[[int], None] = lambda count: None
+) -> Iterator[Record]:
+    """Documents of a piece, in file order.
+
+    Args:
+        piece: from `cut_units`.
+        field: of each json object, or column of parquet and arrow, that holds the text.
+        told: is called now and then with the bytes of the piece that were read so far.
+
+    Raises:
+        DataError: the whole file cannot be read: damaged, or without the column.
+    """
+    path = Path(piece.file)
+    if piece.form.kind == "parquet":
+        return _parquet(path, piece, field, told)
+    if piece.form.kind == "arrow":
+        return _arrow(path, piece, field, told)
+    end = piece.end if piece.form.kind in ("text", "json lines") else None
+    blocks = read_blocks(path, piece.start, end, told)
+    match piece.form.kind:
+        case "text":
+            return _text(blocks, piece)
+        case "json lines":
+            return _json_lines(blocks, field)
+    return _json_values(path, blocks, field)
+
+
+def _text(blocks: Iterable[bytes], piece: Piece) -> Iterator[Record]:
+    split = piece.form.split
+    begun = False
+    for line, content, goes_on in cut_documents(blocks, split, piece.form.window):
+        if begun or goes_on or content.strip():
+            yield _decoded(content, line, goes_on)
+        elif split == "file":
+            yield Record(line, problem="empty")
+        begun = goes_on
+
+
+def _decoded(content: bytes, line: int, goes_on: bool) -> Record:
+    try:
+        return Record(line, content.decode("utf-8"), goes_on=goes_on)
+    except UnicodeDecodeError as error:
+        if content.startswith(_UTF_16):
+            problem = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8"
+        else:
+            line += content[: error.start].count(b"\n")
+            problem = f"not UTF-8 (byte 0x{content[error.start]:02x})"
+        return Record(line, problem=problem, goes_on=goes_on)
+
+
+def _json_lines(blocks: Iterable[bytes], field: str) -> Iterator[Record]:
+    for number, line in enumerate(split_lines(blocks), 1):
+        if line is None:
+            yield Record(number, problem=f"a line of {_TOO_LONG}")
+        else:
+            yield _json_record(line, number, field) if line.strip() else Record(number)
+
+
+def _json_record(line: bytes, number: int, field: str) -> Record:
+    try:
+        value: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        if line.startswith(_UTF_16):
+            return _decoded(line, number, goes_on=False)
+        return Record(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
+    except (ValueError, RecursionError) as error:
+        return Record(number, problem=f"not JSON: {error}")
+    return _record_of(value, number, field)
+
+
+def _record_of(value: Any, number: int, field: str) -> Record:
+    """A json value → a record."""
+    if not isinstance(value, dict):
+        return Record(number, problem=f"{_called(value)}, not an object with text in {field!r}")
+    if field not in value:
+        there = f"it has {_names(value)}; see --field" if value else "it is empty"
+        return Record(number, problem=f"no field {field!r}; {there}")
+    text = value[field]
+    if not isinstance(text, str):
+        return Record(number, problem=f"field {field!r} is {_called(text)}, not text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return Record(number, problem="half of a surrogate pair")
+    return Record(number, text) if text.strip() else Record(number, problem="empty")
+
+
+def _called(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _names(names: Iterable[str]) -> str:
+    first, *others = (json.dumps(name, ensure_ascii=False)[1:-1][:40] for name in names)
+    return ", ".join([first, *others[:7], *(["…"] if len(others) > 7 else [])])
+
+
+def _json_values(path: Path, blocks: Iterable[bytes], field: str) -> Iterator[Record]:
+    """Values that stand one after the other over any number of lines, or in arrays."""
+    decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
+    buffer, position, number, depth, tried = "", 0, 0, 0, 0
+    for block in _and_an_end(blocks):
+        final = not block
+        try:
+            buffer, position = buffer[position:] + decode.decode(block, final), 0
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8, after {number} values: {error.reason}") from error
+        if not final and len(buffer) < 2 * tried:
+            continue  # a long value is not looked at again for every block
+        while True:
+            # Values of an array, and the array itself, are told apart from what is between them.
+            while position < len(buffer) and (letter := buffer[position]) in " \t\r\n,[]":
+                depth += (letter == "[") - (letter == "]")
+                position += 1
+            if position == len(buffer):
+                break
+            try:
+                value, end = decoder.raw_decode(buffer, position)
+            except (ValueError, RecursionError) as error:
+                if not final and len(buffer) - position <= LONGEST_LINE:
+                    break
+                what = f"a value of {_TOO_LONG}" if not final else f"not JSON: {error}"
+                raise DataError(f"{path}: value {number + 1}: {what}") from error
+            if end == len(buffer) and not final:
+                break  # a number may go on
+            number, position = number + 1, end
+            yield _record_of(value, number, field)
+        tried = len(buffer) - position
+    if depth:
+        raise DataError(f"{path}: ends inside of its array, after {number} values; copy it again")
+
+
+def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    yield from blocks
+    yield b""
+
+
+def _parquet(path: Path, piece: Piece, field: str, told: Callable[[int], None]) -> Iterator[Record]:
+    file = open_parquet(path)
+    _check_column(path, field, file.schema_arrow.names)
+    batches = file.iter_batches(_ROWS, row_groups=[piece.start], columns=[field])
+    rows = file.metadata.row_group(piece.start).num_rows
+    row = 0
+    try:
+        for batch in batches:
+            yield from _column(batch.column(0), row, field)
+            row += batch.num_rows
+            told(piece.size * row // rows)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: row group {piece.start} cannot be read: {error}") from error
+
+
+def _arrow(path: Path, piece: Piece, field: str, told: Callable[[int], None]) -> Iterator[Record]:
+    """A file of Arrow's stream format, as `datasets.save_to_disk` writes, or of its file format."""
+    pyarrow = import_pyarrow(path)
+    row = 0
+    try:
+        with pyarrow.OSFile(str(path), "rb") as file:
+            if file.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                reader = batches = pyarrow.ipc.open_stream(file)
+            _check_column(path, field, reader.schema.names)
+            for batch in batches:
+                yield from _column(batch.column(field), row, field)
+                row += batch.num_rows
+                told(file.tell())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not an arrow file, or damaged: {error}") from error
+
+
+def _check_column(path: Path, field: str, names: list[str]) -> None:
+    if field not in names:
+        raise DataError(f"{path}: no column {field!r}; it has {', '.join(names)}; see --field")
+
+
+def _column(cells: Iterable[Any], before: int, field: str) -> Iterator[Record]:
+    for number, cell in enumerate(cells, before + 1):
+        try:
+            text = cell.as_py()
+        except UnicodeDecodeError as error:
+            yield Record(number, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
+            continue
+        if not isinstance(text, str):
+            yield Record(number, problem=f"column {field!r} holds {_called(text)}, not text")
+        else:
+            yield Record(number, text) if text.strip() else Record(number, problem="empty")

@@ -1,0 +1,148 @@
+"""Plain text → documents: how a file is cut, chosen by a look at it, and the cutting itself, in
+bounded memory whatever the file is."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.data.prepare.blocks import BLOCK_BYTES
+from trainer.data.prepare.options import Split
+
+# Enough for a validation split of 2 % to get some: none of 256 documents falls into it once in 176.
+_ENOUGH_DOCUMENTS = 256
+_SMALLEST_WINDOW, _LARGEST_WINDOW = 2 << 10, 1 << 20
+# Blank lines end documents, not paragraphs, and line ends not sentences, where so much is between.
+_LONG_BLOCK, _LONG_LINE, _SEVERAL = 2000, 1000, 8
+
+_BORDERS = {
+    "line": re.compile(rb"\r*\n"),
+    "blank-line": re.compile(rb"\n(?:[ \t\r\f\v]*\n)+"),
+    "separator": re.compile(rb"<\|end(?:oftext|_of_text)\|>[ \t]*\r?\n?"),
+    "form-feed": re.compile(rb"\f"),
+}
+_SEPARATOR_AT_LINE_BORDER = re.compile(
+    rb"^<\|end(?:oftext|_of_text)\|>|<\|end(?:oftext|_of_text)\|>[ \t\r]*$", re.MULTILINE
+)
+_FORM_FEED_AT_LINE_BORDER = re.compile(rb"^\f|\f[ \t\r]*$", re.MULTILINE)
+# Where a window may end, the best first: before a heading, at a blank line, a line end, a space.
+_WINDOW_ENDS = tuple(map(re.compile, (rb"\n\s*\n(?=#)", rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
+
+
+def window_bytes(sizes: Sequence[int]) -> int:
+    """Length of the windows into which text without borders is cut.
+
+    The largest power of two from 2 KiB to 1 MiB at which files of these sizes, in bytes, give 256
+    documents: a file of less than one and a half windows stays whole.
+    """
+    window = _LARGEST_WINDOW
+    while (
+        window > _SMALLEST_WINDOW
+        and sum(max(1, round(size / window)) for size in sizes) < _ENOUGH_DOCUMENTS
+    ):
+        window //= 2
+    return window
+
+
+def choose_split(path: Path, size: int, window: int) -> Split:
+    """What the documents of a text file are, by a look at its beginning."""
+    with path.open("rb") as file:
+        head = file.read(BLOCK_BYTES)
+    if _SEPARATOR_AT_LINE_BORDER.search(head):
+        return "separator"
+    if size < window * 3 // 2:
+        return "file"
+    if _FORM_FEED_AT_LINE_BORDER.search(head):
+        return "form-feed"
+    blocks = [block for block in _BORDERS["blank-line"].split(head) if block.strip()]
+    if len(blocks) >= _SEVERAL and _mean_length(blocks) >= _LONG_BLOCK:
+        return "blank-line"
+    lines = head.splitlines()
+    if len(blocks) == 1 and len(lines) >= _SEVERAL and _mean_length(lines) >= _LONG_LINE:
+        return "line"
+    return "window"
+
+
+def _mean_length(parts: Sequence[bytes]) -> float:
+    return sum(map(len, parts)) / len(parts)
+
+
+def next_border(file: BinaryIO, target: int, size: int, split: Split, window: int) -> int:
+    """The first place from byte `target` on at which a document ends, or `size`, the file's end."""
+    if target >= size or split == "file":
+        return size
+    if split == "window":
+        file.seek(target)
+        buffer = file.read(window // 4)
+        return target + _window_end(buffer, 0, len(buffer))
+    place = target - 1  # the line before may end here
+    file.seek(place)
+    buffer = b""
+    while block := file.read(BLOCK_BYTES):
+        buffer += block
+        found = _BORDERS[split].search(buffer)
+        if found and found.end() < len(buffer):
+            return place + found.end()
+        # A border may begin near the end of what was read, and go on after it.
+        keep = found.start() if found else max(0, len(buffer) - 64)
+        place, buffer = place + keep, buffer[keep:]
+    return size
+
+
+def cut_documents(
+    blocks: Iterable[bytes], split: Split, window: int
+) -> Iterator[tuple[int, bytes, bool]]:
+    """Documents of a text that comes in blocks.
+
+    Yields:
+        (line, content, goes on): where the content begins, from 1; and whether it is only a part of
+        its document, whose next part follows. The parts are less than 4 MiB.
+    """
+    buffer, position, line = b"", 0, 1
+    for block in chain(blocks, [b""]):
+        buffer, position = buffer[position:] + block, 0
+        while True:
+            if border := _border(buffer, position, split, window, final=not block):
+                end, following = border
+                goes_on = False
+            elif block and len(buffer) - position > 2 * BLOCK_BYTES:
+                start = position + BLOCK_BYTES
+                end = following = _window_end(buffer, start, start + BLOCK_BYTES // 4)
+                goes_on = True
+            else:
+                break
+            yield line, buffer[position:end], goes_on
+            line += buffer.count(b"\n", position, following)
+            position = following
+    yield line, buffer[position:], False
+
+
+def _border(
+    buffer: bytes, position: int, split: Split, window: int, final: bool
+) -> tuple[int, int] | None:
+    """(end of the document that begins at `position`, begin of the next); None if it ends with the
+    text, or, unless `final`, perhaps later."""
+    if split == "file":
+        return None
+    if split == "window":
+        # A last window is at least half a one; the others need not see the end to know that.
+        if len(buffer) - position < (window * 3 // 2 if final else window * 2):
+            return None
+        start = position + window
+        end = _window_end(buffer, start, start + window // 4)
+        return end, end
+    found = _BORDERS[split].search(buffer, position)
+    if not found or (found.end() == len(buffer) and not final):
+        return None
+    return found.start() + (split == "blank-line"), found.end()
+
+
+def _window_end(buffer: bytes, start: int, stop: int) -> int:
+    """The best place in [start, stop) at which to cut a text."""
+    for pattern in _WINDOW_ENDS:
+        if found := pattern.search(buffer, start, stop):
+            return found.end()
+    while start < min(stop, len(buffer)) and buffer[start] & 0xC0 == 0x80:
+        start += 1  # not inside of a character
+    return start

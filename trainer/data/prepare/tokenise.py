@@ -1,0 +1,260 @@
+"""Units of documents → units of tokens, in worker processes; the middle part of prepare.py."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from trainer.data.prepare.options import PrepareOptions
+from trainer.data.prepare.records import read_piece
+from trainer.data.prepare.sources import Unit, lines_before
+from trainer.data.prepare.writer import atomic, synced
+from trainer.data.shards import SPLITS, DataError
+from trainer.data.tokenizer import read_tokenizer
+
+PROGRESS = "progress"
+"""Name of the file in the work directory with the bytes that were read of each unit, as uint64."""
+_BATCH = 512  # documents per call of the tokenizer
+_CHARACTERS = 1 << 17  # in one call of the tokenizer, or twice that; a token takes 150 bytes there
+_LISTED_REJECTS = 1000  # per unit; all are counted
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer in the work directory, and what follows from it."""
+
+    file: str
+    size: int
+    eos_id: int
+    start_ids: tuple[int, ...]
+    """What the tokenizer puts before a document."""
+
+    @property
+    def dtype(self) -> str:
+        return "uint16" if self.size <= 1 << 16 else "uint32"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One unit to be tokenised into files in the directory `work`."""
+
+    number: int
+    unit: Unit
+    work: Path
+    vocabulary: Vocabulary
+    settings: PrepareOptions
+
+    def path(self, ending: str) -> Path:
+        """A file of this unit: json, or SPLIT.tokens and SPLIT.ends."""
+        return self.work / f"unit-{self.number:06}.{ending}"
+
+
+def _tokenise_unit(job: Job) -> list[dict[str, Any]]:
+    """Tokenise one unit into files; another, written last, says that it is done.
+
+    Returns:
+        For each piece of the unit: counts of its documents and rejected records, and the first of
+        the rejected records.
+    """
+    done = job.path("json")
+    if done.exists():
+        return json.loads(done.read_bytes())
+    results = []
+    read = listed = 0
+    with ExitStack() as stack:
+        progress = stack.enter_context((job.work / PROGRESS).open("r+b"))
+        writer = _UnitWriter(job, stack)
+
+        def told(count: int) -> None:
+            os.pwrite(progress.fileno(), struct.pack("<Q", read + count), 8 * job.number)
+
+        for piece in job.unit:
+            rejected = 0
+            before = writer.documents
+            rejects: list[dict[str, Any]] = []
+            for record in read_piece(piece, job.settings.field, told):
+                if record.problem:
+                    if job.settings.on_bad == "fail":
+                        raise DataError(
+                            f"{piece.file}:{lines_before(piece) + record.line}: {record.problem}; "
+                            "mend it, or leave such records out with --on-bad skip"
+                        )
+                    rejected += 1
+                    if (listed := listed + 1) <= _LISTED_REJECTS:
+                        rejects.append({"line": record.line, "problem": record.problem})
+                writer.add(record.text, record.goes_on)
+            read += piece.size
+            documents = writer.documents - before
+            results.append({"documents": documents, "rejected": rejected, "rejects": rejects})
+        writer.flush()
+        told(0)
+    with atomic(done) as output:
+        output.write(json.dumps(results).encode())
+    return results
+
+
+class _UnitWriter:
+    """Documents → tokens and ends, in the files of a unit."""
+
+    def __init__(self, job: Job, stack: ExitStack) -> None:
+        self._tokenizer = _tokenizer(job.vocabulary.file, os.stat(job.vocabulary.file).st_mtime_ns)
+        self._job = job
+        self._files = {
+            (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
+            for split in SPLITS
+            for kind in ("tokens", "ends")
+        }
+        self._tokens = dict.fromkeys(SPLITS, 0)
+        self._batch: list[tuple[str, str, bool, bool]] = []  # (text, split, begins, ends)
+        self._characters = 0
+        self._split = ""  # of the document that goes on
+        self.documents = 0
+
+    def add(self, text: str, goes_on: bool) -> None:
+        """A document, or the next part of one."""
+        begins = not self._split
+        if text and begins:
+            self._split = _split_of(text, self._job.settings.validation_fraction)
+            self.documents += 1
+        if not self._split:
+            return
+        parts = segments(text)
+        for number, part in enumerate(parts, 1):
+            self._put(part, begins and number == 1, number == len(parts) and not goes_on)
+        if not goes_on:
+            self._split = ""
+
+    def _put(self, text: str, begins: bool, ends: bool) -> None:
+        self._batch.append((text, self._split, begins, ends))
+        self._characters += len(text)
+        if len(self._batch) == _BATCH or self._characters >= _CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added."""
+        vocabulary = self._job.vocabulary
+        encodings = self._tokenizer.encode_batch_fast(
+            [text for text, *_ in self._batch], add_special_tokens=False
+        )
+        for (_, split, begins, ends), encoding in zip(self._batch, encodings, strict=True):
+            ids = [
+                *(vocabulary.start_ids if begins else ()),
+                *encoding.ids,
+                *([vocabulary.eos_id] if ends else []),
+            ]
+            self._tokens[split] += len(ids)
+            self._files[split, "tokens"].write(np.asarray(ids, vocabulary.dtype).tobytes())
+            if ends:
+                end = np.asarray(self._tokens[split], "<u8")
+                self._files[split, "ends"].write(end.tobytes())
+        self._batch.clear()
+        self._characters = 0
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(file: str, modified: int) -> Tokenizer:
+    """From a file of that age; to read one may take longer than a unit."""
+    tokenizer = read_tokenizer(file)
+    # A document that spells out a special token means the letters, not the token.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def segments(text: str) -> list[str]:
+    """A text in parts of at most _CHARACTERS, cut at the ends of lines, else before spaces."""
+    parts, start = [], 0
+    while len(text) - start > _CHARACTERS:
+        least, most = start + _CHARACTERS // 2, start + _CHARACTERS
+        end = text.rfind("\n", least, most) + 1 or max(text.rfind(" ", least, most), 0) or most
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
+
+
+def _split_of(text: str, validation_fraction: float) -> str:
+    """The split of a document: by a hash of its text (of its first MiB or two, where it is read in
+    parts), so that it stays where it is when the corpus grows, and equal documents stay
+    together."""
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+    share = int.from_bytes(digest, "little") / 2**64
+    return "validation" if share < validation_fraction else "train"
+
+
+def tokenise(jobs: list[Job], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
+    """Do all jobs, those done before excepted; returns what `_tokenise_unit` says of each."""
+    results: list[list[dict[str, Any]]] = [[]] * len(jobs)
+    total = sum(piece.size for job in jobs for piece in job.unit)
+    file = jobs[0].work / PROGRESS
+    with file.open("ab") as slots:
+        slots.truncate(8 * len(jobs))
+    with _shown(file, total) if progress and sys.stderr.isatty() else nullcontext():
+        for number, result in _run(jobs, min(workers, len(jobs))):
+            results[number] = result
+    return results
+
+
+@contextmanager
+def _shown(file: Path, total: int) -> Iterator[None]:
+    """A bar on stderr, while the block runs, of what the file says was read."""
+    over = threading.Event()
+
+    def show() -> None:
+        with tqdm(total=total, unit="B", unit_scale=True) as bar:
+            waiting = True
+            while waiting:
+                waiting = not over.wait(0.2)
+                bar.update(int(np.fromfile(file, "<u8").sum()) - bar.n)
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _run(jobs: list[Job], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    if workers <= 1:
+        for job in jobs:
+            yield job.number, _tokenise_unit(job)
+        return
+    # Spawned, since a fork of a process whose tokenizer has threads can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker) as pool:
+        futures = {pool.submit(_tokenise_unit, job): job.number for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Let this process end when its parent does, however that ends; on Ctrl-C without a word."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent:
+            wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,179 @@
+"""Files of a prepared data set as they come to disk: whole and synced, or not at all."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.shards import FORMAT, SPLITS, DataError, checksums, fingerprint
+
+SHARD_TOKENS = 1 << 28
+_BLOCK_BYTES = 1 << 20
+_ENDS = 1 << 16  # documents at a time
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """A file that is on disk, not only in memory, when the block ends well."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears whole under its name, or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with synced(temporary) as file:
+        yield file
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_data_set(
+    out: Path,
+    parts: Mapping[str, Iterable[tuple[Path, Path]]],
+    *,
+    dtype: str,
+    vocab_size: int,
+    eos_id: int,
+    start_ids: Sequence[int],
+    tokenizer: bytes,
+    about: Mapping[str, Any],
+    shard_tokens: int = SHARD_TOKENS,
+) -> dict[str, Any]:
+    """Write a prepared data set, index.json last; returns that index.
+
+    Args:
+        out: directory; older shards in it are removed.
+        parts: of each split, as `write_shards` takes them.
+        dtype: of the tokens.
+        vocab_size: one more than the largest id.
+        eos_id: what ends a document.
+        start_ids: what begins one.
+        tokenizer: content of tokenizer.json.
+        about: where it comes from; more keys for the index.
+        shard_tokens: as for `write_shards`.
+    """
+    splits = {}
+    for split in SPLITS:
+        shards = write_shards(parts[split], out, split, dtype, shard_tokens)
+        splits[split] = {
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "documents": sum(shard["documents"] for shard in shards),
+            "shards": shards,
+        }
+    with atomic(out / "tokenizer.json") as output:
+        output.write(tokenizer)
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "fingerprint": "",
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "start_ids": list(start_ids),
+        "tokenizer": {
+            "file": "tokenizer.json",
+            "sha256": hashlib.sha256(tokenizer).hexdigest(),
+        },
+        "splits": splits,
+        **about,
+    }
+    index["fingerprint"] = fingerprint(index)
+    with atomic(out / "index.json") as output:
+        output.write((json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+    return index
+
+
+def write_shards(
+    parts: Iterable[tuple[Path, Path]],
+    out: Path,
+    split: str,
+    dtype: str,
+    shard_tokens: int,
+) -> list[dict[str, Any]]:
+    """Join parts into shards that each end with a document.
+
+    Args:
+        parts: files of (tokens, ends of the documents in them as uint64), in order.
+        out: directory; older shards of the split in it are removed.
+        split: beginning of the file names.
+        dtype: of the tokens.
+        shard_tokens: a shard is full with the document that brings it to so many tokens.
+
+    Returns:
+        The shards' entries in index.json.
+    """
+    for kind in ("tokens", "ends"):
+        for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
+            stale.unlink()
+    width = np.dtype(dtype).itemsize
+    shards: list[dict[str, Any]] = []
+    writer: _ShardWriter | None = None
+    for tokens_file, ends_file in parts:
+        with tokens_file.open("rb") as tokens, ends_file.open("rb") as listed:
+            start = 0
+            while len(ends := np.frombuffer(listed.read(_ENDS * 8), "<u8").astype(np.int64)):
+                first = 0
+                while first < len(ends):
+                    writer = writer or _ShardWriter(out, f"{split}-{len(shards):05}")
+                    # Up to and including the document that fills the shard.
+                    full = start + shard_tokens - writer.tokens
+                    last = int(np.searchsorted(ends, full, side="left"))
+                    last = min(last + 1, len(ends))
+                    stop = int(ends[last - 1])
+                    writer.add(tokens, (stop - start) * width, ends[first:last] - start)
+                    start, first = stop, last
+                    if writer.tokens >= shard_tokens:
+                        shards.append(writer.close())
+                        writer = None
+    if writer:
+        shards.append(writer.close())
+    return shards
+
+
+class _ShardWriter:
+    """One shard while it grows."""
+
+    def __init__(self, out: Path, name: str) -> None:
+        self.tokens = self.documents = 0
+        self._out, self._name = out, name
+        self._files = {kind: (out / f"{name}.{kind}").open("wb") for kind in ("tokens", "ends")}
+
+    def add(self, tokens: BinaryIO, size: int, ends: NDArray) -> None:
+        """Append whole documents: the next `size` bytes of `tokens`; `ends` count from there."""
+        while size:
+            block = tokens.read(min(size, _BLOCK_BYTES))
+            if not block:
+                raise DataError(f"{tokens.name}: truncated; remove its directory and start again")
+            self._files["tokens"].write(block)
+            size -= len(block)
+        self._files["ends"].write((ends + self.tokens).astype("<u8").tobytes())
+        self.tokens += int(ends[-1])
+        self.documents += len(ends)
+
+    def close(self) -> dict[str, Any]:
+        """Sync both files; returns the shard's entry in index.json."""
+        entry: dict[str, Any] = {
+            "name": self._name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+        }
+        for kind, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            digest, blocks = checksums(self._out / f"{self._name}.{kind}")
+            entry |= {f"{kind}_sha256": digest, f"{kind}_crc32": blocks}
+        return entry

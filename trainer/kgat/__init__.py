@@ -1,0 +1,1 @@
+"""A recommender on interactions and a knowledge graph, from the paper KGAT."""

@@ -1,0 +1,309 @@
+"""Knowledge Graph Attention Network: Wang, He, Cao, Liu, Chua, KDD 2019 (arXiv:1905.07854).
+
+Shapes: N nodes (users, then entities, the first of which are the items), E edges in both
+directions, R relations in both directions, D embedding_dim, K relation_dim, B samples of a
+micro-batch, I items.
+"""
+
+import math
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainer.recipe.kgat_options import Kgat
+from trainer.recipe.seeds import stable_seed
+
+# What is used of them, the product with a dense matrix, has been in torch since 1.8.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+Array = NDArray[np.int64]
+
+TOP = 20
+"""Recommendations that recall and ndcg look at."""
+DEPTH = 100
+"""Longest list that the authors' evaluator makes; see `ranking_metrics`."""
+SLOPE = 0.2
+"""Slope of LeakyReLU below 0: TensorFlow's, and so the authors'."""
+CHUNK = 1 << 18
+"""Edges whose attention is computed at a time."""
+
+
+class Adjacency:
+    """The graph as tensors, on whatever device it is asked for.
+
+    Not buffers: they are the same on every rank and in every step, so neither DDP nor checkpoints
+    should carry them.
+    """
+
+    def __init__(
+        self,
+        heads: Array,
+        kinds: Array,
+        tails: Array,
+        reverse: Array,
+        *,
+        nodes: int,
+        relations: int,
+        popularity: Array,
+    ) -> None:
+        """
+        Args:
+            heads: (E,) int64, ascending.
+            kinds: (E,) int64, relation of each edge.
+            tails: (E,) int64.
+            reverse: (E,) int64, place of the inverse of each edge.
+            nodes: N.
+            relations: R.
+            popularity: (I,) int64, interactions of each item in training.
+        """
+        self.nodes, self.relations = nodes, relations
+        self.counts = np.bincount(kinds, minlength=relations).tolist()
+        """Edges of each relation."""
+        # The first edge of each head, and one past the last: rows of a CSR matrix.
+        self.starts = torch.from_numpy(np.searchsorted(heads, np.arange(nodes + 1)))
+        self.heads, self.tails = torch.from_numpy(heads), torch.from_numpy(tails)
+        self.reverse = torch.from_numpy(reverse)
+        self.by_relation = torch.from_numpy(np.argsort(kinds, kind="stable"))
+        self.popularity = torch.from_numpy(popularity.astype(np.float32))
+
+    def to(self, device: torch.device) -> "Adjacency":
+        """Itself, moved."""
+        if self.starts.device != device:
+            for name, value in vars(self).items():
+                if isinstance(value, Tensor):
+                    setattr(self, name, value.to(device))
+        return self
+
+
+class Propagate(torch.autograd.Function):
+    """Weighted sum over the neighbours of each node, and its gradient, as sparse products.
+
+    Every edge has its inverse in the graph, so the transposed matrix is the same one with the
+    weights of each edge and its inverse exchanged: nothing has to be sorted in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:
+        """weights (E,), nodes (N, D) → (N, D)."""
+        ctx.graph = graph
+        ctx.save_for_backward(weights)
+        return _sparse(graph, weights) @ nodes
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
+        """Gradients of nodes alone: attention is not trained through the CF loss (section
+        3.4)."""
+        (weights,) = ctx.saved_tensors
+        transposed = _sparse(ctx.graph, weights[ctx.graph.reverse])
+        return None, None, transposed @ gradients[0].contiguous()
+
+
+def _sparse(graph: Adjacency, weights: Tensor) -> Tensor:
+    size = (graph.nodes, graph.nodes)
+    return torch.sparse_csr_tensor(graph.starts, graph.tails, weights, size, check_invariants=False)
+
+
+class Aggregator(nn.Module):
+    """One propagation layer (equations 6 to 8). Its output has `width` columns."""
+
+    def __init__(self, kind: str, inputs: int, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.sum = nn.Linear(2 * inputs if kind == "graphsage" else inputs, width)
+        self.product = nn.Linear(inputs, width) if kind == "bi-interaction" else None
+
+    def forward(self, nodes: Tensor, neighbours: Tensor) -> Tensor:
+        """nodes and neighbours (N, inputs) → (N, width)."""
+        if self.kind == "graphsage":
+            return F.leaky_relu(self.sum(torch.cat([nodes, neighbours], dim=1)), SLOPE)
+        result = F.leaky_relu(self.sum(nodes + neighbours), SLOPE)
+        if self.product is not None:
+            result = result + F.leaky_relu(self.product(nodes * neighbours), SLOPE)
+        return result
+
+
+class KGAT(nn.Module):
+    """The model, for one rank and any. All arithmetic is float32."""
+
+    some_unused = True
+    """A CF step has no gradient for what TransR needs, a KG step none for the aggregators."""
+
+    def __init__(self, users: int, entities: int, graph: Adjacency, options: Kgat) -> None:
+        super().__init__()
+        self.options = options
+        width = options.embedding_dim
+        self.user_embedding = nn.Embedding(users, width)
+        self.entity_embedding = nn.Embedding(entities, width)
+        self.relation_embedding = nn.Embedding(graph.relations, options.relation_dim)
+        self.relation_projection = nn.Embedding(graph.relations, width * options.relation_dim)
+        widths = [width, *options.layers]
+        self.aggregators = nn.ModuleList(
+            Aggregator(options.aggregator, inputs, outputs) for inputs, outputs in pairwise(widths)
+        )
+        self.ranked = users + len(graph.popularity)
+        """Users and items, the first nodes: what is recommended, to whom."""
+        # Computed from weights of the past, so it cannot be computed again when a run resumes:
+        # part of checkpoints.
+        self.register_buffer("attention", torch.empty(len(graph.heads)))
+        self.attention: Tensor
+        self._graph = graph
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        """What is asked for shows in the batch (see `trainer.kgat.stream`): of interactions
+        the mean BPR loss, of edges the mean TransR loss, of users to evaluate `ranking_metrics`,
+        and of nothing that attention be computed anew."""
+        if "positives" in batch:
+            return self._interaction_loss(**batch)
+        if "heads" in batch:
+            return self._edge_loss(**batch)
+        if "wanted" in batch:
+            return self._evaluate(**batch)
+        return self._update_attention()
+
+    def _nodes(self) -> Tensor:
+        """(N, D)."""
+        return torch.cat([self.user_embedding.weight, self.entity_embedding.weight])
+
+    def _represent(self, places: Tensor) -> Tensor:
+        """Representations of the users and items at `places` (M,): (M, D + sum of layers), the
+        embedding and what each layer made of it (section 3.3)."""
+        nodes, options = self._nodes(), self.options
+        weights = F.dropout(self.attention, options.node_dropout, self.training)
+        parts = [F.embedding(places, nodes)]
+        for aggregator in self.aggregators:
+            neighbours = Propagate.apply(self._graph.to(nodes.device), weights, nodes)
+            if aggregator is self.aggregators[-1]:  # no layer comes that would ask for the others
+                nodes, neighbours = nodes[: self.ranked], neighbours[: self.ranked]
+            nodes = F.dropout(aggregator(nodes, neighbours), options.message_dropout, self.training)
+            parts.append(F.normalize(F.embedding(places, nodes), dim=1))
+        return torch.cat(parts, dim=1)
+
+    def _interaction_loss(
+        self, users: Tensor, positives: Tensor, negatives: Tensor, dropout_seed: Tensor
+    ) -> Tensor:
+        """Equations 12 and 13: BPR, and the squares of what it compares."""
+        # One propagation serves a whole global batch, however many micro-batches that is; so all
+        # of them draw the same dropout. The last step ended with a synchronisation: item() is free.
+        torch.manual_seed(int(dropout_seed.item()))
+        first_item = self.user_embedding.num_embeddings
+        places = torch.cat([users, first_item + positives, first_item + negatives])
+        user, positive, negative = self._represent(places).chunk(3)
+        margin = (user * (positive - negative)).sum(dim=1)
+        return F.softplus(-margin).mean() + self.options.l2 * _half_squares(
+            user, positive, negative
+        )
+
+    def _edge_loss(
+        self, heads: Tensor, relations: Tensor, tails: Tensor, negative_tails: Tensor
+    ) -> Tensor:
+        """Equations 1 and 2: TransR (Lin et al., AAAI 2015), ranked pairwise."""
+        # By relation, so that each projection is one product; free of waiting like item() above.
+        relations, order = relations.sort(stable=True)
+        counts = torch.bincount(relations, minlength=self._graph.relations).tolist()
+        places = torch.stack([heads, tails, negative_tails], dim=1)[order]
+        ends = F.embedding(places, self._nodes())  # Shape: (B, 3, D)
+        projected = [
+            group @ projection
+            for group, projection in zip(ends.split(counts), self._projections(), strict=True)
+        ]
+        head, tail, negative = torch.cat(projected).unbind(dim=1)  # Shape: (B, K) each
+        relation = self.relation_embedding(relations)
+        distance = (head + relation - tail).square().sum(dim=1)
+        wrong = (head + relation - negative).square().sum(dim=1)
+        return F.softplus(distance - wrong).mean() + self.options.kg_l2 * _half_squares(
+            head, relation, tail, negative
+        )
+
+    def _projections(self) -> tuple[Tensor, ...]:
+        """(D, K) of each relation."""
+        width = self.options.embedding_dim
+        return self.relation_projection.weight.unflatten(1, (width, -1)).unbind()
+
+    @torch.no_grad()
+    def _update_attention(self) -> Tensor:
+        """Equations 4 and 5: (E,), the weights of each head's edges add up to 1."""
+        nodes = self._nodes()
+        graph = self._graph.to(nodes.device)
+        scores = torch.empty_like(self.attention)
+        groups = graph.by_relation.split(graph.counts)
+        translations = self.relation_embedding.weight.unbind()
+        for edges, projection, translation in zip(
+            groups, self._projections(), translations, strict=True
+        ):
+            for chunk in edges.split(CHUNK):
+                head = nodes[graph.heads[chunk]] @ projection
+                tail = nodes[graph.tails[chunk]] @ projection
+                scores[chunk] = (tail * torch.tanh(head + translation)).sum(dim=1)
+        largest = torch.segment_reduce(scores, "max", offsets=graph.starts)
+        scores = torch.exp(scores - largest[graph.heads])
+        total = torch.segment_reduce(scores, "sum", offsets=graph.starts)
+        self.attention.copy_(scores / total[graph.heads])
+        return self.attention
+
+    def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
+        """(4,): mean recall and ndcg over these users of the model, and of ranking all items by
+        their popularity."""
+        popularity = self._graph.to(users.device).popularity
+        items = self.user_embedding.num_embeddings + torch.arange(
+            len(popularity), device=users.device
+        )
+        nodes = self._represent(torch.cat([users, items]))
+        scores = nodes[: len(users)] @ nodes[len(users) :].T
+        ours = ranking_metrics(scores, known, wanted)
+        return torch.cat([ours, ranking_metrics(popularity.expand_as(scores), known, wanted)])
+
+
+def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
+    """recall@20 and ndcg@20, each a mean over users, as (2,) float32.
+
+    As the authors' evaluator defines them. All items are ranked but the `known` ones of a user.
+    Recall is the share of `wanted` among the first 20. The discounted gain of the first 20, with
+    1 / log2(1 + rank) for a hit, is divided by the one that they would have if the hits among the
+    first 100 came first; the usual ndcg divides by that of all wanted items, and is lower.
+
+    Args:
+        scores: (B, I); the highest comes first.
+        known: (B, K) int64 items, filled up with I.
+        wanted: (B, L) int64 items, filled up with I; at least one in each row.
+    """
+    items = scores.shape[1]
+    scores = F.pad(scores, (0, 1))
+    scores = scores.scatter(1, known, -math.inf)
+    scores[:, items] = -math.inf
+    is_wanted = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, wanted, True)
+    is_wanted[:, items] = False
+    hits = is_wanted.gather(1, scores.topk(min(DEPTH, items), dim=1).indices).float()
+    discount = 1 / torch.arange(2, 2 + min(TOP, items), device=scores.device).log2()
+    gain = hits[:, :TOP] @ discount
+    best = hits.sort(dim=1, descending=True).values[:, :TOP] @ discount
+    recall = hits[:, :TOP].sum(dim=1) / is_wanted.sum(dim=1)
+    ndcg = torch.where(best > 0, gain / best, 0.0)
+    return torch.stack([recall.mean(), ndcg.mean()])
+
+
+def _half_squares(*vectors: Tensor) -> Tensor:
+    """Half the squared norm of the vectors (B, width) of a sample, on average over samples."""
+    return torch.stack([vector.square().sum(dim=1).mean() for vector in vectors]).sum() / 2
+
+
+def initial_tensor(
+    name: str, shape: tuple[int, ...], graph: Adjacency, options: Kgat, seed: int
+) -> Tensor:
+    """A parameter or buffer of KGAT, whole, on the CPU, a function of its name and the seed: Xavier
+    uniform matrices (each relation's projection is one), zero biases, and attention that weighs all
+    edges of a head alike."""
+    if name == "attention":
+        return 1 / graph.starts.diff().float()[graph.heads]
+    if len(shape) == 1:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(stable_seed(seed, name))
+    rows = options.embedding_dim + options.relation_dim
+    sides = rows if name == "relation_projection.weight" else sum(shape)
+    bound = math.sqrt(6 / sides)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

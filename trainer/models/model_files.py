@@ -1,0 +1,165 @@
+"""The files beside the weights in a run's checkpoints: its own, or those of the model it began
+with.
+
+[Note: beside the weights] What a model is asked for lies beside its weights: the chat template, the
+tokens at which it stops, how to sample. A run that begins with `model.init_from` changes none of
+it, so its checkpoints carry these files byte for byte. Two things are its own: the number format in
+config.json, which is that of the weights beside it, and the tokenizer, should the data have been
+prepared with one of other tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpointing.format.layout import COMMIT_RECORD, LATEST, TRAINER_STATE
+from checkpointing.format.untrusted import is_plain, read_object
+from trainer.data.tokenizer import parse_tokenizer, start_ids
+from trainer.models.hf import ConfigError, config_json, generation_config_json, tokenizer_files
+from trainer.recipe.architecture import Architecture
+
+CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+"""Endings of what is carried. Not carried are weights, code, pickles, folders, and the README,
+which is about other weights."""
+LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
+ABOUT_TOKENS = (
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that mean nothing beside another tokenizer."""
+MOST_BYTES = 64 << 20
+"""Size of the largest file that is carried."""
+
+
+def files_beside(
+    architecture: Architecture, init_from: Path | None, data: Path, index: Mapping[str, Any]
+) -> tuple[dict[str, bytes], list[str]]:
+    """(content by name, what a user should know) for the checkpoints of a run.
+
+    Args:
+        architecture: of the model.
+        init_from: the checkpoint that the run begins with, if any.
+        data: prepared data set, with the tokenizer.
+        index: of this data set.
+
+    Raises:
+        ConfigError, DataError: a file cannot be used.
+    """
+    eos = index["eos_id"]
+    prepared = tokenizer_files(data / TOKENIZER, eos)
+    notes: list[str] = []
+    if init_from is None:
+        files = {
+            **prepared,
+            CONFIG: _json(config_json(architecture, eos_id=eos)),
+            GENERATION_CONFIG: _json(generation_config_json(eos_id=eos)),
+        }
+    else:
+        files = _carried(init_from, notes)
+        files = _with_tokenizer(files, prepared, init_from, data, notes)
+        config = _object(files, CONFIG, init_from)
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = "float32"
+        files[CONFIG] = _json(config)
+        stops = stop_ids(files, init_from)
+        if not stops:
+            known = _object(files, GENERATION_CONFIG, init_from)
+            files[GENERATION_CONFIG] = _json({**known, "eos_token_id": eos})
+        elif eos not in stops:
+            notes.append(
+                f"{data}: its documents end in token {eos}, but the model of {init_from} stops at "
+                f"{', '.join(map(str, stops))}; it learns to end in another way, unless the data "
+                "is prepared again with --eos"
+            )
+    if files[TOKENIZER] == prepared[TOKENIZER] and "start_ids" in index:
+        return files, notes
+    begin = list(start_ids(parse_tokenizer(files[TOKENIZER], TOKENIZER)))
+    found = index.get("start_ids", [])
+    if begin != found:
+        notes.append(
+            f"{data}: its documents begin with {_tokens(found)}, but the tokenizer of the "
+            f"checkpoints begins a text with {_tokens(begin)}; prepare the data again"
+        )
+    return files, notes
+
+
+def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
+    """Tokens at which a model stops, as transformers looks for them: in generation_config.json,
+    else in config.json.
+
+    Raises:
+        ConfigError: one of these files holds no JSON object.
+    """
+    for name in (GENERATION_CONFIG, CONFIG):
+        found = _object(files, name, where).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            return [token for token in ids if isinstance(token, int)]
+    return []
+
+
+def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
+    """What lies beside the weights in a published checkpoint."""
+    files, too_large = {}, []
+    try:
+        for entry in sorted(directory.iterdir()):
+            if _is_carried(entry.name) and entry.is_file():
+                if entry.stat().st_size <= MOST_BYTES:
+                    files[entry.name] = entry.read_bytes()
+                else:
+                    too_large.append(entry.name)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    if too_large:
+        notes.append(
+            f"{directory}: {', '.join(too_large)} is larger than {MOST_BYTES >> 20} MiB, and not "
+            "carried over into checkpoints"
+        )
+    return files
+
+
+def _is_carried(name: str) -> bool:
+    known = name.endswith(SUFFIXES) or name.upper().startswith(LICENCES)
+    ours = name in (COMMIT_RECORD, LATEST, TRAINER_STATE) or name.endswith(".index.json")
+    hidden = name.startswith(".") or name.upper().startswith("README")
+    return known and is_plain(name) and not (ours or hidden)
+
+
+def _with_tokenizer(
+    files: dict[str, bytes],
+    prepared: Mapping[str, bytes],
+    directory: Path,
+    data: Path,
+    notes: list[str],
+) -> dict[str, bytes]:
+    """The tokenizer is that of the source, unless it has none or the data has other tokens."""
+    if TOKENIZER not in files:
+        return {**prepared, **files}
+    if files[TOKENIZER] == prepared[TOKENIZER]:
+        return files
+    theirs = parse_tokenizer(files[TOKENIZER], directory / TOKENIZER)
+    if theirs.get_vocab() == parse_tokenizer(prepared[TOKENIZER], data / TOKENIZER).get_vocab():
+        return files
+    notes.append(
+        f"{data}: was prepared with other tokens than those of {directory}; checkpoints get its "
+        "tokenizer, and no chat template"
+    )
+    kept = {name: content for name, content in files.items() if name not in ABOUT_TOKENS}
+    return {**kept, **prepared}
+
+
+def _tokens(ids: Sequence[int]) -> str:
+    return f"token {', '.join(map(str, ids))}" if ids else "no token of its own"
+
+
+def _object(files: Mapping[str, bytes], name: str, where: Path) -> dict[str, Any]:
+    try:
+        return read_object(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ConfigError(f"{where / name}: not a JSON object: {error}; copy it again") from error
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,1 @@
+"""AdamW, its schedule and its exact form."""

@@ -1,0 +1,10 @@
+"""Numbers with bounds, which are checked where plain values become a dataclass."""
+
+from typing import Annotated, TypeAlias
+
+from annotated_types import Ge, Lt
+
+Count: TypeAlias = Annotated[int, Ge(0)]
+Positive: TypeAlias = Annotated[int, Ge(1)]
+Amount: TypeAlias = Annotated[float, Ge(0)]
+Share: TypeAlias = Annotated[float, Ge(0), Lt(1)]

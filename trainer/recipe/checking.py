@@ -1,0 +1,157 @@
+"""Plain values → a dataclass, by its types; all that is wrong is told, key by key."""
+
+import copy
+import difflib
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainer.recipe.yaml_tree import Key, Origins, Problem, origin_of
+
+T = TypeVar("T")
+
+
+@cache
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Reads and writes a dataclass. A recipe's takes 0.1 s to make, and every save needs it."""
+    return TypeAdapter(kind)
+
+
+def checked(
+    kind: type[T],
+    tree: dict[str, Any],
+    origins: Origins,
+    file: str,
+    problems: list[Problem],
+    wrong: set[Key],
+) -> T | None:
+    """Check keys and types. What is wrong is added to `problems` and `wrong`, taken out, and, where
+    it is required, filled in, so that the rest can be judged; None if even that cannot be."""
+    tree = copy.deepcopy(tree)
+    for attempt in range(4):
+        try:
+            return adapter(kind).validate_python(tree)  # type: ignore[arg-type]
+        except ValidationError as error:
+            errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
+            # A misspelt key is told; that it is missing under its right name is the same problem.
+            known = wrong | {
+                (*path[:-1], meant)
+                for path, e in errors
+                if e["type"] == _UNKNOWN and (meant := _meant(kind, path))
+            }
+            for path, e in errors:
+                if not attempt and path not in known:
+                    known.add(path)
+                    what = _explain(kind, e, path)
+                    # A section that checks itself begins with the name of the key.
+                    named = (*path, what.split()[0]) if e["type"] == "value_error" else path
+                    problems.append(Problem(origin_of(named, origins, file), path, what))
+                wrong.add(path)
+                _mend(kind, tree, path, e["type"] in _MISSING)
+    return None
+
+
+def _mend(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
+    """Take a key out of a tree; one that is missing is filled in with something of its type."""
+    here: Any = tree
+    for part in path[:-1]:
+        inside = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        here = here[part] if inside else here.get(part) if isinstance(here, dict) else None
+    if missing and isinstance(here, dict):
+        needed = _schema_at(kind, path)[1].get("type")
+        here[path[-1]] = {"string": "x", "integer": 1, "number": 1.0}.get(str(needed), {})
+    elif isinstance(here, dict):
+        here.pop(path[-1], None)
+    elif isinstance(here, list):
+        here.clear()
+
+
+_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
+_UNKNOWN = "unexpected_keyword_argument"
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than": ("below", "lt"),
+}
+
+
+def _meant(kind: type, path: Key) -> str | None:
+    """The known key that an unknown one resembles."""
+    close = difflib.get_close_matches(str(path[-1]), _keys_at(kind, path[:-1]), n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
+    """What is wrong with a key, and what to do."""
+    if problem["type"] == _UNKNOWN:
+        if meant := _meant(kind, path):
+            return f"unknown key; did you mean '{meant}'?"
+        return f"unknown key; known keys: {', '.join(_keys_at(kind, path[:-1]))}"
+    if problem["type"] in _MISSING and len(problem["loc"]) > len(path):
+        return f"the list has too few items: {problem['input']}"
+    if problem["type"] in _MISSING:
+        meaning = _description_at(kind, path)
+        return "required, but not set" + (f" ({meaning})" if meaning else "")
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    shown = repr(problem.get("input"))
+    shown = shown if len(shown) < 80 else shown[:77] + "..."
+    if problem["type"] in _BOUNDS:
+        words, bound = _BOUNDS[problem["type"]]
+        return f"must be {words} {problem['ctx'][bound]:g}, but it is {shown}"
+    text = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, but it is {shown}"
+    if problem["type"] == "literal_error":
+        values = re.findall("'([^']*)'", problem["ctx"]["expected"])
+        close = difflib.get_close_matches(str(problem["input"]), values, n=1, cutoff=0.5)
+        text += f"; did you mean '{close[0]}'?" if close else ""
+    return text
+
+
+def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
+    """pydantic's location without the union branches that it appends below a scalar."""
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and isinstance(part, int) and part < len(tree):
+            tree = tree[part]
+        else:
+            break
+        path.append(part)
+    return tuple(path)
+
+
+def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """Follow $ref, optional and list wrappers down to a definition."""
+    if "$ref" in value:
+        return schema["$defs"][value["$ref"].rsplit("/", 1)[1]]
+    for option in value.get("anyOf", []):
+        if "$ref" in option:
+            return definition_of(option, schema)
+    if isinstance(value.get("items"), dict):
+        return definition_of(value["items"], schema)
+    return value
+
+
+def _schema_at(kind: type, path: Key) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a key (descriptions included), and the definition it leads to."""
+    schema = adapter(kind).json_schema()
+    value: dict[str, Any] = schema
+    for part in path:
+        if isinstance(part, str):
+            value = definition_of(value, schema).get("properties", {}).get(part, {})
+    return value, definition_of(value, schema)
+
+
+def _keys_at(kind: type, path: Key) -> list[str]:
+    return list(_schema_at(kind, path)[1].get("properties", {}))
+
+
+def _description_at(kind: type, path: Key) -> str:
+    value, definition = _schema_at(kind, path)
+    text = value.get("description") or definition.get("description", "")
+    return " ".join(text.split()).split(". ")[0].rstrip(".")

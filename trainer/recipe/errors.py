@@ -1,0 +1,30 @@
+"""Which errors are the user's to mend."""
+
+import sys
+from typing import Any
+
+_HOMES = {
+    "RecipeError": "trainer.recipe.yaml_tree",
+    "ConfigError": "trainer.models.hf",
+    "DataError": "trainer.data.shards",
+    "CheckpointError": "checkpointing.errors",
+    "LedgerError": "elastic.record.history",
+    "SecretError": "elastic.group.secret",
+    "GenerateError": "trainer.tools.generate",
+}
+
+
+def told(error: Exception) -> str:
+    """Such an error as people read it: each of its lines is one thing to mend."""
+    return "\n".join(f"error: {line}" for line in str(error).splitlines())
+
+
+def known_errors() -> tuple[Any, ...]:
+    """Errors of the user's input; anything else is a fault of ours and keeps its traceback.
+
+    Only of modules that are loaded, as no others can have raised one: whoever has mistyped a key is
+    told so without waiting for torch.
+    """
+    return tuple(
+        getattr(sys.modules[home], name) for name, home in _HOMES.items() if home in sys.modules
+    )

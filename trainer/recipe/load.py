@@ -1,0 +1,126 @@
+"""A YAML file → one frozen, validated `Recipe`. Imports no torch.
+
+`load_recipe` reads the YAML with line numbers, expands `${NAME}` and `${NAME:-default}`, applies
+`key.sub=value` overrides, validates types, then the combinations that cannot work. All that is
+wrong is told at once: a `RecipeError` of a line each that names the file, the line, the key and
+what to do.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.recipe.checking import adapter, checked
+from trainer.recipe.rules import contradictions
+from trainer.recipe.sections import ZERO_STAGES, Recipe
+from trainer.recipe.yaml_tree import (
+    Origins,
+    Problem,
+    RecipeError,
+    listed,
+    origin_of,
+    read_tree,
+)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with this package, by name."""
+    files = (Path(__file__).parents[1] / "recipes").glob("*.yaml")
+    return {file.stem: file for file in sorted(files)}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe.
+
+    Args:
+        path: YAML file.
+        overrides: `key.sub=value` strings, applied in order; list items by number
+            (`data.sources.0.path=…`). Values are YAML.
+
+    Raises:
+        RecipeError: a line for each problem, with file, line, key and remedy.
+    """
+    name = Path(path).stem
+    if not Path(path).exists() and name in shipped_recipes():
+        raise RecipeError(
+            f"{path}: there is no such file; Perdure comes with a recipe of this name: perdure "
+            f"recipe copy {name} {Path(path).with_suffix('.yaml')}"
+        )
+    tree, origins, problems = read_tree(path, overrides)
+    return validate(tree, origins, str(path), problems)
+
+
+def validate(
+    tree: dict[str, Any], origins: Origins, file: str, problems: Sequence[Problem] = ()
+) -> Recipe:
+    """Plain values → recipe.
+
+    Args:
+        tree: sections; one that is None is empty.
+        origins: where each key was written.
+        file: where the others were.
+        problems: that are known already.
+
+    Raises:
+        RecipeError: a line for each problem, with file, line, key and remedy.
+    """
+    tree = {section: {} if keys is None else keys for section, keys in tree.items()}
+    found = list(problems)
+    wrong = {problem.key for problem in found}
+    recipe = checked(Recipe, tree, origins, file, found, wrong)
+    if recipe:
+        recipe = _place_slots(_resolve_synonyms(recipe))
+        # What follows only from a wrong value is not told: it may be right with the right one.
+        names = {part for key in wrong for part in key[1:] or key if isinstance(part, str)}
+        for key, what in contradictions(recipe):
+            if not names & set(re.findall(r"\w+", f"{key} {what}")):
+                path = tuple(key.split("."))
+                found.append(Problem(origin_of(path, origins, file), path, what))
+    if found or not recipe:
+        raise RecipeError(listed(found, origins))
+    return recipe
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with every default filled in, as JSON values."""
+    values: dict[str, Any] = adapter(Recipe).dump_python(recipe, mode="json")
+    return values
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe with every default filled in, as YAML that `load_recipe` reads back equal."""
+    return yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe, for editors."""
+    schema = adapter(Recipe).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _resolve_synonyms(recipe: Recipe) -> Recipe:
+    """`strategy.zero` → `strategy.sharding`, unless the two contradict each other; a sample of a
+    graph counts as one token."""
+    if recipe.data.graph and not recipe.data.seq_len:
+        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
+    strategy = recipe.strategy
+    if strategy.zero is None or strategy.name == "ddp":
+        return recipe
+    sharding = ZERO_STAGES[strategy.zero]
+    if strategy.sharding not in (None, sharding):
+        return recipe
+    strategy = dataclasses.replace(strategy, sharding=sharding, zero=None)
+    return dataclasses.replace(recipe, strategy=strategy)
+
+
+def _place_slots(recipe: Recipe) -> Recipe:
+    """A model that memory does not hold is not copied to memory for checkpoints either."""
+    directory, checkpoint = recipe.strategy.offload_directory, recipe.checkpoint
+    if directory is None or checkpoint.slot_directory is not None:
+        return recipe
+    checkpoint = dataclasses.replace(checkpoint, slot_directory=directory)
+    return dataclasses.replace(recipe, checkpoint=checkpoint)

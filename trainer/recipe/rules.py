@@ -1,0 +1,116 @@
+"""Combinations that cannot work, and what to change."""
+
+import re
+from collections.abc import Iterator
+
+from trainer.recipe.sections import ZERO_STAGES, Recipe
+
+
+def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
+    run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
+    if recipe.data.seq_len < 1:
+        yield "data.seq_len", f"must be at least 1, but it is {recipe.data.seq_len}"
+    if not recipe.data.sources and not recipe.data.graph:
+        yield "data.sources", "the list is empty; name at least one prepared data set"
+    kinds = ("architecture", "init_from", "factory", "kgat")
+    given = [key for key in kinds if getattr(model, key)]
+    if len(given) != 1 and given != ["init_from", "kgat"]:
+        found = " and ".join(given) or "none of them"
+        yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
+    yield from _graph_contradictions(recipe)
+    if model.factory and not re.fullmatch(r"[\w.]+:[\w.]+", model.factory):
+        yield "model.factory", f"write it as package.module:function, not {model.factory!r}"
+    if model.attention != "auto" and (model.factory or model.kgat):
+        yield "model.attention", "only for model.architecture and model.init_from; remove it"
+    if model.factory_options and not model.factory:
+        yield "model.factory_options", "only means something together with model.factory"
+    if strategy.name == "ddp":
+        for key in ("sharding", "zero", "shard_size"):
+            if getattr(strategy, key) is not None:
+                yield (
+                    f"strategy.{key}",
+                    "only with strategy.name: fsdp; set it to null, or set fsdp",
+                )
+        if strategy.offload != "none":
+            yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
+    if strategy.zero is not None and strategy.name == "fsdp":
+        stage = ZERO_STAGES[strategy.zero]
+        yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
+    if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
+        yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
+    if strategy.offload != "none" and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
+        yield (
+            "strategy.offload",
+            f"needs sharded parameters, but sharding is {recipe.sharding}; "
+            "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
+        )
+    if (strategy.offload == "nvme") != (strategy.offload_directory is not None):
+        yield (
+            "strategy.offload_directory",
+            "goes with strategy.offload: nvme; set both, or neither (a directory on a local disk)",
+        )
+    if recipe.exact:
+        if recipe.sharding == "OPTIMIZER_STATE":
+            yield (
+                "strategy.sharding",
+                "OPTIMIZER_STATE (ZeRO-1) has no exact mode; use SHARD_GRAD_OP, which shards the "
+                "optimizer state too, or set run.determinism=fast",
+            )
+        if strategy.reduce_every_pass:
+            yield (
+                "strategy.reduce_every_pass",
+                "adds up gradients in float32, in an order that depends on the world size; remove "
+                "it, or set run.determinism=fast",
+            )
+        if recipe.batch.micro_batch == "auto":
+            yield (
+                "batch.micro_batch",
+                "an exact run's results and most ranks (global_batch / micro_batch) follow from "
+                "it; name a number instead of auto, or set run.determinism=fast",
+            )
+        if recipe.precision.dtype == "fp16":
+            yield (
+                "precision.dtype",
+                "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
+                "bf16 or fp32, or set run.determinism=fast",
+            )
+    if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
+        yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
+    if recipe.tracking.profile_steps and recipe.tracking.profile_after >= run.steps:
+        yield (
+            "tracking.profile_after",
+            f"{recipe.tracking.profile_after} leaves none of run.steps={run.steps} to profile; "
+            "lower it",
+        )
+    if schedule.warmup_steps >= run.steps and schedule.warmup_steps > 0:
+        yield "schedule.warmup_steps", f"{schedule.warmup_steps} is not below run.steps={run.steps}"
+    if schedule.name == "wsd" and not 0 < schedule.decay_steps <= run.steps - schedule.warmup_steps:
+        yield (
+            "schedule.decay_steps",
+            f"wsd needs 1 to {run.steps - schedule.warmup_steps} steps of decay "
+            f"(run.steps - warmup_steps), but it is {schedule.decay_steps}",
+        )
+    if schedule.name != "wsd" and schedule.decay_steps:
+        yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+
+
+def _graph_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data, strategy = recipe.data, recipe.strategy
+    if bool(recipe.model.kgat) != bool(data.graph):
+        yield "data.graph", "goes with model.kgat: give both, or neither"
+    if not data.graph:
+        return
+    if data.sources or data.seq_len != 1:
+        yield "data.graph", "excludes data.sources and data.seq_len; remove them"
+    if recipe.batch.micro_batch == "auto":
+        yield "batch.micro_batch", "model.kgat cannot be planned; name a number instead of auto"
+    if recipe.precision.dtype != "fp32":
+        yield "precision.dtype", "model.kgat computes in fp32 only; set precision.dtype=fp32"
+    if strategy.compile:
+        yield "strategy.compile", "model.kgat has sparse products, which do not compile; remove it"
+    if strategy.activation_checkpointing != "none":
+        yield (
+            "strategy.activation_checkpointing",
+            "model.kgat has no blocks to recompute; remove it",
+        )

@@ -1,0 +1,300 @@
+"""The vocabulary of a recipe. The docstring under a field is its documentation: the reference page
+and the JSON Schema are made from them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt
+from pydantic import ConfigDict
+
+from checkpointing.options import CheckpointOptions
+from elastic.options import ElasticOptions
+from trainer.recipe.architecture import Architecture
+from trainer.recipe.bounds import Amount, Count, Positive, Share
+from trainer.recipe.kgat_options import GraphData, Kgat
+
+Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
+ZERO_STAGES: dict[int, Sharding] = {
+    0: "NO_SHARD",
+    1: "OPTIMIZER_STATE",
+    2: "SHARD_GRAD_OP",
+    3: "FULL_SHARD",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is run, for how long, and where it leaves its files."""
+
+    dir: str
+    """Directory of this run: resolved recipe, metrics, checkpoints. Starting the same recipe again
+    resumes from the newest checkpoint in it."""
+
+    steps: Positive
+    """Optimizer steps of the whole run, counted from its beginning."""
+
+    seed: Count = 0
+    """Seed of the initial weights, the order of the data, and dropout."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a GPU, else the CPU."""
+
+    determinism: Literal["fast", "exact"] = "fast"
+    """exact: losses, weights and optimizer state are the same bit for bit at every world size and
+    under every sharding, also when ranks come and go. This holds on one kind of device, with one
+    batch.micro_batch. It is slower and needs more memory: gradients are float64, and a CPU rank has
+    one thread."""
+
+    log_every: Positive = 10
+    """Steps between console lines and between records in metrics.jsonl."""
+
+    evaluate_every: Count = 0
+    """Steps between validation passes; also one after the last step. 0: no validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`, which may come
+    with `init_from`."""
+
+    architecture: Architecture | None = None
+    """A Llama 3 or Qwen3 decoder, in the words of a Hugging Face config.json, with fresh
+    weights."""
+
+    init_from: str | None = None
+    """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
+    architecture and weights the run starts from."""
+
+    factory: str | None = None
+    """`package.module:function` that returns any nn.Module; see docs/your_model.md."""
+
+    factory_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
+
+    attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
+    """How attention stays inside documents, with data.document_mask (see docs/data.md). varlen:
+    FlashAttention over their boundaries. flex: FlexAttention, compiled, on GPUs only. sdpa: one
+    additive mask. auto: the first of them that works."""
+
+    kgat: Kgat | None = None
+    """A recommender, with data.graph. `kgat: {}` is the paper's model. With `init_from` it starts
+    from the embeddings of that checkpoint, such as one of BPR-MF."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One prepared data set of the mixture."""
+
+    path: str
+    """Directory written by `perdure data prepare`."""
+
+    weight: Annotated[float, Gt(0)] = 1.0
+    """Share of the sequences taken from this source, relative to the other weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is read, and in which order: `sources` and `seq_len`, or `graph`."""
+
+    sources: tuple[Source, ...] = ()
+    """Prepared data sets; the order of the samples is a function of seed and position alone."""
+
+    seq_len: int = 0
+    """Tokens per sequence."""
+
+    graph: GraphData | None = None
+    """Interactions and a knowledge graph, for model.kgat."""
+
+    document_mask: bool = True
+    """Attention stays inside a document when several are packed into one sequence."""
+
+    validation_sequences: Positive = 64
+    """Sequences of the fixed validation set; fewer if the validation split is smaller."""
+
+    reader: Literal["auto", "mmap", "pread", "ram"] = "auto"
+    """How shards are read. auto: pread on network filesystems, mmap elsewhere."""
+
+    workers: Count = 0
+    """Background loader processes per rank. 0 reads in the training process, which is fastest for
+    prepared tokens on a local disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences per optimizer step; constant whatever the number of machines."""
+
+    global_batch: Positive
+    """Sequences per optimizer step over all ranks."""
+
+    micro_batch: Positive | Literal["auto"] = 1
+    """Most sequences that one rank holds in one forward pass; the rest is gradient accumulation.
+    auto: as many as `perdure plan` finds room for, halved when memory runs out (see
+    docs/strategies.md); not with run.determinism: exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW (Loshchilov & Hutter 2019), fused."""
+
+    lr: Amount
+    """Peak learning rate."""
+
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient."""
+
+    eps: Amount = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: Amount = 0.1
+    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none."""
+
+    clip_norm: Amount = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate over the run: linear warm-up, then a shape."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """wsd: warm-up, stable, then linear decay over the last `decay_steps`."""
+
+    warmup_steps: Count = 0
+    """Steps of linear warm-up from 0 to optimizer.lr."""
+
+    decay_steps: Count = 0
+    """Steps of the final decay, for wsd only."""
+
+    min_lr_ratio: Amount = 0.1
+    """Learning rate at the last step as a share of optimizer.lr (cosine, linear, wsd)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the model is spread over ranks."""
+
+    name: Literal["ddp", "fsdp"] = "fsdp"
+    """ddp: every rank holds everything. fsdp: shards by `sharding` (FSDP2)."""
+
+    sharding: Sharding | None = None
+    """What fsdp shards; FULL_SHARD unless set. NO_SHARD: nothing. OPTIMIZER_STATE: the optimizer
+    state (ZeRO-1). SHARD_GRAD_OP: also gradients (ZeRO-2). FULL_SHARD: also parameters (ZeRO-3).
+    HYBRID_SHARD: everything, inside groups of `shard_size` ranks."""
+
+    zero: Literal[0, 1, 2, 3] | None = None
+    """The same as `sharding`, in DeepSpeed's numbers: give one of the two."""
+
+    shard_size: int | None = None
+    """Ranks per shard group for HYBRID_SHARD; the ranks of one node unless set."""
+
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the
+    device, in host memory, or in files on a local disk (see docs/offload.md)."""
+
+    offload_directory: str | None = None
+    """Directory on a local disk, for offload: nvme. Each rank takes 16 bytes there for each
+    parameter of its shard, until its process ends."""
+
+    reduce_every_pass: bool = False
+    """Reduce-scatter gradients after every accumulation pass instead of once per step. It sends
+    more, but no rank holds unsharded gradients between passes."""
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """full: recompute each block in the backward pass. selective: keep the results of matrix
+    products and attention, recompute the rest."""
+
+    compile: bool = False
+    """torch.compile each block. The first step then takes longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats. Parameters and optimizer state stay in float32."""
+
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Format of activations and matrix products (and of gathered parameters under fsdp).
+    Gradients are reduced in float32. fp16 uses a dynamic loss scale."""
+
+    loss_scale: Annotated[float, Ge(1)] = 65536.0
+    """First loss scale for fp16; halved on overflow, doubled after 2000 good steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracking:
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events to <run.dir>/tensorboard."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases; a restarted run continues under the same run id."""
+
+    project: str = "perdure"
+    """Weights & Biases project."""
+
+    name: str | None = None
+    """Name of the run in trackers; the last part of run.dir unless set."""
+
+    profile_steps: Count = 0
+    """Run so many steps under the profiler; each rank leaves its trace and a record of what it
+    holds in <run.dir>/profile (see docs/profile.md). They are slower, and count in no speed. 0:
+    none."""
+
+    profile_after: Positive = 4
+    """Steps after a start, or a restart, that come before the profiled ones."""
+
+    peak_tflops: float | None = None
+    """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common GPUs;
+    elsewhere MFU is left out unless this is set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything a run depends on."""
+
+    run: Run
+    model: Model
+    data: Data
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    strategy: Strategy = Strategy()
+    precision: Precision = Precision()
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    elastic: ElasticOptions = field(default_factory=ElasticOptions)
+    tracking: Tracking = Tracking()
+
+    # Reaches the nested sections too: unknown keys are errors, docstrings become descriptions.
+    __pydantic_config__: ClassVar[ConfigDict] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
+
+    @property
+    def checkpoint_directory(self) -> str:
+        """Where the checkpoints of the run lie: a path or a URL."""
+        return self.checkpoint.directory or str(Path(self.run.dir) / "checkpoints")
+
+    @property
+    def exact(self) -> bool:
+        """Whether results must not depend on the world size in any bit."""
+        return self.run.determinism == "exact"
+
+    @property
+    def micro_batch(self) -> int:
+        """`batch.micro_batch`; 1, which is always possible, where it has not been chosen yet."""
+        return 1 if self.batch.micro_batch == "auto" else self.batch.micro_batch
+
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether FSDP frees parameters after the forward pass and fetches them again for the
+        backward pass (ZeRO-3)."""
+        return self.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+
+    @property
+    def sharding(self) -> Sharding:
+        """What FSDP shards; DDP counts as NO_SHARD."""
+        if self.strategy.name == "ddp":
+            return "NO_SHARD"
+        return self.strategy.sharding or "FULL_SHARD"

@@ -1,0 +1,144 @@
+"""From a recipe to a `Run`: mesh, model, optimizer, restored state.
+
+A restart takes the same path as a start: it only finds state to load.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from checkpointing import Checkpointer, Spare, optimizer_tensors
+from elastic import Pulse, Start, World, describe_failure, job_secret
+from elastic.node.recall import Recall
+from elastic.process import usable_cores
+from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.batch_plan import plan_batch
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
+from trainer.recipe import Recipe
+from trainer.run.metrics import Log, Startup
+from trainer.run.micro_batch import settled
+from trainer.run.preflight import slow_arithmetic
+from trainer.run.saves import restore
+from trainer.run.speed import peak_flops
+from trainer.run.state import Run
+from trainer.tasks.task import Task
+
+
+@contextmanager
+def build(
+    recipe: Recipe,
+    task: Task,
+    world: World,
+    pulse: Pulse,
+    startup: Startup,
+    recall: Recall,
+    spare: Spare,
+) -> Iterator[Run]:
+    """A run that goes on from the newest checkpoint, if there is one. Called on all ranks.
+
+    Its checkpointer takes the checkpoint writer process that `spare` has by then.
+    """
+    given, recipe = recipe, settled(recipe, world)
+    batch, group = recipe.batch, dist.group.WORLD
+    mesh = build_mesh(recipe, world)
+    plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
+    secret = job_secret("checkpoints")
+    with (
+        Checkpointer(
+            recipe.checkpoint_directory, recipe.checkpoint, group, secret, spare
+        ) as checkpointer,
+        given_up(checkpointer, recall),
+    ):
+        checkpointer.start_early()
+        model = parallelize(
+            task.model, task.blocks, mesh, recipe, world.device, task.fill,
+            cores=max(1, usable_cores() // world.local_world_size),
+        )  # fmt: skip
+        optimizer = build_optimizer(
+            model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like
+        )
+        startup.mark("model")
+        pulse.report(0, "load")
+        progress = restore(checkpointer, model, optimizer, recipe, task)
+        pulse.safe = not checkpointer.newer_than_storage
+        memory = checkpointer.prepare(
+            model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
+        )
+        startup.mark("checkpoint")
+        start = Start(
+            step=progress.step,
+            sequences=progress.sequences,
+            global_batch=plan.global_batch,
+            world_size=world.world_size,
+            data=task.stream.fingerprint,
+            nodes=world.nodes,
+            round=world.round,
+            generation=world.generation,
+            source=checkpointer.loaded_from or ("init" if recipe.model.init_from else "none"),
+            cause=world.cause,
+            phases=dict(startup.parts),
+        )
+        with Log(recipe, start, silent=not world.is_main) as log:
+            startup.mark("trackers")
+            run = Run(
+                given, recipe, task, world, mesh, plan, model, optimizer, progress, checkpointer,
+                start, log, pulse, recall,
+            )  # fmt: skip
+            log.say(f"{describe(run)}\n{memory}")
+            yield run
+
+
+@contextmanager
+def given_up(checkpointer: Checkpointer, recall: Recall) -> Iterator[None]:
+    """When this process is recalled, its checkpointer waits for nobody: what is in memory is what
+    the next attempt begins from."""
+    recall.stop = checkpointer.give_up
+    try:
+        yield
+    except BaseException:
+        if recall.called:
+            checkpointer.abandon()
+        raise
+    finally:
+        recall.stop = lambda: None
+
+
+def describe(run: Run) -> str:
+    """What is about to run, with the arithmetic of the batch; after a failure also whose it was,
+    and what it cost of the steps that were reached before."""
+    recipe, task, world, start = run.recipe, run.task, run.world, run.start
+    strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
+    if recipe.strategy.offload != "none":
+        strategy += f" with offload to {recipe.strategy.offload},"
+    stream = task.stream
+    epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
+    notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
+    lines = [
+        f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
+        f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
+        f"{world.device.type}",
+        f"{run.plan} {stream.describe(run.plan.global_batch)}",
+        f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
+        f"{epochs:.2f} epochs",
+        *(f"note: {note}" for note in notes),
+    ]
+    steps, lost = recipe.run.steps, max(0, run.log.reached - start.step)
+    if start.step >= steps:
+        lines.append(f"nothing to train: step {start.step} of {steps} is done")
+    elif start.step or lost:
+        origin = start.source if start.source in ("memory", "storage") else "the beginning"
+        why = f"{describe_failure(start.cause)}; " if start.cause else ""
+        cost = f"{lost or 'no'} step{'s' if lost > 1 else ''} lost"
+        lines.append(f"resuming after step {start.step} of {steps} from {origin}; {why}{cost}")
+    return "\n".join(lines)
+
+
+def without_peak(recipe: Recipe, world: World) -> list[str]:
+    """That there will be no MFU, where somebody may look for it."""
+    if world.device.type != "cuda" or peak_flops(recipe, world.device):
+        return []
+    name, dtype = torch.cuda.get_device_name(world.device), recipe.precision.dtype
+    return [f"no peak of {name} in {dtype} is known, so no MFU; set tracking.peak_tflops"]

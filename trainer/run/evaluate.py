@@ -1,0 +1,100 @@
+"""A fixed validation pass: the same sequences in the same micro-batches at any world size."""
+
+import torch
+import torch.distributed as dist
+
+from elastic import PAUSE_TO_LEAVE, Pulse
+from elastic.node.exchange import received
+from trainer.data.loader import load
+from trainer.run.metrics import validation_line
+from trainer.run.speed import Speed
+from trainer.run.state import Run
+from trainer.tasks.task import Evaluation
+
+
+class Validation:
+    """When a run is validated, and what is told of it. On all ranks."""
+
+    def __init__(self, run: Run, speed: Speed) -> None:
+        self._run, self._speed = run, speed
+        self._owed = False
+
+    def after_step(self, asked: float) -> float:
+        """Validate the step just done if that is due; a pass that a leaving node has cut short is
+        made up for by `finish`.
+
+        Args:
+            asked: the sum of `asked_to_pause` so far.
+
+        Returns it, with what was asked meanwhile.
+        """
+        run, evaluation = self._run, self._run.task.validation
+        if not evaluation or not run.due(run.recipe.run.evaluate_every):
+            return asked
+        with self._speed.aside():
+            found = evaluate(run, evaluation) if asked < PAUSE_TO_LEAVE else None
+        self._owed = found is None
+        if found is not None:
+            run.progress.validation_loss = found.get("validation_loss")
+            run.log.record(run.progress.step, found, validation_line(found))
+            return asked
+        when = "yet" if run.done else "at all"
+        run.log.say(f"step {run.progress.step} is not validated {when}: a node leaves")
+        return PAUSE_TO_LEAVE
+
+    def finish(self) -> None:
+        """Validate the last step if that is owed: its state is safe, and there may be time left."""
+        run, evaluation = self._run, self._run.task.validation
+        found = evaluate(run, evaluation, heed=False) if self._owed and evaluation else None
+        if found:
+            run.log.record(run.progress.step, found, validation_line(found))
+
+
+@torch.no_grad()
+def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str, float] | None:
+    """Means over the validation set of what the model returns of it; None if a node was told to go
+    meanwhile (`heed`), on which the ranks agree before each micro-batch. Called on all ranks.
+
+    The validation set is cut into numbered micro-batches of one fixed shape, and the number of
+    data-parallel ranks only decides which computes which. A rank that has none left repeats the
+    first one with weight 0, so that every rank enters the same collectives. Sums are float64, in
+    which the few float32 addends are exact: the same weights give the same value at every size.
+    """
+    stream, count = evaluation.stream, evaluation.count
+    model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
+    size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size
+    numbers = range(rank, _round_up(-(-count // size), ranks), ranks)
+    cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
+    requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
+    total: torch.Tensor = torch.zeros((), dtype=torch.float64, device=device)
+    modes = {module: module.training for module in model.module.modules()}
+    model.module.eval()
+    batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
+    leaving = False
+    with pulse.during("data"):
+        for cut, inputs in zip(cuts, batches, strict=True):
+            pulse.report(step, "evaluate")
+            if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
+                break
+            means = model({key: tensor.to(device) for key, tensor in inputs.items()})
+            total = total + means.double() * len(cut)
+            pulse.report(step, "data")
+        pulse.report(step, "evaluate")
+        for module, training in modes.items():  # the user may keep parts in eval mode
+            module.training = training
+        if leaving:
+            return None
+        dist.all_reduce(total, group=run.mesh.dp_group)
+        sums = received(total.reshape(-1))
+    return evaluation.values([value / count for value in sums])
+
+
+def asked_to_pause(pulse: Pulse) -> float:
+    """The sum of `Pulse.asked_to_pause` over the ranks. Called on all ranks."""
+    asked = torch.tensor(float(pulse.asked_to_pause), dtype=torch.float64)  # by gloo: no GPU waits
+    dist.all_reduce(asked)
+    return asked.item()
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

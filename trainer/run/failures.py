@@ -1,0 +1,87 @@
+"""How a rank that fails says why: at once, on the console and to its agent."""
+
+import sys
+import time
+import traceback
+from types import TracebackType
+
+from checkpointing import SaveFailed
+from elastic import EXIT_FAILED, EXIT_MENDED, EXIT_PEER_GONE, EXIT_WRONG_INPUT, Pulse
+from elastic.node.recall import Recall, Recalled
+from elastic.world import is_lost_peer, supervised
+from trainer.recipe.errors import known_errors, told
+from trainer.run.micro_batch import HalvedError
+
+
+class Telling:
+    """A context that tells of the error by which it is left, before the contexts around it unwind:
+    these may wait for what is being written, and for ranks that do not fail.
+
+    Args:
+        pulse: of this rank; its agent learns of the error, and waits for what follows it.
+        rank: of this process.
+        recall: an error after which this process goes on with another attempt is none to tell of.
+    """
+
+    def __init__(self, pulse: Pulse, rank: int, recall: Recall) -> None:
+        self._pulse, self._rank, self._recall = pulse, rank, recall
+        self._told: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            if self.recalls(error):
+                raise Recalled from None
+            self.tell(error)
+
+    def recalls(self, error: Exception) -> bool:
+        """Whether this process goes on with another attempt."""
+        lost = isinstance(error, RuntimeError) and is_lost_peer(error)
+        return self._recall.recalls(error, lost)
+
+    def tell(self, error: Exception, wait: float = 0) -> int:
+        """Tell of an error, unless that was done; returns the exit code.
+
+        Args:
+            error: by which this rank ends.
+            wait: seconds before the user is told of wrong input.
+        """
+        code = exit_code(error)
+        if error is self._told:
+            return code
+        self._told = error
+        line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if isinstance(error, SaveFailed):  # the agent prints it again; rank 0 says why
+            line = f"{type(error).__name__}: {error}".partition(" failed")[0] + " failed"
+        self._pulse.fail(line)
+        if isinstance(error, SaveFailed):  # on all ranks alike
+            text = f"error: {error}; the same command resumes" if self._rank == 0 else ""
+        elif code == EXIT_WRONG_INPUT:
+            time.sleep(wait)
+            text = told(error)
+        elif code == EXIT_PEER_GONE:
+            text = f"rank {self._rank}: a peer is gone: {line}"
+        elif code == EXIT_MENDED:
+            text = f"rank {self._rank}: {error}"
+        else:
+            text = f"rank {self._rank} failed:\n{''.join(traceback.format_exception(error))}"
+        if text:  # in one piece: this process may be killed at any moment
+            print(f"{text.rstrip()}\n", end="", file=sys.stderr, flush=True)
+        return code
+
+
+def exit_code(error: Exception) -> int:
+    """How a rank ends by an error."""
+    if isinstance(error, SaveFailed):  # of the last step: nothing is wrong with the input
+        return EXIT_FAILED
+    if isinstance(error, known_errors()):
+        return EXIT_WRONG_INPUT
+    if isinstance(error, HalvedError) and supervised():
+        return EXIT_MENDED
+    if supervised() and isinstance(error, RuntimeError) and is_lost_peer(error):
+        return EXIT_PEER_GONE
+    return EXIT_FAILED

@@ -1,0 +1,266 @@
+"""One record per log interval → console and metrics.jsonl, where trackers.py finds it; one line per
+step → the ledger.
+
+Units: seconds, bytes, tokens; `tokens_per_second` counts target tokens over all ranks.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from checkpointing import SaveOutcome
+from elastic import LEDGER, Ledger, Start
+from elastic.node.companion import accompany
+from trainer.recipe import Recipe
+from trainer.run.trackers import METRICS
+
+logger = logging.getLogger(__name__)
+
+
+class Startup:
+    """Where the time from launch to the first optimizer step goes, in named parts."""
+
+    def __init__(self, *, again: bool = False) -> None:
+        """`again`: this process was recalled for it just now."""
+        launched = float(os.environ.get("PERDURE_LAUNCHED_AT", "0"))
+        born = time.time() if again else _process_start()
+        self.parts: dict[str, float] = {}
+        if launched:
+            self.parts["launcher"] = born - launched
+        self._last = born
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark went to `part`."""
+        now = time.time()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        return f"first step after {sum(self.parts.values()):.1f} s: {parts}"
+
+
+def _process_start() -> float:
+    """When this process was started, in seconds since the epoch (Linux; elsewhere: now)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
+    except (OSError, AttributeError):
+        return time.time()
+
+
+class Log:
+    """What a run tells: on the console, in metrics.jsonl, which trackers follow, and in the ledger.
+    It is there on every rank, and silent on all but the first. A context manager.
+
+    Args:
+        recipe: of the run.
+        start: what this attempt begins with. Records of later steps are dropped, because the steps
+            they describe are computed again; the ledger keeps them.
+        silent: this is not the first rank.
+    """
+
+    def __init__(self, recipe: Recipe, start: Start, *, silent: bool) -> None:
+        self.silent = silent
+        if silent:
+            return
+        run_dir = Path(recipe.run.dir)
+        self._ledger = Ledger(run_dir / LEDGER, start)
+        self._path = run_dir / METRICS
+        self._latest = 0.0
+        """Time of the last record. Trackers tell what is new by it, also after a restart on a
+        machine whose clock is behind."""
+        try:
+            self._latest = keep_records(self._path, start.step)
+        except OSError as error:  # a full disk must not keep a run from going on
+            print(f"warning: {self._path} keeps records of steps that are done again: {error}")
+        self._file = self._path.open("a", encoding="utf-8")
+        self._bar = tqdm(
+            total=recipe.run.steps,
+            initial=start.step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+        )
+        wanted = {
+            "tensorboard": recipe.tracking.tensorboard,
+            "wandb": recipe.tracking.wandb != "off",
+        }
+        self._end_trackers = [
+            accompany(["trainer.run.trackers", kind, str(run_dir.absolute())])
+            for kind in wanted
+            if wanted[kind]
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.silent:
+            return
+        self._ledger.__exit__(*error)
+        self._bar.close()
+        try:
+            self._file.close()
+        except OSError as failure:
+            print(f"warning: the last records are lost: {failure}", flush=True)
+        for end in self._end_trackers:
+            end()
+
+    @property
+    def reached(self) -> int:
+        """The newest step that any attempt has done; 0 where this is silent."""
+        return 0 if self.silent else self._ledger.reached
+
+    def say(self, text: str) -> None:
+        """One line on the console, above the progress bar."""
+        if self.silent:
+            return
+        self._bar.clear()
+        print(text, flush=True)
+        self._bar.refresh()
+
+    def event(self, step: int, event: str, what: str) -> None:
+        """Tell of something that went wrong in a step, unless `what` is empty, on the console and
+        in the ledger."""
+        if what and not self.silent:
+            self.say(f"warning: {what}")
+            self._ledger.event(event, step=step, what=what)
+
+    def started(self, startup: Startup) -> None:
+        """The first step of this attempt is done."""
+        self.say(str(startup))
+        if not self.silent:
+            self._ledger.phases(startup.parts)
+
+    def step(
+        self,
+        step: int,
+        first: int,
+        after_last: int,
+        seconds: float,
+        skipped: bool,
+        consumed: str | None,
+    ) -> None:
+        """A step over the sequences from `first` to before `after_last` is done: move the progress
+        bar, and tell the ledger."""
+        if self.silent:
+            return
+        self._bar.update(step - self._bar.n)
+        self._ledger.step(step, first, after_last, seconds, skipped=skipped, consumed=consumed)
+
+    def save(self, step: int, outcome: SaveOutcome, *, known: bool = False) -> None:
+        """Tell, at `step`, how a checkpoint ended; not on the console, if it is `known` there."""
+        if not self.silent:
+            values, line, event = save_record(outcome)
+            self.record(step, values, None if known else line, event)
+            self._ledger.save(outcome.step, outcome.seconds, error=outcome.error)
+
+    def record(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        line: str | None = None,
+        event: str | None = None,
+    ) -> None:
+        """Send `values` of `step` everywhere, and `line` to the console; metrics.jsonl also gets
+        `event`, something that went wrong."""
+        if self.silent:
+            return
+        # JSON has no NaN: what is not finite is null there.
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
+        try:
+            record: dict[str, Any] = {"step": step, "time": self._latest, **finite}
+            record |= {"event": event} if event else {}
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk must not cost the run; what is buffered comes later
+            self.say(f"warning: the record of step {step} is not written yet: {error}")
+        if line:
+            self.say(line)
+
+    def end(self, code: int, reason: str) -> int:
+        """Note in the ledger how this attempt ended; returns the exit code."""
+        if not self.silent:
+            self._ledger.end(code, reason)
+        return code
+
+
+def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tokens") -> str:
+    """The console line of a training record; speed is in `unit`."""
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad norm {values['grad_norm']:.3f}",
+        f"lr {values['lr']:.2e}",
+    ]
+    if "tokens_per_second" in values:
+        parts += [
+            f"{values['tokens_per_second']:,.0f} {unit}/s",
+            f"{values['step_seconds_p50'] * 1e3:.0f} ms/step",
+            f"data wait {values['data_wait']:.1%}",
+        ]
+    if "mfu" in values:
+        parts.append(f"MFU {values['mfu']:.1%}")
+    parts.append(f"memory {values['peak_memory'] / 1e9:.2f} GB")
+    if "eta_seconds" in values:
+        parts.append(f"ETA {_clock(values['eta_seconds'])}")
+    return " | ".join(parts)
+
+
+def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:
+    """What a checkpoint that ended leaves: values, a console line, an event if it failed."""
+    values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
+    if outcome.error:
+        values["checkpoint_failed"] = 1
+        return values, f"warning: {outcome.error}", outcome.error
+    values |= {"checkpoint_bytes": outcome.nbytes, "checkpoint_writers": outcome.writers}
+    line = f"saved {outcome.path}: {outcome.nbytes / 1e6:,.1f} MB in {outcome.seconds:.2f} s"
+    return values, line, None
+
+
+def validation_line(values: Mapping[str, float]) -> str:
+    """The console line of a validation record."""
+    if "validation_loss" not in values:
+        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+    return (
+        f"validation loss {values['validation_loss']:.4f}, "
+        f"perplexity {values['validation_perplexity']:.2f}"
+    )
+
+
+def keep_records(path: Path, last_step: int) -> float:
+    """Drop the records after `last_step`, and a last line that a killed process left unfinished;
+    returns the time of the last record, dropped or not."""
+    if not path.exists():
+        return 0.0
+    kept, latest = [], 0.0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        latest = max(latest, record["time"])
+        if record["step"] <= last_step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".jsonl.tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+    return latest
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

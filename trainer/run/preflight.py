@@ -1,0 +1,165 @@
+"""Every check of a recipe's input that can be made before a process group or a GPU is claimed."""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from checkpointing import newest_checkpoint, read_state
+from checkpointing.storage.place import location
+from elastic import usable_cores
+from trainer.data.shards import DataError
+from trainer.parallel.batch_plan import plan_batch
+from trainer.parallel.mesh import mesh_shape
+from trainer.recipe import Recipe, RecipeError
+from trainer.run.provenance import check_resume
+from trainer.tasks.own_model import check_forward
+from trainer.tasks.task import Task, build_task
+
+
+def check_inputs(
+    recipe: Recipe, task: Task, rank: int, world_size: int, local_world_size: int
+) -> None:
+    """Refuse what cannot work. Writes nothing.
+
+    Args:
+        recipe: to be checked.
+        task: what it trains.
+        rank: of this process; rank 0 alone looks at the checkpoints, as thousands of ranks would
+            be a burden to the filesystem.
+        world_size: ranks that are going to run, at least.
+        local_world_size: ranks on each node.
+
+    Raises:
+        RecipeError: what is wrong, in one line.
+    """
+    _check_device(recipe, local_world_size)
+    _check_attention(recipe, task)
+    _, shards = mesh_shape(recipe, world_size, local_world_size)
+    if recipe.strategy.offload_directory:
+        from trainer.parallel.offload import BYTES_PER_PARAMETER
+
+        nbytes = BYTES_PER_PARAMETER * task.parameter_count * local_world_size // shards
+        _check_room(Path(recipe.strategy.offload_directory), nbytes)
+    try:
+        batch = recipe.batch
+        plan_batch(batch.global_batch, world_size, recipe.micro_batch, fixed=recipe.exact)
+    except ValueError as error:
+        raise RecipeError(f"batch.global_batch: {error}") from error
+    _check_writable(Path(recipe.run.dir))
+    if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
+        raise RecipeError(
+            "tracking.tensorboard: tensorboard is not installed; pip install tensorboard, or set "
+            "tracking.tensorboard=false"
+        )
+    newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
+    if newest:
+        check_resume(read_state(newest), recipe, task, newest)
+
+
+def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequence[str]:
+    """Refuse what cannot work before anything is started; a user's own model does a pass. Returns
+    what a user should know before training.
+
+    Raises:
+        RecipeError, DataError, ConfigError: what is wrong, in one line.
+    """
+    task = build_task(recipe)
+    check_inputs(recipe, task, 0, world_size, local_world_size)
+    if recipe.model.factory:
+        inputs = task.stream.__getitems__([0])
+        if isinstance(inputs, DataError):
+            raise inputs
+        check_forward(recipe, task.model, inputs)
+    return [*task.notes, *slow_arithmetic(recipe)]
+
+
+def slow_arithmetic(recipe: Recipe) -> list[str]:
+    """That this CPU has no arithmetic for `precision.dtype`, where it is to train."""
+    import torch
+
+    dtype, on_gpu = recipe.precision.dtype, torch.cuda.is_available()
+    supported = {
+        "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if dtype == "fp32" or (on_gpu and recipe.run.device != "cpu") or supported[dtype]():
+        return []
+    return [
+        f"this CPU has no arithmetic for {dtype}, which is many times slower here than fp32; set "
+        "precision.dtype=fp32"
+    ]
+
+
+def default_ranks(device: str) -> int:
+    """Ranks of this node where nobody says how many: one per GPU; without GPUs two, so that what
+    runs on a laptop is what runs on a cluster."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(2, usable_cores())
+
+
+def _check_device(recipe: Recipe, local_world_size: int) -> None:
+    import torch
+
+    if recipe.run.device == "cpu":
+        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if recipe.run.device == "cuda" and not found:
+        raise RecipeError(
+            "run.device: cuda is asked for, but torch finds no GPU here; check nvidia-smi and that "
+            "torch is a CUDA build, or set run.device=cpu"
+        )
+    if found and local_world_size > found:
+        raise RecipeError(
+            f"run.device: {local_world_size} ranks on this node, but {found} GPU(s); start at most "
+            f"{found} with --nproc-per-node"
+        )
+
+
+def _check_attention(recipe: Recipe, task: Task) -> None:
+    import torch
+
+    from trainer.models import Decoder, choose_attention
+    from trainer.parallel.parallelize import DTYPES
+
+    if not (recipe.data.document_mask and isinstance(task.model, Decoder)):
+        return
+    on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
+    dtype, head_dim = DTYPES[recipe.precision.dtype], task.model.model.architecture.head_dim
+    try:  # which GPU it is can only be asked by claiming it
+        choose_attention(recipe.model.attention, dtype, head_dim, None if on_cpu else (8, 0))
+    except ValueError as error:
+        raise RecipeError(f"model.attention: {error}") from error
+
+
+def _check_room(directory: Path, nbytes: int) -> None:
+    status = os.statvfs(_existing(directory))
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise RecipeError(
+            f"strategy.offload_directory: {directory} has {free / 1e9:.2f} GB free, but the "
+            f"weights, gradients and optimizer state of this node take {nbytes / 1e9:.2f} GB there "
+            f"({nbytes:,} bytes); make room, or name another directory"
+        )
+
+
+def _check_writable(directory: Path) -> None:
+    existing = _existing(directory)
+    if not existing.is_dir():
+        raise RecipeError(f"run.dir: {directory} cannot be made: {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise RecipeError(
+            f"run.dir: {directory} is not writable for this user (at {existing}); choose another "
+            "run.dir or mend its permissions"
+        )
+
+
+def _existing(directory: Path) -> Path:
+    """The directory, or its nearest parent that is there."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing

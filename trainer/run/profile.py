@@ -1,0 +1,218 @@
+"""torch's profiler around some steps of a run: each rank leaves its trace, and a record of what it
+holds and how long it communicates, in `<run.dir>/profile/`."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from trainer.parallel.mesh import mesh_shape
+from trainer.plan.storages import Storages, nbytes, storages
+from trainer.run.speed import Speed
+from trainer.run.state import Run
+from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Of one rank, over the profiled steps. Bytes on its device, unless it says otherwise."""
+
+    rank: int
+    steps: int
+    parameters: int
+    """Held between steps."""
+    gathered: int
+    """Whole parameters that FSDP holds at the end of a forward pass, besides `parameters`."""
+    gradients: int
+    """When the optimizer takes its step: the reduced ones."""
+    optimizer_state: int
+    buffers: int
+    peak: int
+    """Most that was allocated at once; the memory of checkpoints and of the process itself, which
+    torch does not allocate, is not in it."""
+    host: int
+    """Parameters, gradients and optimizer state in host memory; 0 when that is the device."""
+    communication: float
+    """Share of the time in which at least one collective was under way, waiting for peers
+    included."""
+    collectives: float
+    """Called per step."""
+    sent: float
+    """Bytes per step, by the tensors that collectives were given, and as many received: what rings
+    send, whatever the backend does."""
+
+
+class StepProfiler:
+    """Profiles `tracking.profile_steps` steps, those after the first `tracking.profile_after`.
+
+    A context manager: what was profiled by its end is written. On all ranks.
+    """
+
+    def __init__(self, run: Run, speed: Speed) -> None:
+        tracking = run.recipe.tracking
+        self._run, self._speed = run, speed
+        self._after = tracking.profile_after
+        self._last = self._after + tracking.profile_steps
+        self._done = 0
+        self._profile: profile | None = None
+        if not tracking.profile_steps:
+            return
+        self._holdings = _Holdings(run)
+        device = run.world.device
+        self._profile = torch_profiler(device, self._after, tracking.profile_steps, self._write)
+
+    def __enter__(self) -> Self:
+        if self._profile:
+            self._profile.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._profile:
+            self._profile.stop()
+
+    @property
+    def active(self) -> bool:
+        """Whether the step under way is profiled, and slower for it."""
+        return self._after <= self._done < self._last
+
+    def after_step(self) -> None:
+        """To be called after every step, and what is done between it and the next one."""
+        if not self._profile:
+            return
+        self._done += 1
+        if self._done == self._after:
+            self._holdings.watch()
+        with self._speed.aside():
+            self._profile.step()
+
+    def _write(self, profiler: profile) -> None:
+        self._holdings.leave()
+        directory, rank = Path(self._run.recipe.run.dir) / DIRECTORY, self._run.world.rank
+        trace = directory / f"rank-{rank:05}.trace.json.gz"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            record = self._holdings.record(rank, read_trace(trace))
+            path = directory / f"rank-{rank:05}.json"
+            path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+        except (OSError, RuntimeError, ValueError) as error:  # a profile must not cost a run
+            logging.getLogger(__name__).warning("%s: no profile is written: %s", trace, error)
+
+
+def torch_profiler(
+    device: torch.device, after: int, steps: int, ready: Callable[[profile], None]
+) -> profile:
+    """torch's profiler over `steps` steps that come after `after` others; in the last of those it
+    warms up.
+
+    Args:
+        device: of this rank. On a CPU allocations are recorded too.
+        after: at least 1.
+        steps: at least 1.
+        ready: called when the last one is over, or the profiler stops within them.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start on stderr
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return profile(
+        activities=activities,
+        schedule=schedule(wait=after - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=ready,
+        profile_memory=device.type == "cpu",
+        record_shapes=True,  # of what collectives send
+    )
+
+
+def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
+    """Most bytes allocated at once in the profiled steps, when `held` were between them; on a GPU
+    since its peak was last reset."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return held + trace.allocated
+
+
+class _Holdings:
+    """What a rank holds in its steps, from `watch` to `leave`."""
+
+    def __init__(self, run: Run) -> None:
+        self._model, self._optimizer, self._device = run.model, run.optimizer, run.world.device
+        ranks = run.world.world_size, run.world.local_world_size
+        self._replicas, _ = mesh_shape(run.recipe, *ranks)
+        self._hooks: list[Any] = []
+        self._gathered: Storages = {}
+        self._gradients: Storages = {}
+        self._gradients_on_host = 0
+
+    def watch(self) -> None:
+        """Look at what is held now, between steps, and begin to follow what comes and goes."""
+        self._weights = [*self._model.parameters.values(), *self._model.optimized.values()]
+        state = (v for of_one in self._optimizer.state.values() for v in of_one.values())
+        self._state = [value for value in state if isinstance(value, torch.Tensor)]
+        self._held = {
+            "parameters": storages(self._weights, self._device),
+            "optimizer_state": storages(self._state, self._device),
+            "buffers": storages(self._model.module.buffers(), self._device),
+        }
+        self._hooks = [
+            self._model.module.register_forward_hook(self._after_forward),
+            self._optimizer.register_step_pre_hook(self._before_update),
+        ]
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def leave(self) -> None:
+        """Follow no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _after_forward(self, *_: Any) -> None:
+        held = self._held["parameters"]
+        found = storages(self._model.module.parameters(), self._device)
+        found = {key: size for key, size in found.items() if key not in held}
+        self._gathered = max(self._gathered, found, key=nbytes)
+
+    def _before_update(self, *_: Any) -> None:
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        found = storages(gradients, self._device)
+        self._gradients = max(self._gradients, found, key=nbytes)
+        self._gradients_on_host = max(self._gradients_on_host, self._on_host(gradients))
+
+    def _on_host(self, tensors: Iterable[torch.Tensor]) -> int:
+        if self._device.type == "cpu":
+            return 0
+        return nbytes(storages(tensors, torch.device("cpu")))
+
+    def record(self, rank: int, trace: RankProfile) -> RankRecord:
+        """What was seen, with the figures of the trace of the same steps."""
+        between: Storages = {}
+        for of_kind in self._held.values():
+            between |= of_kind
+        if isinstance(self._model.module, DistributedDataParallel):
+            between |= self._gradients  # views of its buckets, which it never frees
+        return RankRecord(
+            rank=rank,
+            steps=len(trace.steps),
+            **{kind: nbytes(held) for kind, held in self._held.items()},
+            gathered=nbytes(self._gathered),
+            gradients=nbytes(self._gradients),
+            peak=peak_bytes(self._device, nbytes(between), trace),
+            host=self._gradients_on_host + self._on_host([*self._weights, *self._state]),
+            communication=trace.communication / sum(trace.steps),
+            collectives=sum(trace.collectives.values()) / len(trace.steps),
+            sent=(trace.exchanged + 2 * (1 - 1 / self._replicas) * trace.all_reduced)
+            / len(trace.steps),
+        )
+
+
+def read_records(run: Path) -> list[RankRecord]:
+    """The records of all ranks of a run; empty when nothing was profiled."""
+    paths = sorted((run / DIRECTORY).glob("rank-?????.json"))
+    return [RankRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

@@ -1,0 +1,81 @@
+"""What a checkpoint says of the run that wrote it, and whether a recipe may go on from it."""
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from elastic.world import World
+from trainer.recipe import Recipe, RecipeError, resolved
+from trainer.tasks.task import Task
+
+
+def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
+    """The part of trainer_state.json that does not change from step to step."""
+    return {
+        "data": {"fingerprint": task.stream.fingerprint, "seq_len": recipe.data.seq_len},
+        "seed": recipe.run.seed,
+        "rng": "derived from the seed and the position in the data; nothing to restore",
+        "schedule": {
+            **asdict(recipe.schedule),
+            "steps": recipe.run.steps,
+            "lr": recipe.optimizer.lr,
+        },
+        "recipe": resolved(recipe),
+        "versions": {
+            "perdure": version("perdure"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "world": {
+            "world_size": world.world_size,
+            "local_world_size": world.local_world_size,
+            "device": world.device.type,
+            "sharding": recipe.sharding,
+        },
+    }
+
+
+def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object) -> None:
+    """Refuse to continue a checkpoint whose model, data or seed is not that of the recipe.
+
+    Raises:
+        RecipeError: names what differs, and the two ways out.
+    """
+    way_out = f"restore the recipe that wrote {path}, or choose a new run.dir"
+    if "recipe" not in state:
+        raise RecipeError(
+            f"run.dir: {path} was not written by a run of this trainer, so there is nothing to "
+            "resume; name it in model.init_from and choose another run.dir"
+        )
+    saved = state["recipe"]["model"]
+    ours = resolved(recipe)["model"]
+    for key in ("architecture", "factory", "factory_options", "kgat"):
+        saved.setdefault(key)  # a checkpoint may be older than the key
+        if saved[key] != ours[key]:
+            names = [key]
+            if isinstance(saved[key], dict) and isinstance(ours[key], dict):
+                every = saved[key].keys() | ours[key].keys()
+                names = [
+                    f"{key}.{name} ({saved[key].get(name)} there, {ours[key].get(name)} here)"
+                    for name in sorted(every)
+                    if saved[key].get(name) != ours[key].get(name)
+                ]
+            raise RecipeError(f"model: the checkpoint is of another model: {names[0]}; {way_out}")
+    if state["data"]["seq_len"] != recipe.data.seq_len:
+        raise RecipeError(
+            f"data.seq_len: the checkpoint was trained with {state['data']['seq_len']}, the recipe "
+            f"says {recipe.data.seq_len}; {way_out}"
+        )
+    if state["data"]["fingerprint"] != task.stream.fingerprint:
+        raise RecipeError(
+            "data.sources: the data is not what the checkpoint was trained on (contents, "
+            f"tokenizer or weights differ), so its position in it means nothing; {way_out}"
+        )
+    if state["seed"] != recipe.run.seed:
+        raise RecipeError(
+            f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
+            f"{recipe.run.seed}, which is another order of the data; {way_out}"
+        )

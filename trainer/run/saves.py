@@ -1,0 +1,201 @@
+"""State to and from checkpoints: where a run goes on, when it saves, how that ended."""
+
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from checkpointing import Checkpointer, SaveFailed, SaveOutcome, load_model, optimizer_tensors
+from elastic import SaveClock, expected_mtbf, read_history, reliability
+from trainer.models import TIED_COPIES
+from trainer.optim.optimizer import LossScale, parameter_groups
+from trainer.parallel.parallelize import ParallelModel
+from trainer.recipe import Recipe
+from trainer.run.provenance import check_resume, run_state
+from trainer.run.state import Progress, Run
+from trainer.tasks.task import Task
+
+
+def restore(
+    checkpointer: Checkpointer,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    task: Task,
+) -> Progress:
+    """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
+
+    Raises:
+        RecipeError: the checkpoint is not one that this recipe can go on from.
+    """
+    state = checkpointer.load(
+        model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
+    )
+    if state is not None:  # what is in memory has not been looked at before
+        check_resume(state, recipe, task, f"the state in {checkpointer.loaded_from}")
+    given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
+    if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
+        model.draw_weights()
+    if state is None and recipe.model.init_from:
+        load_model(
+            recipe.model.init_from,
+            {name: model.tensors[name] for name in given},
+            verify=recipe.checkpoint.verify,
+            optional={*TIED_COPIES, *model.tensors},
+            group=dist.group.WORLD,
+        )
+    scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
+    if state is None:
+        return Progress(loss_scale=scale)
+    if state["recipe"]["precision"]["dtype"] == recipe.precision.dtype:  # else it means nothing
+        scale = LossScale(**state["loss_scale"])
+    return Progress(
+        **{key: state[key] for key in Progress.__dataclass_fields__ if key != "loss_scale"},
+        loss_scale=scale,
+    )
+
+
+class Saves:
+    """When a run saves, and how that ended. On all ranks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        every = run.recipe.checkpoint.every
+        self._clock = _save_clock(run) if every == "auto" else None
+        self._every = 0 if every == "auto" else every
+        self._owed = False
+        if run.checkpointer.newer_than_storage:
+            save(run)
+
+    def ask(self) -> None:
+        """Tell all, with the next step, whether it is time by the clock of rank 0."""
+        self._run.pulse.wants_save = bool(self._clock and self._clock.due(time.monotonic()))
+
+    def after_step(self, wanted: bool) -> None:
+        """Save the step just done if that is due; `wanted`: rank 0 has asked for it. Tell of saves
+        that have ended."""
+        run, progress = self._run, self._run.progress
+        self._owed = self._owed or wanted or run.due(self._every)
+        # While steps are being skipped, what came before them must stay to roll back to.
+        worth_saving = not progress.skipped_in_row or run.done
+        if self._owed and worth_saving:
+            self._owed = False
+            began = time.monotonic()
+            save(run)
+            if self._clock:
+                self._clock.begun(began, time.monotonic() - began)
+        elif worth_saving and run.due(run.recipe.elastic.snapshot_every):
+            save(run, memory_only=True)
+        for outcome in report_saves(run):
+            if self._clock and outcome.path:
+                self._clock.written(outcome.seconds)
+
+
+@record_function("save checkpoint")
+def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
+    """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
+    all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
+    model, optimized = run.model, run.model.optimized
+    # Parameters wait for the copy before the update; buffers may change in the next forward pass.
+    buffers = {name: buffer.clone() for name, buffer in model.buffers.items()}
+    # The last one waits for all that is still being written.
+    with run.pulse.during("end" if run.done or wait else "save"):
+        run.checkpointer.save(
+            run.progress.step,
+            model={**model.parameters, **buffers},
+            optimizer=optimizer_tensors(run.optimizer, optimized),
+            state={
+                **asdict(run.progress),
+                "parameter_groups": parameter_groups(run.optimizer, optimized),
+                **run_state(run.recipe, run.task, run.world),
+            },
+            files=run.task.files,
+            wait=wait or run.done,
+            memory_only=memory_only,
+        )
+
+
+def report_saves(run: Run, raised: SaveFailed | None = None) -> list[SaveOutcome]:
+    """Tell how checkpoints ended: one that failed costs the run nothing but that checkpoint. The
+    console hears of one that is `raised` from whoever catches it."""
+    outcomes = list(run.checkpointer.outcomes())
+    for outcome in outcomes:
+        known = raised is not None and str(raised) == outcome.error
+        run.log.save(run.progress.step, outcome, known=known)
+    return outcomes
+
+
+def finish_saves(run: Run) -> None:
+    """Wait for the last checkpoint.
+
+    Raises:
+        SaveFailed: there is no checkpoint of the last step.
+    """
+    raised = None
+    try:
+        with run.pulse.during("end"):
+            run.checkpointer.wait()
+    except SaveFailed as error:
+        raised = error
+        raise
+    finally:
+        report_saves(run, raised)
+
+
+def pause(run: Run, *, leaving: bool) -> None:
+    """Save the step just done, and wait until it is safe: this world is about to end. On all ranks.
+
+    If all nodes stay, their memory is enough; if one leaves, its part goes with it.
+    """
+    checkpointer, step = run.checkpointer, run.progress.step
+    memory_only = checkpointer.memory_lasts and not leaving
+    run.log.say(
+        f"pausing after step {step}: saving it {'in memory' if memory_only else 'to storage'}"
+    )
+    try:
+        save(run, wait=True, memory_only=memory_only)
+        finish_saves(run)
+    except SaveFailed as error:  # the checkpoints before are as they were
+        run.log.say(f"warning: {error}")
+    checkpointer.close(keep_memory=True)
+
+
+def roll_back(run: Run) -> bool:
+    """Take weights and optimizer state back to the newest good checkpoint, and go on with the data
+    after the steps that went wrong. On all ranks.
+
+    Returns False if that was done as often as it may be, or there is no checkpoint.
+    """
+    checkpointer, progress = run.checkpointer, run.progress
+    if progress.rollbacks == run.recipe.elastic.max_rollbacks:
+        return False
+    with suppress(SaveFailed):
+        checkpointer.wait()
+    loaded = checkpointer.load(
+        model=run.model.tensors,
+        optimizer=optimizer_tensors(run.optimizer, run.model.optimized),
+    )
+    if loaded is None:
+        return False
+    progress.rollbacks += 1
+    progress.skipped_in_row = 0
+    run.log.event(
+        progress.step,
+        "bad numbers",
+        f"rolled back to the weights of step {loaded['step']}; the data from there to step "
+        f"{progress.step} is not tried again (roll-back {progress.rollbacks})",
+    )
+    return True
+
+
+def _save_clock(run: Run) -> SaveClock | None:
+    """What tells when to save, on rank 0."""
+    if not run.world.is_main:
+        return None
+    past = reliability(read_history(Path(run.recipe.run.dir)))
+    mtbf = expected_mtbf(past.failures, past.node_seconds, run.world.nodes)
+    return SaveClock(mtbf, time.monotonic())

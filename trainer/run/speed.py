@@ -1,0 +1,167 @@
+"""How fast the run is: means over each log interval, and ranks that are slower than the others."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from elastic.node.exchange import received
+from trainer.plan.gpus import named_gpu, peak_tflops
+from trainer.recipe import Recipe
+from trainer.run.metrics import step_line
+from trainer.run.state import Run
+from trainer.run.step import StepResult
+from trainer.run.straggler import Pace, compare_ranks
+
+
+class Speed:
+    """The log intervals of a run. On all ranks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._window, self._pace = Window(), Pace()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done in it is no training, and no part of the averages."""
+        began = time.perf_counter()
+        yield
+        self._window.leave_out(time.perf_counter() - began)
+
+    def step(self, result: StepResult, *, odd: bool) -> None:
+        """A step is done; at the end of a log interval, record it.
+
+        Args:
+            result: of the step.
+            odd: it took longer than others for a reason, and would spoil the averages.
+        """
+        run = self._run
+        if odd:
+            self._window.leave_out(result.seconds)
+        else:
+            tokens = run.plan.global_batch * run.recipe.data.seq_len
+            self._window.add(result.seconds, result.data_wait, result.compute, tokens)
+        if not run.due(run.recipe.run.log_every):
+            return
+        self._name_stragglers()
+        values = step_record(run, result, self._window)
+        step, steps = run.progress.step, run.recipe.run.steps
+        run.log.record(step, values, step_line(step, steps, values, run.task.unit))
+        self._window = Window()
+
+    def _name_stragglers(self) -> None:
+        self._pace, sentences = compare_ranks(self._pace, *self._passes())
+        for sentence in sentences:
+            self._run.log.event(self._run.progress.step, "straggler", sentence)
+
+    def _passes(self) -> tuple[list[float], list[float]]:
+        """By data-parallel rank: seconds of a forward pass in this interval, sequences of one."""
+        mesh, plan, window = self._run.mesh, self._run.plan, self._window
+        shape, device = (2, mesh.dp_size), self._run.world.device
+        passes = torch.zeros(shape, dtype=torch.float64, device=device)
+        mine = plan.micro_batches(mesh.dp_rank, self._run.progress.sequences)
+        passes[0, mesh.dp_rank] = sum(window.computes) / max(1, len(window.computes))
+        passes[1, mesh.dp_rank] = sum(len(micro.positions) for micro in mine) / plan.passes
+        dist.all_reduce(passes, group=mesh.dp_group)
+        seconds, sequences = received(passes)
+        return seconds, sequences
+
+
+class Window:
+    """Step times of one log interval, which begins now."""
+
+    def __init__(self) -> None:
+        self._began, self._left_out = time.perf_counter(), 0.0
+        self.seconds: list[float] = []
+        self.waits: list[float] = []
+        self.computes: list[float] = []
+        self.tokens = 0
+
+    def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
+        """One step: its duration, the part of it spent waiting for data, one forward pass of this
+        rank, its target tokens."""
+        self.seconds.append(seconds)
+        self.waits.append(data_wait)
+        self.computes.append(compute)
+        self.tokens += tokens
+
+    def leave_out(self, seconds: float) -> None:
+        """Time of the interval that is not training: warming up, validation."""
+        self._left_out += seconds
+
+    @property
+    def elapsed(self) -> float:
+        """Time that the steps took so far, with all that came between them: logs, checkpoints."""
+        return time.perf_counter() - self._began - self._left_out
+
+    def summary(
+        self, world_size: int, flops_per_token: float | None, peak: float | None
+    ) -> dict[str, float]:
+        """Speed over the interval; nothing when it holds no step."""
+        if not self.seconds:
+            return {}
+        elapsed, ordered = self.elapsed, sorted(self.seconds)
+        rate = self.tokens / elapsed
+        record = {
+            "tokens_per_second": rate,
+            "tokens_per_second_per_rank": rate / world_size,
+            "step_seconds_p50": _percentile(ordered, 0.5),
+            "step_seconds_p90": _percentile(ordered, 0.9),
+            "step_seconds_max": ordered[-1],
+            "data_wait": sum(self.waits) / elapsed,
+        }
+        if flops_per_token and peak:
+            record["mfu"] = rate * flops_per_token / (peak * world_size)
+        return record
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    """By linear interpolation between the two nearest values."""
+    below, rest = divmod(share * (len(ordered) - 1), 1)
+    low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+    return low + rest * (high - low)
+
+
+def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float]:
+    """What metrics.jsonl and the trackers get of a log interval."""
+    recipe, progress, device = run.recipe, run.progress, run.world.device
+    peak = peak_flops(recipe, device)
+    values = {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": progress.tokens,
+        "skipped_steps": progress.skipped,
+        "peak_memory": peak_memory(device),
+        **window.summary(run.world.world_size, run.task.flops_per_token, peak),
+    }
+    if recipe.precision.dtype == "fp16":
+        values["loss_scale"] = progress.loss_scale.value
+    if window.seconds:
+        mean_seconds = window.elapsed / len(window.seconds)
+        values["eta_seconds"] = mean_seconds * (recipe.run.steps - progress.step)
+    return values
+
+
+def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
+    """Peak FLOP/s of one device, or None where it is not known."""
+    if recipe.tracking.peak_tflops:
+        return recipe.tracking.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    gpu = named_gpu(torch.cuda.get_device_name(device))
+    tflops = peak_tflops(gpu, recipe.precision.dtype) if gpu else None
+    return tflops * 1e12 if tflops else None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory this process has held: GPU memory reserved, or resident set on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

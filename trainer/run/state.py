@@ -1,0 +1,70 @@
+"""What the loop passes to all that it calls: a `Run`, and in it the `Progress` that steps move."""
+
+from dataclasses import dataclass, field
+
+from checkpointing import Checkpointer
+from elastic import Pulse, Start, World
+from elastic.node.recall import Recall
+from trainer.optim.optimizer import LossScale, ScaledAdamW
+from trainer.parallel.batch_plan import BatchPlan
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.parallelize import ParallelModel
+from trainer.recipe import Recipe
+from trainer.run.metrics import Log
+from trainer.tasks.task import Task
+
+
+@dataclass
+class Progress:
+    """Everything besides tensors that changes from step to step; saved in each checkpoint."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    sequences: int = 0
+    """The cursor: how many sequences of the global order are consumed."""
+    tokens: int = 0
+    """Target tokens consumed."""
+    skipped: int = 0
+    """Steps skipped for non-finite numbers."""
+    skipped_in_row: int = 0
+    rollbacks: int = 0
+    """How often weights and optimizer state were taken back to those of a checkpoint."""
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
+    validation_loss: float | None = None
+    """Of the newest validation pass."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as one of its ranks sees it, from its start or restart to its end."""
+
+    given: Recipe
+    recipe: Recipe
+    """The same with what was left to the run: `batch.micro_batch` is a number."""
+    task: Task
+    world: World
+    mesh: Mesh
+    plan: BatchPlan
+    model: ParallelModel
+    optimizer: ScaledAdamW
+    progress: Progress
+    checkpointer: Checkpointer
+    start: Start
+    """What this attempt began with."""
+    log: Log
+    pulse: Pulse
+    recall: Recall
+
+    @property
+    def first_step(self) -> bool:
+        """Whether the step that is under way, or was just begun, is the first of this attempt."""
+        return self.progress.step == self.start.step
+
+    @property
+    def done(self) -> bool:
+        """All steps are."""
+        return self.progress.step >= self.recipe.run.steps
+
+    def due(self, every: int) -> bool:
+        """Whether what happens every so many steps (0: never), and after the last, happens now."""
+        return self.done or (every > 0 and self.progress.step % every == 0)

@@ -1,0 +1,239 @@
+"""One optimizer step: forward and backward over a global batch, the verdict on its numbers, the
+update."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from elastic.node.exchange import received
+from trainer.data.loader import CONSUMED, MASK
+from trainer.optim.exact import snap_loss, square_sums
+from trainer.optim.optimizer import learning_rate, square_sum, update
+from trainer.parallel.batch_plan import MicroBatch
+from trainer.recipe.seeds import stable_seed
+from trainer.run.guard import Verdict, judge_step
+from trainer.run.state import Run
+
+Batches = Iterator[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Equal on all ranks, except for the times (seconds)."""
+
+    loss: float
+    """Mean over the target tokens of the global batch."""
+    grad_norm: float
+    """Of the whole gradient, before clipping."""
+    lr: float
+    verdict: Verdict
+    seconds: float
+    data_wait: float
+    compute: float
+    """One forward pass of this rank, on average."""
+    save: bool
+    """Rank 0 would save now."""
+    pause: float
+    """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
+    consumed: str | None
+    """Digest of what the ranks took for it, in 16 hexadecimal digits, see
+    `TokenStream.fetch_with_digest`."""
+
+
+def train_step(run: Run, batches: Batches) -> StepResult:
+    """One optimizer step over one global batch. Called on all ranks; moves `run.progress` on."""
+    recipe, plan, pulse = run.recipe, run.plan, run.pulse
+    model, optimizer, progress = run.model, run.optimizer, run.progress
+    started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
+    pulse.report(step, "data")
+    inputs = [next(batches) for _ in range(plan.passes)]
+    data_wait = time.perf_counter() - started
+    digest = consumed(inputs, plan.micro_batches(run.mesh.dp_rank, progress.sequences))
+    found = gradients(run, inputs, digest)
+    note = ""
+    if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
+        model.zero_gradients()
+        found, note = rerun(run, found, gradients(run, inputs, digest))
+    scale = progress.loss_scale.value  # of these gradients; the verdict may change it
+    verdict = judge(run, found, note)
+
+    lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    pulse.report(step, "staging")
+    run.recall.check()
+    pulse.safe = False
+    with record_function("wait for checkpoint"):
+        run.checkpointer.wait_staged()
+    pulse.report(step, "update")
+    if verdict.action == "keep":
+        clip = options.clip_norm and options.clip_norm < found.norm
+        factor = (options.clip_norm / found.norm if clip else 1.0) / scale
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        update(optimizer, model.portions(optimizer), factor)
+        model.publish_weights()
+    model.zero_gradients()
+
+    progress.step = step
+    progress.sequences += plan.global_batch
+    progress.tokens += plan.global_batch * recipe.data.seq_len
+    pulse.report(step, "after")
+    seconds = time.perf_counter() - started
+    return StepResult(
+        found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute,
+        found.save, found.pause, found.consumed if digest else None,
+    )  # fmt: skip
+
+
+def consumed(
+    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch]
+) -> tuple[int, int] | None:
+    """Take the digests from the inputs of a step, and sum those that count; None without any."""
+    samples = contents = 0
+    for batch, made in zip(inputs, micro_batches, strict=True):
+        if CONSUMED not in batch:
+            return None
+        part = batch.pop(CONSUMED)
+        if made.real:
+            samples, contents = samples + part[0], contents + part[1]
+    return samples & MASK, contents & MASK
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one forward and backward over a global batch gave; the gradients are in the model. Equal
+    on all ranks, except for `local_loss` and `compute`."""
+
+    loss: float
+    norm: float
+    save: bool
+    pause: float
+    consumed: str
+    local_loss: torch.Tensor
+    """This rank's part of the loss."""
+    compute: float
+    """Seconds of one forward pass of this rank, on average: backward waits for other ranks."""
+
+    @property
+    def good(self) -> bool:
+        """No number is infinite or NaN."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def gradients(
+    run: Run, inputs: Sequence[Mapping[str, torch.Tensor]], digest: tuple[int, int] | None
+) -> Gradients:
+    """Forward and backward over one global batch. On all ranks.
+
+    Args:
+        run: the gradients of its model are added to.
+        inputs: the micro-batches of this rank.
+        digest: of what they hold, if known.
+    """
+    recipe, plan, mesh, device = run.recipe, run.plan, run.mesh, run.world.device
+    model, progress, pulse = run.model, run.progress, run.pulse
+    step, marks = progress.step + 1, []
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    micro_batches = plan.micro_batches(mesh.dp_rank, progress.sequences)
+    for number, (batch, micro_batch) in enumerate(zip(inputs, micro_batches, strict=True)):
+        pulse.report(step, "step")  # again: a pass is what takes always as long
+        on_device = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+        # A user's model may draw random numbers (dropout); they depend on these sequences alone.
+        torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
+        # Every sequence has the same number of targets, so the mean over the global batch is the
+        # sum of each micro-batch's mean times its share of the sequences.
+        share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
+        with model.accumulate(last=number == plan.passes - 1):
+            began = _mark(device)
+            loss = model(on_device) * share
+            marks.append((began, _mark(device)))
+            (loss * progress.loss_scale.value).backward()
+        loss_sum += snap_loss(loss.detach())
+
+    # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
+    # whether any rank is asked to pause, and what all have consumed.
+    model.collect_gradients()
+    pulse.report(step, "reduce")
+    if recipe.exact:
+        squares = square_sums(list(model.optimized.values()), device)
+    else:
+        squares = square_sum(model.optimized.values(), mesh.dp_size).to(device)
+    asked = [  # filled on the device: a copy from the host would wait for all that was launched
+        loss_sum.new_full((1,), float(value))
+        for value in (pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
+    ]
+    word = torch.cat([loss_sum.reshape(1), squares, *asked])
+    dist.all_reduce(word, group=mesh.dp_group)
+    mean_loss, *square_parts, saving, pausing, samples, contents = received(word)
+    # Sums of numbers below 2**32 are exact in float64.
+    everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
+    norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
+    compute = sum(_seconds(*pair) for pair in marks) / plan.passes
+    return Gradients(mean_loss, norm, saving > 0, pausing, everything, loss_sum, compute)
+
+
+def _mark(device: torch.device) -> Any:
+    """This moment of what `device` computes."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    """Between two marks, once the device has been waited for."""
+    if isinstance(began, float):
+        return float(ended - began)
+    return float(began.elapsed_time(ended)) / 1000
+
+
+def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str]:
+    """A step gave numbers that are not finite, and was computed again from the same weights and
+    data: what differs now was the machine's fault, not that of data or model.
+
+    Returns what to go on with, and what to tell. On all ranks.
+    """
+    if not second.good:
+        return second, "computed twice with the same result, so data or model"
+    differs = torch.tensor(
+        [float(not torch.equal(first.local_loss, second.local_loss))],
+        device=first.local_loss.device,
+    )
+    flags = [torch.zeros_like(differs) for _ in range(run.mesh.dp_size)]
+    dist.all_gather(flags, differs, group=run.mesh.dp_group)
+    ranks = [rank for rank, flag in enumerate(flags) if any(received(flag))]
+    where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
+    return second, f"silent corruption on {where}: computed again, the numbers are good"
+
+
+def judge(run: Run, found: Gradients, note: str) -> Verdict:
+    """Keep, skip or stop; moves the counters and the loss scale of the progress. On all ranks.
+
+    `note` tells of a step that was computed twice.
+    """
+    recipe, progress = run.recipe, run.progress
+    step = progress.step + 1
+    if math.isfinite(found.loss) and not found.good and progress.loss_scale.value > 1:
+        scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
+        return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
+    bad_ranks: list[int] = []
+    if not found.good:  # every rank knows, so every rank asks who it was
+        flags = [torch.zeros_like(found.local_loss) for _ in range(run.mesh.dp_size)]
+        dist.all_gather(flags, found.local_loss, group=run.mesh.dp_group)
+        bad_ranks = [rank for rank, flag in enumerate(flags) if not flag.isfinite()]
+    limit = recipe.elastic.max_skipped_steps
+    verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)
+    if verdict.action == "keep":
+        progress.skipped_in_row = 0
+        if recipe.precision.dtype == "fp16":
+            progress.loss_scale = progress.loss_scale.after_good_step()
+        return replace(verdict, reason=f"step {step}: {note}" if note else "")
+    progress.skipped += 1
+    progress.skipped_in_row += 1
+    return replace(verdict, reason=f"{verdict.reason}; {note}" if note else verdict.reason)

@@ -1,0 +1,267 @@
+"""A training process: argv → Recipe → process group → train → exit code.
+
+Imported by the warm process that ranks are forked from, so it imports here all that a rank needs,
+and starts nothing: no thread, no CUDA.
+"""
+
+import copy
+import ctypes
+import gc
+import logging
+import os
+import secrets
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import numpy.ma  # noqa: F401  # numpy.unique imports it on first use
+import torch
+import torch._dynamo  # DTensor imports it on first use: once here rather than in each fork
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+
+from checkpointing import Spare
+from checkpointing.storage.folders import of_run
+from elastic import (
+    EXIT_PAUSED,
+    EXIT_PEER_GONE,
+    EXIT_WRONG_INPUT,
+    Pulse,
+    die_with_parent,
+    register_dumps,
+    watch_signals,
+)
+from elastic.exits import leaving_code
+from elastic.node.occupancy import Occupancy, OccupiedError
+from elastic.node.recall import Recall, Recalled
+from elastic.node.zygote import DUMPS, RESERVE
+from elastic.world import (
+    World,
+    drop_world,
+    join_world,
+    leave_world,
+    read_environment,
+    refuse_stale_store,
+    supervised,
+)
+from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
+from trainer.parallel.parallelize import parallelize
+from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
+from trainer.run.build import build
+from trainer.run.failures import Telling
+from trainer.run.identity import check_agreement, identify
+from trainer.run.metrics import Startup
+from trainer.run.preflight import check_inputs
+from trainer.run.train import train
+from trainer.tasks.task import Task, build_task, open_streams
+
+ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""torch reads one of these. Which one, if several are set, differs between its versions."""
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run one rank; never returns."""
+    if read_environment()[2] > 1:
+        die_with_parent()
+    # The process that this one was forked from may have begun before it was known.
+    threads = int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    grow_segments()
+    recall = Recall.from_environment()
+    if DUMPS in os.environ:
+        register_dumps(Path(os.environ[DUMPS]))
+    again, spare = RESERVE in os.environ, Spare()
+    if again:
+        spare.start()
+        with suppress(Exception):  # what is wrong will be so when it is a rank
+            rehearse(arguments)
+        drop_world()
+        if not recall.wait(None):
+            leave_world(EXIT_PEER_GONE)
+    pulse = Pulse.from_environment()
+    watch_signals(pulse)
+    if not arguments:
+        print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
+        leave_world(EXIT_WRONG_INPUT)
+    if read_environment()[1] == 0:  # it is going to have the writer of its node
+        spare.start()
+    else:
+        spare.end()
+    while True:
+        rank, local_rank, *_ = read_environment()
+        named = f"%(levelname)s rank {rank} %(name)s: %(message)s"
+        logging.basicConfig(format=named, force=True)
+        telling = Telling(pulse, rank, recall)
+        code = None
+        try:
+            with recall.attempt():
+                code = attempt(arguments, pulse, Startup(again=again), telling, recall, spare)
+        except Recalled:
+            pass
+        except Exception as error:
+            if not telling.recalls(error):
+                # The first rank that leaves ends all. What is wrong for all is told by local rank
+                # 0, before the others have waited; what is wrong for one alone, by that one.
+                code = telling.tell(error, wait=10 if local_rank else 0)
+        if code is not None:
+            leave_world(code)
+        let_go(recall)
+        pulse.forget()
+        if not recall.wait():
+            leave_world(EXIT_PEER_GONE)
+        again = True
+
+
+def attempt(
+    arguments: list[str],
+    pulse: Pulse,
+    startup: Startup,
+    telling: Telling,
+    recall: Recall,
+    spare: Spare,
+) -> int:
+    """Join the others and train; returns the exit code."""
+    torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
+    rank, _, world_size, local_world_size = read_environment()
+    recipe, ready, identity = prepare(tuple(arguments))
+    if recipe.elastic.recovery == "in_place":
+        recall.allow()
+    task = unused(ready, recall) if ready else build_task(recipe)
+    startup.mark("inputs")
+    stale = refuse_stale_store()
+    if stale:
+        raise RecipeError(stale)
+    check_inputs(recipe, task, rank, world_size, local_world_size)
+    startup.mark("checks")
+    occupancy = None
+    if rank == 0:
+        occupancy = occupy(recipe)
+        prepare_run_directory(recipe)
+    pulse.safe = not any(of_run(recipe.checkpoint_directory))
+    pulse.report(0, "init")
+    world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
+    check_agreement(identity)
+    startup.mark("rendezvous")
+    if world.device.type == "cpu" and recipe.strategy.offload == "none":
+        keep_freed_memory()
+    # An error leaves through `telling` first: the run waits for saves, and for other ranks.
+    with build(recipe, task, world, pulse, startup, recall, spare) as run, telling:
+        code = train(run, startup)
+    if occupancy:
+        occupancy.release()
+    alone = code == EXIT_PAUSED and not supervised()
+    return leaving_code(pulse.noticed) if alone else code
+
+
+def rehearse(arguments: list[str]) -> None:
+    """Build the model once, without memory, in a group that is not there: what torch finds out
+    about the tensors of a strategy stays in its caches. Not for GPUs: this process has none yet.
+
+    Args:
+        arguments: of the process.
+    """
+    rank, local_rank, world_size, local_world_size = read_environment()
+    recipe, task, _ = prepare(tuple(arguments))
+    gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
+    if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
+        return
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    world = World(rank, local_rank, world_size, local_world_size, 1, 0, 0, None, cpu)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    model, blocks = copy.deepcopy((task.model, task.blocks))
+    in_memory = replace(recipe, strategy=replace(recipe.strategy, offload="none"))
+    built = parallelize(model, blocks, build_mesh(recipe, world), in_memory, meta, task.fill)
+    build_optimizer(
+        built.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=built.zeros_like
+    )
+
+
+def unused(task: Task, recall: Recall) -> Task:
+    """A task whose model is to be trained; where there may be another attempt, a copy of one that
+    stays on the meta device."""
+    if not recall.allowed:
+        return task
+    model, blocks = copy.deepcopy((task.model, task.blocks))
+    return replace(task, model=model, blocks=blocks)
+
+
+def let_go(recall: Recall) -> None:
+    """Free what an attempt that is over has held: its groups, and its memory, which goes back to
+    the allocator for the next."""
+    recall.abort()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    drop_world()
+    gc.collect()  # wrapped models hold themselves
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator, which reads this when it begins, grow its segments instead of adding
+    others beside them: tensors of changing sizes leave less memory unused. Whoever has set options
+    of it, under whichever of its names, keeps theirs."""
+    if not os.environ.keys() & set(ALLOCATOR_OPTIONS):
+        os.environ[ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed for the next allocation. glibc would give large tensors back
+    to the system at once and fault in the pages of new ones, every step: 5 % of the quickstart's
+    time. On a GPU torch keeps memory itself."""
+    trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
+    with suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (trim_threshold, mmap_threshold):
+            mallopt(parameter, 1 << 30)
+
+
+@cache
+def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None, dict[str, str]]:
+    """Read a recipe, open what it names, and say what decides its steps (identity.py). The warm
+    process does it once for all its forks.
+
+    A user's own model is left to them: its code may start threads or CUDA, which no fork survives.
+
+    Raises:
+        RecipeError, DataError, ConfigError: what is wrong, in one line.
+    """
+    recipe = load_recipe(arguments[0], arguments[1:])
+    task = None if recipe.model.factory else build_task(recipe)
+    stream = task.stream if task else open_streams(recipe)[0]
+    return recipe, task, identify(recipe, stream.fingerprint)
+
+
+def occupy(recipe: Recipe) -> Occupancy | None:
+    """Keep other launches out of the run directory; an agent of ours has done that. On rank 0.
+
+    Raises:
+        RecipeError: another launch trains there.
+    """
+    if supervised():
+        return None
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    try:
+        return Occupancy(Path(recipe.run.dir), secrets.token_hex(8) if job == "none" else job)
+    except OccupiedError as occupied:
+        raise RecipeError(str(occupied)) from occupied
+
+
+def prepare_run_directory(recipe: Recipe) -> None:
+    """Make the run directory and leave the resolved recipe in it. On rank 0."""
+    directory, text = Path(recipe.run.dir), dump_recipe(recipe)
+    with suppress(OSError):
+        if (directory / "recipe.yaml").read_text(encoding="utf-8") == text:
+            return  # a restart gets by without writing, so a full disk does not end the run
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        aside = directory / f"recipe.yaml.{os.getpid()}"
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, directory / "recipe.yaml")
+    except OSError as error:
+        raise RecipeError(
+            f"run.dir: cannot write to {directory}: {error.strerror}; choose another run.dir"
+        ) from error

@@ -1,0 +1,357 @@
+"""What a recipe trains: model, data and the files that make its checkpoints complete."""
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.data.loader import Documents, TokenStream
+from trainer.data.shards import read_index
+from trainer.data.stream import Stream
+from trainer.kgat.graph import build_edges, read_interactions
+from trainer.kgat.model import KGAT, Adjacency, initial_tensor
+from trainer.kgat.stream import GraphStream, UserStream
+from trainer.models import (
+    Decoder,
+    init_parameter,
+    read_config,
+)
+from trainer.models.model_files import files_beside
+from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.architecture import Architecture
+from trainer.recipe.kgat_options import GraphData, Kgat
+from trainer.tasks.own_model import check_signature
+
+Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+"""Inputs of one micro-batch → its mean loss."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The validation set, and what is measured on it."""
+
+    stream: Stream
+    count: int
+    """Samples that are looked at: the first ones."""
+    values: Callable[[list[float]], dict[str, float]]
+    """Means over these samples of what the model returns → what is recorded."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model on the meta device (or, from a factory, on the CPU), and its data."""
+
+    name: str
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    """Repeated parts of the model: units of sharding, recomputation and compilation."""
+    fill: Callable[[str, tuple[int, ...]], torch.Tensor] | None
+    """Initial weights and persistent buffers by FQN and shape, see parallelize.Fill; None when the
+    model came with its own."""
+    stream: Stream
+    validation: Evaluation | None
+    files: dict[str, bytes]
+    """config.json, tokenizer.json and so on, for checkpoints."""
+    flops_per_token: float
+    """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
+    product, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al. 2022,
+    appendix B; causality is not discounted)."""
+    parameter_count: int
+    pretrained: Collection[str] | None = None
+    """What model.init_from gives, by FQN; the rest is drawn. None: all."""
+    unit: str = "tokens"
+    """What is counted in speeds."""
+    notes: Sequence[str] = ()
+    """What a user should know before training."""
+    after_step: Callable[[Forward, int], None] | None = None
+    """Called on all ranks after each step, with the parallel model and the samples consumed so far:
+    for what changes in the model besides by the optimizer."""
+
+
+def build_task(recipe: Recipe) -> Task:
+    """Open the data and build the model. Needs no process group and no GPU.
+
+    Raises:
+        RecipeError: an input of the recipe is missing or does not fit the others.
+        DataError: a prepared data set is damaged.
+    """
+    if recipe.model.kgat and recipe.data.graph:
+        return _build_kgat(recipe, recipe.model.kgat, recipe.data.graph)
+    stream, validation = open_streams(recipe)
+    if recipe.model.factory:
+        model, blocks = _call_factory(recipe)
+        check_signature(recipe, model)
+        parameters = sum(p.numel() for p in model.parameters())
+        return Task(
+            type(model).__name__,
+            model,
+            blocks,
+            None,
+            stream,
+            validation,
+            {},
+            6.0 * parameters,
+            parameters,
+        )
+    architecture = recipe.model.architecture or _read_init_config(recipe)
+    _check_vocabulary(recipe, architecture)
+    with torch.device("meta"):
+        decoder = Decoder(architecture, recipe.model.attention)
+    seed = recipe.run.seed
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return init_parameter(name, shape, architecture, seed)
+
+    source = Path(recipe.data.sources[0].path)
+    start = recipe.model.init_from
+    files, notes = files_beside(
+        architecture, Path(start) if start else None, source, read_index(source)
+    )
+    parameters = sum(p.numel() for p in decoder.parameters())
+    return Task(
+        f"{architecture.model_type} decoder",
+        decoder,
+        list(decoder.blocks),
+        fill,
+        stream,
+        validation,
+        files,
+        flops_per_token(parameters, architecture, recipe.data.seq_len),
+        parameters,
+        notes=notes,
+    )
+
+
+def check_plannable(recipe: Recipe) -> None:
+    """Raises RecipeError for a model whose memory and time cannot be predicted."""
+    if recipe.model.kgat:
+        raise RecipeError(
+            "model.kgat: only language models can be planned; `perdure compare` measures this one"
+        )
+
+
+def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture | None, float]:
+    """(model, its repeated parts, its architecture, `Task.flops_per_token`), without any data.
+
+    Raises:
+        RecipeError: the model cannot be built, or not planned.
+    """
+    check_plannable(recipe)
+    if recipe.model.factory:
+        model, blocks = _call_factory(recipe)
+        return model, blocks, None, 6.0 * sum(p.numel() for p in model.parameters())
+    architecture = recipe.model.architecture or _read_init_config(recipe)
+    with torch.device("meta"):
+        decoder = Decoder(architecture, recipe.model.attention)
+    parameters = sum(p.numel() for p in decoder.parameters())
+    flops = flops_per_token(parameters, architecture, recipe.data.seq_len)
+    return decoder, list(decoder.blocks), architecture, flops
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: of its lists of modules the one with most parameters."""
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda m: sum(p.numel() for b in m for p in b.parameters()), default=[])
+
+
+def flops_per_token(parameters: int, architecture: Architecture, seq_len: int) -> float:
+    """`Task.flops_per_token` of a decoder with so many parameters."""
+    products = parameters
+    if not architecture.tie_word_embeddings:
+        products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
+    heads = architecture.num_attention_heads * architecture.head_dim
+    return 6.0 * products + 12 * architecture.num_hidden_layers * heads * seq_len
+
+
+def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
+    start = recipe.model.init_from
+    if start and not Path(start).is_dir():
+        raise RecipeError(
+            f"model.init_from: no checkpoint at {start}; train BPR-MF first (docs/kgat.md), or set "
+            "model.init_from=null"
+        )
+    data = read_interactions(graph)
+    edges = build_edges(data)
+    seed = recipe.run.seed
+    adjacency = Adjacency(
+        edges.heads,
+        edges.kinds,
+        edges.tails,
+        edges.reverse,
+        nodes=edges.nodes,
+        relations=edges.relations,
+        popularity=np.bincount(data.train[:, 1], minlength=data.items),
+    )
+    with torch.device("meta"):
+        model = KGAT(data.users, data.entities, adjacency, options)
+    stream = GraphStream(data, edges, seed, recipe.batch.global_batch, graph.triples_per_sample)
+    users = UserStream(data)
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return initial_tensor(name, shape, adjacency, options, seed)
+
+    def update_attention(model: Forward, consumed: int) -> None:
+        """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the
+        authors' code); nothing to do where there is none."""
+        if graph.triples_per_sample and consumed % stream.sequences == 0:
+            with torch.no_grad():
+                model({})
+
+    config = {
+        "model_type": "kgat",
+        "users": data.users,
+        "items": data.items,
+        "entities": data.entities,
+        "relations": edges.relations,
+        **asdict(options),
+    }
+    files = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    for name, names in (("users.txt", data.user_names), ("items.txt", data.item_names)):
+        if names:
+            files[name] = "".join(f"{line}\n" for line in names).encode()
+    return Task(
+        name=f"kgat on {data.users:,} users, {data.items:,} items, {len(edges.heads):,} edges",
+        model=model,
+        blocks=[],
+        fill=fill,
+        stream=stream,
+        validation=Evaluation(users, users.sequences, _recommendation_values)
+        if recipe.run.evaluate_every
+        else None,
+        files=files,
+        flops_per_token=0.0,
+        parameter_count=sum(p.numel() for p in model.parameters()),
+        pretrained=("user_embedding.weight", "entity_embedding.weight"),
+        unit="samples",
+        after_step=update_attention,
+    )
+
+
+def _recommendation_values(means: list[float]) -> dict[str, float]:
+    names = ("recall@20", "ndcg@20", "popularity_recall@20", "popularity_ndcg@20")
+    return dict(zip(names, means, strict=True))
+
+
+def _loss_values(means: list[float]) -> dict[str, float]:
+    (loss,) = means
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"validation_loss": loss, "validation_perplexity": perplexity}
+
+
+def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
+    """Training and validation data.
+
+    Raises:
+        RecipeError: it is missing, or too small.
+        DataError: it is damaged.
+    """
+    data = recipe.data
+    for number, source in enumerate(data.sources):
+        if not (Path(source.path) / "index.json").is_file():
+            raise RecipeError(
+                f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
+                "index.json); make one with `perdure data prepare INPUT --out "
+                f"{source.path}`"
+            )
+
+    def open_split(split: str, shuffle: bool) -> TokenStream:
+        return TokenStream.open(
+            [(source.path, source.weight) for source in data.sources],
+            split=split,
+            seq_len=data.seq_len,
+            seed=recipe.run.seed,
+            shuffle=shuffle,
+            documents=documents_for(recipe),
+            reader=data.reader,
+        )
+
+    stream = open_split("train", shuffle=True)
+    if stream.sequences < recipe.batch.global_batch:
+        raise RecipeError(
+            f"data: the training split holds {stream.sequences} sequences of {data.seq_len} "
+            f"tokens, fewer than one global batch of {recipe.batch.global_batch}; prepare more "
+            "data, or lower batch.global_batch or data.seq_len"
+        )
+    if not recipe.run.evaluate_every:
+        return stream, None
+    validation = open_split("validation", shuffle=False)
+    if not validation.sequences:
+        raise RecipeError(
+            f"run.evaluate_every: the validation split holds no whole sequence of {data.seq_len} "
+            "tokens; prepare the data with a larger --validation-fraction, or set "
+            "run.evaluate_every=0"
+        )
+    count = min(data.validation_sequences, validation.sequences)
+    return stream, Evaluation(validation, count, _loss_values)
+
+
+def documents_for(recipe: Recipe) -> Documents | None:
+    """What the model of a recipe is given to tell documents apart."""
+    if not recipe.data.document_mask:
+        return None
+    return "document_ids" if recipe.model.factory else "cu_seqlens"
+
+
+def _read_init_config(recipe: Recipe) -> Architecture:
+    directory = Path(recipe.model.init_from or "")
+    if not (directory / "config.json").is_file():
+        raise RecipeError(
+            f"model.init_from: {directory} has no config.json; give the directory of a Hugging "
+            "Face checkpoint"
+        )
+    return read_config(directory)
+
+
+def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:
+    for number, source in enumerate(recipe.data.sources):
+        tokens = read_index(source.path)["vocab_size"]
+        if tokens > architecture.vocab_size:
+            raise RecipeError(
+                f"model.architecture.vocab_size: {architecture.vocab_size} is smaller than the "
+                f"{tokens} tokens of the tokenizer of data.sources.{number} ({source.path}); "
+                f"raise it to at least {tokens}, or prepare the data with another tokenizer"
+            )
+    if recipe.data.seq_len > architecture.max_position_embeddings:
+        raise RecipeError(
+            f"data.seq_len: {recipe.data.seq_len} is longer than the model's "
+            f"max_position_embeddings={architecture.max_position_embeddings}"
+        )
+
+
+def look_here_too() -> None:
+    """Have modules of the user's be found in the working directory. Last: nothing in it is to be
+    taken for a library."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
+    """The user's own module. All ranks build it from the same seed, so weights agree."""
+    name = recipe.model.factory or ""
+    module_name, function_name = name.split(":")
+    look_here_too()
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"model.factory: cannot import {name}: {error}; is it in the working directory, or its "
+            "folder on PYTHONPATH?"
+        ) from error
+    torch.manual_seed(recipe.run.seed)
+    try:
+        model = factory(**recipe.model.factory_options)
+    except TypeError as error:
+        raise RecipeError(f"model.factory_options: {name} was called with them: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
+    if not model.training:  # as from_pretrained returns it; parts alone are meant to be so
+        model.train()
+    return model, repeated_blocks(model)

@@ -1,0 +1,1 @@
+"""What people start beside training: compare, report, chaos, generate, import from DeepSpeed."""

@@ -1,0 +1,1 @@
+"""`perdure chaos`: a run with faults, held against one without."""

@@ -1,0 +1,396 @@
+"""Does to a run what a plan (plan.py) says, while its nodes run on this machine, and watches
+what comes of it in the ledger. All faults come from outside, as they do in life; only for a wrong
+number in a gradient the training processes are asked (`POISON`)."""
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE, EXIT_REQUEUE
+from trainer.tools.chaos.plan import LASTING, OF_WORKERS, Fault, Plan
+from trainer.tools.local_nodes import LocalNode, LocalNodes
+
+LOOK_SECONDS = 0.01
+PHASE_SECONDS = 10.0
+"""A phase that does not come for so long is not waited for any more."""
+END_SECONDS = 30.0
+"""How long after the first node has ended, or was told to, all must have."""
+TURN_SECONDS = 0.05
+SETTLE_SECONDS = 30.0
+"""What is to follow a fault is not waited for any longer."""
+STOPPED_SECONDS = 0.5
+"""So long after a process was stopped no step can be under way any more."""
+PHASES = {"init": ("init",), "load": ("load",), "step": ("step", "reduce"), "save": ("save",)}
+"""What a rank says it does (progress.py), by the phase of a plan."""
+POISON = "PERDURE_POISON"
+"""Environment variable: a folder. A training process that finds a file there with its process id as
+its name removes it, and makes one of its gradients NaN."""
+MARK = "PERDURE_CHAOS"
+"""Environment variable by which the processes of a run are found."""
+
+
+@dataclass
+class Outcome:
+    """A fault that came, and what it cost."""
+
+    fault: Fault
+    target: str
+    at: float
+    """By time.monotonic()."""
+    step: int
+    """Newest step done before it."""
+    missed: bool
+    """It did not come in the phase that it was planned for."""
+    settled: Callable[[], bool]
+    """Whether what is to follow has: a new attempt, the node trains, or has left. A step that was
+    under way when the fault came does not count as recovery."""
+    beyond: int
+    """Newest step done when it was settled: recovery ends with a later one."""
+    recovery: float | None = None
+    """Seconds until a step was done that had not been done before; None: there was none."""
+    lost: int = 0
+    """Steps that had to be done again."""
+
+
+@dataclass
+class Watched:
+    """What the run has written to its ledger so far."""
+
+    path: Path
+    step: int = 0
+    """Highest that was done."""
+    starts: int = 0
+    """Attempts that have begun."""
+    lost: int = 0
+    """Steps that had to be done again, in all."""
+    _at: int = 0
+    """Newest step of the attempt that runs."""
+    _attempt: str = ""
+    _offset: int = 0
+
+    def look(self) -> None:
+        """Read what is new."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # torn by a process that was killed
+                values = json.loads(line)
+                if values["kind"] == "start":
+                    self.starts += 1
+                    self.lost += max(0, self._at - int(values["step"]))
+                    self._attempt = values["attempt"]
+                if values["kind"] in ("start", "step") and values["attempt"] == self._attempt:
+                    self._at = int(values["step"])
+                    # Also by a start: the line of a step may be lost with its process.
+                    self.step = max(self.step, self._at)
+
+
+@dataclass
+class Chaos:
+    """A plan that is being carried out; `run` does it.
+
+    Args:
+        nodes: of the run; its store runs, its nodes do not yet.
+        plan: all of it; nothing is left to be drawn.
+        ledger: of the run.
+        saving: whether a checkpoint is being written.
+        patience: seconds without a new step after which the run is given up.
+        say: is told one line per event.
+    """
+
+    nodes: LocalNodes
+    plan: Plan
+    ledger: Path
+    saving: Callable[[], bool]
+    patience: float
+    say: Callable[[str], None]
+    outcomes: list[Outcome] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    _up: list[LocalNode] = field(default_factory=list)
+    _resting: list[LocalNode] = field(default_factory=list)
+    """Machines whose agent was killed."""
+    _leaving: list[LocalNode] = field(default_factory=list)
+    _timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Start the nodes, let all faults come, wait for the end of the run."""
+        self.watched = Watched(self.ledger)
+        self._progressed = time.monotonic()
+        self._since, self._missed = 0.0, False
+        for _ in range(self.plan.nodes):
+            self._up.append(self.nodes.add())
+        todo = list(self.plan.faults)
+        try:
+            while not self._ended() and not self._stuck():
+                time.sleep(LOOK_SECONDS)
+                self._look()
+                if todo and self._due(todo[0]):
+                    self._inject(todo.pop(0))
+            if todo and not self.problems:
+                self.problems.append(
+                    f"the run ended at step {self.watched.step}, before {len(todo)} fault(s) came, "
+                    f"the next at step {todo[0].at}: give it more steps, or fewer faults"
+                )
+        finally:
+            for _, action in self._timers:  # whoever is stopped could not end
+                action()
+            self._timers.clear()
+        if not self.problems:
+            self._wait_for_all()
+
+    @property
+    def finished(self) -> list[LocalNode]:
+        """Nodes that were there when the run ended."""
+        return [node for node in self._up if node.process.poll() == EXIT_DONE]
+
+    # --- watching ----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now, step, lost = time.monotonic(), self.watched.step, self.watched.lost
+        self.watched.look()
+        if self.watched.step > step:
+            self._progressed = now
+        for outcome in self.outcomes:
+            if outcome.recovery is not None:
+                continue
+            if not outcome.settled() and now - outcome.at < SETTLE_SECONDS:
+                outcome.beyond = self.watched.step
+            elif self.watched.step > outcome.beyond:
+                outcome.recovery = now - outcome.at
+                self.say(
+                    f"  {outcome.fault}: step {self.watched.step} after {outcome.recovery:.2f} s"
+                )
+        if self.outcomes and self.watched.lost > lost:
+            self.outcomes[-1].lost += self.watched.lost - lost
+        due = [timer for timer in self._timers if timer[0] <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for _, action in due:
+            action()
+
+    def _ended(self) -> bool:
+        """Whether the run is over, well or not."""
+        for node in list(self._up):
+            code = node.process.poll()
+            if code not in (None, EXIT_DONE):
+                self._blame(node, f"ended with exit code {code} of its own accord")
+        return bool(self.problems) or any(node.process.poll() == EXIT_DONE for node in self._up)
+
+    def _stuck(self) -> bool:
+        waited = time.monotonic() - self._progressed
+        if waited > self.patience:
+            self.problems.append(
+                f"no new step for {waited:.0f} s after step {self.watched.step}; "
+                f"see {self.nodes.logs}"
+            )
+        return waited > self.patience
+
+    def _wait_for_all(self) -> None:
+        """Everybody must end soon after the first one."""
+        deadline = time.monotonic() + END_SECONDS
+        for node in [*self._up, *self._leaving]:
+            while node.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(LOOK_SECONDS)
+            expected = (EXIT_DONE, EXIT_REQUEUE) if node in self._leaving else (EXIT_DONE,)
+            code = node.process.poll()
+            if code is None:
+                self._blame(node, f"still runs {END_SECONDS:.0f} s after the run has ended")
+            elif code not in expected:
+                self._blame(node, f"ended with exit code {code}")
+        self._look()
+
+    def _blame(self, node: LocalNode, what: str) -> None:
+        lines = node.text().strip().splitlines()
+        last = f": {lines[-1][:200]}" if lines else ""
+        self.problems.append(f"node {node.number} {what} ({node.log}{last})")
+
+    # --- faults ------------------------------------------------------------------------------
+
+    def _target(self, fault: Fault) -> LocalNode:
+        return self._up[fault.node % len(self._up)]
+
+    def _due(self, fault: Fault) -> bool:
+        """Whether a fault is to come now; see [Note: order of faults]."""
+        recovering = any(outcome.recovery is None for outcome in self.outcomes)
+        if self.watched.step < fault.at or (fault.during == "step" and recovering):
+            return False
+        if fault.what in (*OF_WORKERS, "notice") and not self._target(fault).trainers():
+            return False
+        now = time.monotonic()
+        self._since = self._since or now
+        self._missed = not self._in_phase(fault)
+        return not self._missed or now - self._since > PHASE_SECONDS
+
+    def _in_phase(self, fault: Fault) -> bool:
+        node, local = self._target(fault), fault.rank % self.nodes.ranks
+        if fault.during == "step" and fault.what not in (*OF_WORKERS, "notice"):
+            return True
+        if fault.during == "save" and self.saving():
+            return True
+        if fault.during == "rendezvous":
+            between = not node.trainers() or self._is(node, local, ("start",))
+            return between and node.zygote() is not None
+        return self._is(node, local, PHASES[fault.during])
+
+    def _is(self, node: LocalNode, local_rank: int, phases: Sequence[str]) -> bool:
+        """Whether a rank runs, and is in one of these phases."""
+        progress = node.progress(local_rank)
+        if progress is None or progress.phase not in phases:
+            return False
+        return len(node.trainers()) == self.nodes.ranks
+
+    def _inject(self, fault: Fault) -> None:
+        node, now = self._target(fault), time.monotonic()
+        target, workers = f"node {node.number}", node.trainers()
+        if fault.what in OF_WORKERS:
+            local = fault.rank % self.nodes.ranks
+            target += f" rank {local}"
+            for pid in workers[local : local + 1]:  # it may have ended just now
+                self._to_worker(fault, pid)
+        elif fault.what == "partition" and node.container:
+            node.container.cut(incoming=fault.way != "out", outgoing=fault.way != "in")
+            self._later(fault.seconds, node.container.heal)
+        elif fault.what == "storage":
+            self._refuse_writes(node, fault.seconds)
+        elif fault.what == "stop_node":
+            self._stop([node.process.pid, *node.family()], fault.seconds)
+        elif fault.what == "kill_agent":
+            node.kill_agent()
+            self._resting.append(node)
+        elif fault.what == "kill_node":
+            node.kill()
+        elif fault.what == "notice":
+            node.process.send_signal(signal.SIGTERM)
+            self._leaving.append(node)
+        elif fault.what == "store":
+            target = "the store"
+            self.nodes.kill_store()
+            self._later(fault.seconds, self.nodes.start_store)
+        else:
+            node = self._join()
+            target = f"node {node.number}"
+        if fault.what in ("kill_agent", "kill_node", "notice"):
+            self._up.remove(node)
+        settled = self._settling(fault, node, bool(workers))
+        step = self.watched.step
+        self.outcomes.append(Outcome(fault, target, now, step, self._missed, settled, step))
+        self._since = 0.0
+        self.say(f"step {step}: {fault}, {target}")
+
+    def _join(self) -> LocalNode:
+        if self._resting:
+            node = self._resting.pop(0)
+            self.nodes.restart(node)
+        else:
+            node = self.nodes.add()
+        self._up.append(node)
+        return node
+
+    def _settling(self, fault: Fault, node: LocalNode, trained: bool) -> Callable[[], bool]:
+        """See Outcome.settled. To be called when the fault has come.
+
+        Args:
+            fault: which.
+            node: that it came to.
+            trained: whether the node had training processes.
+        """
+        starts, now = self.watched.starts, time.monotonic()
+        if fault.what == "join":
+            return lambda: node not in self._up or self._is(node, 0, PHASES["step"])
+        if fault.what == "notice":
+            return lambda: node.process.poll() is not None
+        if fault.what == "nan":
+            return lambda: True
+        if fault.what in LASTING:
+            return lambda: time.monotonic() > now + min(fault.seconds, STOPPED_SECONDS)
+        return lambda: self.watched.starts > starts or not trained
+
+    def _to_worker(self, fault: Fault, pid: int) -> None:
+        if fault.what == "kill_worker":
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        elif fault.what == "nan":
+            (self.nodes.logs / str(pid)).touch()
+        elif fault.what == "stop_worker":
+            self._stop([pid], fault.seconds)
+        else:
+            for turn in range(int(fault.seconds / TURN_SECONDS / 2)):
+                self._later(2 * turn * TURN_SECONDS, lambda: self._stop([pid], TURN_SECONDS))
+
+    def _stop(self, pids: list[int], seconds: float) -> None:
+        """SIGSTOP now, and SIGCONT later to the same processes, whoever has their ids then."""
+        stopped = []
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                stopped.append(os.pidfd_open(pid))
+                signal.pidfd_send_signal(stopped[-1], signal.SIGSTOP)
+
+        def resume() -> None:
+            for descriptor in stopped:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+                os.close(descriptor)
+
+        self._later(seconds, resume)
+
+    def _refuse_writes(self, node: LocalNode, seconds: float) -> None:
+        """No file of the node's checkpoint writer may grow, as on a full disk."""
+        writers = node.running("checkpointing.save.writer")
+
+        def limit(size: int) -> None:
+            for pid in writers:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+        limit(0)
+        self._later(seconds, lambda: limit(resource.RLIM_INFINITY))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))
+
+
+# --- what is left ----------------------------------------------------------------------------
+
+
+def processes_with(name: str, value: str) -> list[str]:
+    """Processes that were started with an environment variable, as text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{name}={value}".encode() in path.read_bytes().split(b"\0"):
+                words = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ")
+                found.append(f"{path.parent.name} ({words.decode(errors='replace')[:200].strip()})")
+    return found
+
+
+def gone(left: Callable[[], list[str]], seconds: float) -> list[str]:
+    """What of it is still there after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def left_memory(nodes: list[LocalNode], pattern: str) -> list[str]:
+    """Shared memory of a run on the machines of nodes that have ended well.
+
+    Args:
+        nodes: which.
+        pattern: of the names of the run's memory.
+    """
+    found = []
+    for node in nodes:
+        where = node.container.memory if node.container else Path("/dev/shm")
+        found += [f"node {node.number}: {path.name}" for path in sorted(where.glob(pattern))]
+    return found

@@ -1,0 +1,25 @@
+"""For `perdure chaos` alone: imported by what training processes are forked from, it makes a
+gradient wrong when the harness asks (trainer/tools/chaos/faults.py). Nothing else imports it."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from checkpointing.format.tensors import local_tensor
+from trainer.parallel.parallelize import ParallelModel
+from trainer.tools.chaos.faults import POISON
+
+_collect_gradients = ParallelModel.collect_gradients
+
+
+def _poisoned(model: ParallelModel) -> None:
+    with suppress(FileNotFoundError):
+        (Path(os.environ[POISON]) / str(os.getpid())).unlink()
+        gradient = next(p.grad for p in model.parameters.values() if p.grad is not None)
+        local_tensor(gradient).view(-1)[:1] = torch.nan
+    _collect_gradients(model)
+
+
+ParallelModel.collect_gradients = _poisoned  # type: ignore[method-assign,assignment]

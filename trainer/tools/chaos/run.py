@@ -1,0 +1,253 @@
+"""`perdure chaos`: a run of a recipe that a plan of faults happens to, beside one in a single
+process that nothing happens to, and the verdict whether both come to the same."""
+
+import math
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.format.layout import StoredTensor
+from checkpointing.format.tensors import TORCH_DTYPES
+from checkpointing.storage.folders import run_id
+from checkpointing.storage.place import location
+from checkpointing.storage.source import TensorReader, open_source
+from checkpointing.tools.inspect import find_checkpoint, table
+from elastic.record.goodput import goodput
+from elastic.record.history import LedgerError, read_history
+from elastic.record.ledger import LEDGER
+from trainer.recipe import RecipeError, load_recipe
+from trainer.tools import container
+from trainer.tools.chaos.faults import (
+    MARK,
+    POISON,
+    Chaos,
+    Outcome,
+    gone,
+    left_memory,
+    processes_with,
+)
+from trainer.tools.chaos.plan import Plan
+from trainer.tools.local_nodes import LocalNodes
+from trainer.tools.report.report import check, read_metrics
+
+NODE = ("trainer.cli", "train")
+GONE_SECONDS = 5.0
+
+
+@dataclass
+class Verdict:
+    """What came of a run, and whether it is as it should be."""
+
+    outcomes: list[Outcome]
+    problems: list[str]
+    """Promises that were not kept; empty: all were."""
+    facts: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        rows = [["fault", "target", "at step", "recovery", "steps lost"]]
+        rows += [
+            [
+                f"{outcome.fault}{' (not met)' if outcome.missed else ''}",
+                outcome.target,
+                str(outcome.step),
+                "-" if outcome.recovery is None else f"{outcome.recovery:.2f} s",
+                str(outcome.lost),
+            ]
+            for outcome in self.outcomes
+        ]
+        lines = [table(rows), *self.facts, *(f"problem: {problem}" for problem in self.problems)]
+        broken = f"FAILED: {len(self.problems)} problem(s)"
+        return "\n".join([*lines, broken if self.problems else "PASSED"])
+
+
+def run_chaos(
+    recipe_path: str,
+    overrides: Sequence[str],
+    plan: Plan,
+    *,
+    ranks: int = 1,
+    tolerance: float = 1e-4,
+    patience: float = 60.0,
+    environment: dict[str, str] | None = None,
+    say: Callable[[str], None] = print,
+) -> Verdict:
+    """Carry out a plan.
+
+    Everything lies in `<run.dir>-chaos`: `undisturbed` and `run` (run directories) and `logs`.
+
+    Args:
+        recipe_path: YAML file.
+        overrides: of the recipe, for both runs.
+        plan: all faults drawn.
+        ranks: training processes per node.
+        tolerance: largest relative difference of losses, and of tensors of the final weights.
+        patience: seconds without a step after which the run is given up.
+        environment: added to that of this process for what is started.
+        say: is told one line per event.
+
+    Raises:
+        RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    folder = Path(f"{recipe.run.dir}-chaos").absolute()
+    if folder.exists():
+        raise RecipeError(f"{folder}: is there already; delete it, or set another run.dir")
+    if plan.last_step >= recipe.run.steps:
+        raise RecipeError(
+            f"run.steps: the last fault comes at step {plan.last_step}, but the run has only "
+            f"{recipe.run.steps}; set more, or plan fewer faults"
+        )
+    logs, mark = folder / "logs", secrets.token_hex(8)
+    logs.mkdir(parents=True)
+    # Nodes of one machine cannot share a GPU: NCCL refuses two ranks on one.
+    shared = [*overrides, "run.device=cpu", "run.log_every=1", "checkpoint.directory=null"]
+
+    def of(name: str) -> list[str]:
+        return [recipe_path, *shared, f"run.dir={folder / name}"]
+
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
+    preload = "trainer.run.worker,trainer.tools.chaos.poison"
+    environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}
+    say(f"undisturbed run of {recipe.run.steps} steps in one process")
+    quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
+    _undisturbed([*of("undisturbed"), *quiet], logs / "undisturbed.log", environment)
+
+    run = folder / "run"
+    checkpoints = run / "checkpoints"
+    with LocalNodes(
+        of("run"),
+        folder=Path.cwd(),
+        nnodes=f"{min(plan.counts)}:{max(plan.counts)}",
+        logs=logs,
+        ranks=ranks,
+        environment=environment,
+        launcher=NODE,
+        own_memory=container.possible(),
+        own_network=container.network_possible(),
+    ) as nodes:
+        if not nodes.own_memory:
+            say("not root: all nodes share the memory of this machine")
+        chaos = Chaos(
+            nodes,
+            plan,
+            run / LEDGER,
+            saving=lambda: any(checkpoints.glob("step-*.tmp-*")),
+            patience=patience,
+            say=say,
+        )
+        chaos.run()
+        nodes.kill_store()
+        verdict = Verdict(chaos.outcomes, chaos.problems)
+        if not chaos.problems:
+            left = gone(lambda: processes_with(MARK, mark), GONE_SECONDS)
+            verdict.problems += [f"a process is left: {process}" for process in left]
+            pattern = f"perdure-{run_id(str(location(checkpoints).absolute()))}-*"
+            left = left_memory(chaos.finished, pattern)
+            verdict.problems += [f"shared memory is left: {item}" for item in left]
+    facts, problems = judge(run, folder / "undisturbed", recipe.run.steps, tolerance)
+    verdict.facts += [_cost(chaos.outcomes), *facts]
+    verdict.problems += problems
+    return verdict
+
+
+def judge(
+    run: Path, undisturbed: Path, steps: int, tolerance: float
+) -> tuple[list[str], list[str]]:
+    """Whether a run came to what another, that nothing happened to, came to.
+
+    Args:
+        run, undisturbed: run directories.
+        steps: of both.
+        tolerance: see `run_chaos`.
+
+    Returns:
+        What is well, and what is not.
+    """
+    try:
+        history = read_history(run)
+    except LedgerError as error:
+        return [], [str(error)]
+    account = goodput(history)
+    facts = [f"goodput {account.share_of_uptime:.1%} of {account.wall:.1f} s"]
+    problems: list[str] = []
+    fine, text = check(history)
+    (facts if fine else problems).append(text)
+    if history.step != steps:
+        problems.append(f"the run ended at step {history.step} of {steps}")
+    loss, step = _worst_loss(run, undisturbed)
+    text = f"largest relative difference of a loss: {loss:.1e}, of step {step}"
+    (facts if loss <= tolerance else problems).append(text)
+    try:
+        difference, name = _worst_weight(run, undisturbed)
+        text = f"largest relative difference of a weight tensor: {difference:.1e}, of {name}"
+        (facts if difference <= tolerance else problems).append(text)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return facts, problems
+
+
+def _cost(outcomes: Sequence[Outcome]) -> str:
+    times = sorted(item.recovery for item in outcomes if item.recovery is not None)
+    text = f"{len(outcomes)} fault(s), {sum(item.lost for item in outcomes)} step(s) done again"
+    if times:
+        text += f", recovery {times[len(times) // 2]:.2f} s (median), at most {times[-1]:.2f} s"
+    return text
+
+
+def _undisturbed(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+    with log.open("wb") as output:
+        code = subprocess.run(
+            [sys.executable, "-m", "elastic.process", "trainer", *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    if code:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise RecipeError(f"the undisturbed run failed ({log}): {' '.join(last)}")
+
+
+def _worst_loss(run: Path, undisturbed: Path) -> tuple[float, int]:
+    """Largest relative difference, and its step. Of a step that was done again every record counts:
+    the first must not have been wrong either."""
+    expected = {item["step"]: item["loss"] for item in read_metrics(undisturbed) if "loss" in item}
+    found = [(item["step"], item["loss"]) for item in read_metrics(run) if "loss" in item]
+    missing = expected.keys() - {step for step, _ in found}
+    if missing:
+        return math.inf, min(missing)
+    errors = [(abs(loss / expected.get(step, math.nan) - 1), step) for step, loss in found]
+    return max((math.inf if math.isnan(error) else error, step) for error, step in errors)
+
+
+def _worst_weight(run: Path, undisturbed: Path) -> tuple[float, str]:
+    """Largest ‖a - b‖ / ‖b‖ of the tensors of the final weights, and which one it is."""
+    worst = (0.0, "none")
+    with (
+        open_source(find_checkpoint(run)) as ours,
+        open_source(find_checkpoint(undisturbed)) as theirs,
+        TensorReader(ours.path, ours.records) as reader,
+        TensorReader(theirs.path, theirs.records) as other,
+    ):
+        different = ours.model.keys() ^ theirs.model.keys()
+        if different:
+            return math.inf, min(different)
+        for name, stored in theirs.model.items():
+            expected = _read(other, stored)
+            error = (_read(reader, ours.model[name]) - expected).norm() / expected.norm()
+            worst = max(worst, (error.nan_to_num(torch.inf).item(), name))
+    return worst
+
+
+def _read(reader: TensorReader, stored: StoredTensor) -> torch.Tensor:
+    data = torch.empty(stored.meta.nbytes, dtype=torch.uint8)
+    reader.read(stored, 0, data.numpy().data)
+    return data.view(TORCH_DTYPES[stored.meta.dtype]).double()

@@ -1,0 +1,1 @@
+"""`perdure compare`: every strategy, run and profiled."""

@@ -1,0 +1,299 @@
+"""`perdure compare`: a recipe trained for a few steps under each strategy, for real, one after
+another on this machine, and what each of them cost."""
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from checkpointing.storage.folders import collect_memory
+from checkpointing.storage.place import location
+from elastic.process import usable_cores
+from elastic.record.history import LedgerError, Step, read_history
+from trainer.plan import predict
+from trainer.recipe import RecipeError
+from trainer.run.preflight import check_inputs
+from trainer.run.profile import RankRecord, read_records
+from trainer.tasks.task import build_task
+from trainer.tools.chaos.faults import gone
+from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, Candidate, candidate
+from trainer.tools.local_nodes import RUN, LocalNode
+from trainer.tools.report.report import read_metrics
+
+INTERRUPTED = "not measured: interrupted"
+"""Problem of the strategies that were still to come."""
+GONE_SECONDS = 5.0
+"""How long processes that are killed may take to go."""
+
+# Largest relative difference of a loss. fp32: sums in another order; 6e-7 was seen over 50 steps.
+# bf16 and fp16: FSDP casts all parameters, autocast under DDP and ZeRO-1 leaves norms in float32;
+# 9e-4 was seen over 32 steps of the quickstart in bf16.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
+
+
+@dataclass
+class Outcome:
+    """What one strategy came to. Bytes and seconds; those of memory are of the rank with most."""
+
+    name: str
+    problem: str = ""
+    """Why there are no figures."""
+    failed: bool = False
+    """It could have run, and did not."""
+    step_seconds: list[float] = field(default_factory=list)
+    """One for each timed step."""
+    rate: float | None = None
+    """What is consumed per second over all ranks, by the median step."""
+    unit: str = "tokens"
+    """What the rate counts."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step, as far as logged."""
+    difference: float | None = None
+    """Largest relative difference of a loss to the first strategy's."""
+    ranks: list[RankRecord] = field(default_factory=list)
+    peak: int | None = None
+    parameters: int | None = None
+    gathered: int | None = None
+    gradients: int | None = None
+    optimizer_state: int | None = None
+    host: int | None = None
+    communication: float | None = None
+    """Share of the time, mean of the ranks."""
+    communication_bytes: float | None = None
+    """Sent per step by a rank, as `RankRecord.sent`."""
+    checkpoint_stall: float | None = None
+    """What one checkpoint cost the trainer: time between steps, and slower steps after it."""
+    checkpoint_seconds: float | None = None
+    checkpoint_bytes: int | None = None
+    predicted: dict[str, Any] = field(default_factory=dict)
+    """Fields of the plan's `Prediction`."""
+    unplanned: str = ""
+    """Why there are none."""
+
+    def quantile(self, share: float) -> float | None:
+        """The nearest of the step seconds to a quantile."""
+        if not self.step_seconds:
+            return None
+        ordered = sorted(self.step_seconds)
+        return ordered[round(share * (len(ordered) - 1))]
+
+    @property
+    def final_loss(self) -> float | None:
+        """Loss of the last step that was logged."""
+        return self.losses[max(self.losses)] if self.losses else None
+
+
+def run_comparison(
+    recipe_path: str,
+    overrides: Sequence[str],
+    names: Sequence[str],
+    *,
+    ranks: int,
+    steps: int,
+    out: Path,
+) -> list[Outcome]:
+    """Run every strategy, and print a line for each; what cannot run says why. After Ctrl-C the
+    rest is INTERRUPTED.
+
+    Args:
+        recipe_path: YAML file.
+        overrides: of the recipe.
+        names: a key of `BASES`, and keys of `MODIFIERS` after a `+`.
+        ranks: to start on this machine.
+        steps: timed ones.
+        out: folder that is made: `runs` and `logs`.
+
+    Raises:
+        RecipeError: wrong recipe, an unknown name, or `out` is there.
+    """
+    if out.exists():
+        raise RecipeError(f"{out}: is there already; delete it, or give another --out")
+    found = [
+        candidate(name, recipe_path, overrides, ranks, steps, out / "runs" / name) for name in names
+    ]
+    recipe = next((one.recipe for one in found if one.recipe), None)
+    if recipe is None:
+        raise RecipeError("; ".join(f"{one.name}: {one.problem}" for one in found))
+    task = build_task(recipe)
+    check_inputs(recipe, task, 0, ranks, ranks)
+    unit = task.unit
+    del task  # a user's own model takes memory
+    (out / "logs").mkdir(parents=True)
+    outcomes: list[Outcome] = []
+    for number, one in enumerate(found, 1):
+        began = time.monotonic()
+        try:
+            outcome = _run(one, ranks, steps, out)
+        except KeyboardInterrupt:
+            outcomes += [Outcome(left.name, INTERRUPTED) for left in found[number - 1 :]]
+            break
+        outcome.unit = unit
+        outcomes.append(outcome)
+        seconds = time.monotonic() - began
+        text = outcome.problem or f"{outcome.rate:,.0f} {unit}/s"
+        print(f"[{number}/{len(found)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
+    compare_losses(outcomes)
+    return outcomes
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+def _run(one: Candidate, ranks: int, steps: int, out: Path) -> Outcome:
+    if one.recipe is None:
+        return Outcome(one.name, f"cannot run: {one.problem}")
+    run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"
+    code = launch(["-m", "trainer", *one.arguments], ranks, log, run)
+    if code:
+        return Outcome(one.name, f"failed: {_why(log, code)}; see {log}", failed=True)
+    try:
+        outcome = read_run(one.name, run, steps)
+    except (LedgerError, OSError, KeyError) as error:
+        return Outcome(one.name, f"failed: left no figures: {error}; see {log}", failed=True)
+    try:
+        outcome.predicted = asdict(predict(one.recipe, ranks, ranks))
+    except RecipeError as error:  # a model that cannot be traced
+        outcome.unplanned = str(error)
+    return outcome
+
+
+def _why(log: Path, code: int) -> str:
+    """The last error that a rank told of; the launcher's own says nothing."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(error|[\w.]*Error): ", line)]
+    errors = [line for line in errors if "ChildFailedError" not in line]
+    return errors[-1] if errors else f"exit code {code}"
+
+
+def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
+    """Run a worker under torchrun to the end; nothing of it is left then, however this ends.
+
+    Returns:
+        The exit code of torchrun.
+    """
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*RUN, *torchrun, *worker],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this process; it ends the others
+        )
+    try:
+        return process.wait()
+    finally:
+        node = LocalNode(0, process, log)
+        family = node.family() if process.poll() is None else []
+        node.kill()
+        gone(lambda: [str(pid) for pid in family if Path(f"/proc/{pid}").exists()], GONE_SECONDS)
+        checkpoints = run / "checkpoints"
+        collect_memory(str(location(str(checkpoints)).absolute()))
+        shutil.rmtree(checkpoints, ignore_errors=True)
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def read_run(name: str, run: Path, steps: int) -> Outcome:
+    """The figures of a run that ended well.
+
+    Args:
+        name: of the strategy.
+        run: its directory.
+        steps: timed ones.
+
+    Raises:
+        LedgerError, KeyError: the run left less than a whole one leaves.
+    """
+    by_number = {step.step: step for step in read_history(run).attempts[-1].steps}
+    save_at = WARM_UP + steps
+    timed = [by_number[number].seconds for number in range(WARM_UP + 1, save_at + 1)]
+    records = read_metrics(run)
+    logged = [record for record in records if "loss" in record]
+    losses = {r["step"]: math.inf if r["loss"] is None else r["loss"] for r in logged}
+    tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
+    saves = [record for record in records if record.get("checkpoint_step") == save_at]
+    ranks = read_records(run)
+
+    def most(kind: str) -> Any:
+        return max((getattr(record, kind) for record in ranks), default=None)
+
+    return Outcome(
+        name,
+        step_seconds=timed,
+        rate=tokens_per_step / median(timed),
+        losses=losses,
+        ranks=ranks,
+        peak=most("peak"),
+        parameters=most("parameters"),
+        gathered=most("gathered"),
+        gradients=most("gradients"),
+        optimizer_state=most("optimizer_state"),
+        host=most("host"),
+        communication=mean(record.communication for record in ranks) if ranks else None,
+        communication_bytes=most("sent"),
+        checkpoint_stall=stall(by_number, save_at, median(timed)),
+        checkpoint_seconds=saves[0]["checkpoint_seconds"] if saves else None,
+        checkpoint_bytes=saves[0].get("checkpoint_bytes") if saves else None,
+    )
+
+
+def stall(steps: Mapping[int, Step], save_at: int, usual: float) -> float:
+    """Seconds that a checkpoint after step `save_at` cost: what passed until the next step began
+    beyond what usually does, and by how much the steps that followed were slower than usual."""
+
+    def pause_after(number: int) -> float:
+        return steps[number + 1].after - steps[number + 1].seconds - steps[number].after
+
+    usual_pause = median(pause_after(number) for number in range(WARM_UP + 1, save_at))
+    following = range(save_at + 1, save_at + AFTER_SAVE + 1)
+    slower = sum(steps[number].seconds - usual for number in following)
+    return max(0.0, pause_after(save_at) - usual_pause) + max(0.0, slower)
+
+
+# --- judging ---------------------------------------------------------------------------------
+
+
+def compare_losses(outcomes: Sequence[Outcome]) -> None:
+    """Fill in `difference`: to the first outcome that has losses."""
+    reference = next((one.losses for one in outcomes if one.losses), {})
+    for one in outcomes:
+        common = one.losses.keys() & reference.keys()
+        if common:
+            one.difference = max(
+                abs(one.losses[step] - reference[step]) / abs(reference[step]) for step in common
+            )
+
+
+def problems(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
+    """What is not as it should be, in a sentence each."""
+    found = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
+    first = next((one.name for one in outcomes if one.losses), "")
+    found += [
+        f"{one.name}: a loss differs from that of {first} by {one.difference:.1e}, "
+        f"more than {tolerance:.0e}"
+        for one in outcomes
+        if one.difference is not None and not one.difference <= tolerance  # NaN too
+    ]
+    return found
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM ends this process as Ctrl-C does: with all that it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

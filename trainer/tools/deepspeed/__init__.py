@@ -1,0 +1,1 @@
+"""`perdure import deepspeed`: a ds_config.json → a recipe."""

@@ -1,0 +1,143 @@
+"""The keys of a DeepSpeed configuration that no recipe key stands for, and why.
+
+Names are those of DeepSpeed 0.10 to 0.19 and of the older spellings it still reads. A key that ends
+in a dot stands for all keys below it. What is in no table here, nor read by
+`trainer.tools.deepspeed.translate`, is unknown.
+"""
+
+
+def _whole(key: str) -> str:
+    """The key itself: `zero.` and `params.` are short for its longest prefixes."""
+    for short, whole in (("zero.", "zero_optimization."), ("params.", "optimizer.params.")):
+        key = whole + key.removeprefix(short) if key.startswith(short) else key
+    return key
+
+
+_RENAMED = """\
+bfloat16.                                        bf16.
+zero.cpu_offload_params                          zero.cpu_offload_param
+zero.max_live_parameters                         zero.stage3_max_live_parameters
+zero.max_reuse_distance                          zero.stage3_max_reuse_distance
+zero.prefetch_bucket_size                        zero.stage3_prefetch_bucket_size
+zero.param_persistence_threshold                 zero.stage3_param_persistence_threshold
+zero.model_persistence_threshold                 zero.stage3_model_persistence_threshold
+zero.gather_16bit_weights_on_model_save          zero.stage3_gather_16bit_weights_on_model_save
+zero.stage3_gather_fp16_weights_on_model_save    zero.stage3_gather_16bit_weights_on_model_save
+zero.module_granularity_threshold                zero.stage3_module_granularity_threshold
+"""
+ALIASES = {_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())}
+"""Other spelling → the one used here."""
+
+_TRANSLATED = """\
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+zero.stage zero.mics_shard_size zero.offload_optimizer.device zero.offload_param.device
+optimizer.type params.lr params.betas params.eps params.weight_decay scheduler.type
+scheduler.params.warmup_num_steps scheduler.params.warmup_max_lr
+scheduler.params.total_num_steps fp16.enabled fp16.initial_scale_power bf16.enabled
+compile.enabled
+"""
+TAKEN = tuple(map(_whole, _TRANSLATED.split()))
+"""Keys that are translated, as far as a misspelt one may mean them."""
+
+_REASONS = """\
+FSDP communicates one block of the model at a time, DDP and ZeRO-1 25 MB
+    zero.reduce_bucket_size zero.allgather_bucket_size zero.allgather_partitions
+    zero.use_multi_rank_bucket_allreduce zero.stage3_module_granularity_threshold
+    zero.stage3_use_all_reduce_for_fetch_params zero.stage3_allgather_sequential
+    zero.mics_hierarchical_params_gather disable_allgather allgather_size zero.contiguous_gradients
+the next block is gathered ahead, and each is freed after its forward pass
+    zero.stage3_max_live_parameters zero.stage3_max_reuse_distance
+    zero.stage3_prefetch_bucket_size zero.log_trace_cache_warnings
+every parameter is sharded, by units that are the repeated blocks of the model
+    zero.stage3_param_persistence_threshold zero.stage3_model_persistence_threshold
+    zero.leaf_module.
+gradients are reduce-scattered wherever they are sharded
+    zero.reduce_scatter zero.round_robin_gradients
+communication overlaps computation, except ZeRO-1's gather after the update
+    zero.overlap_comm
+nothing is sent quantised: parameters in precision.dtype, gradients in float32
+    zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights
+    zero.zero_quantized_gradients zero.zeropp_loco_param. params.freeze_step
+    params.var_freeze_step params.var_update_scaler params.local_step_scaler
+    params.local_step_clipper params.cuda_aware params.comm_backend_name
+there is no second copy of parameters; HYBRID_SHARD with strategy.shard_size is the nearest
+    zero.zero_hpz_partition_size
+each rank draws its own shards only, by parameter name
+    zero.stage3_partition_stream_chunk_size zero.override_module_apply
+under DDP every parameter must take part in the loss, unless the model sets some_unused
+    zero.ignore_unused_parameters
+elastic.check_replicas_every compares replicas
+    zero.enable_sanity_checks
+checkpoints are whole, checksummed, in float32, and load on any number of ranks
+    zero.stage3_gather_16bit_weights_on_model_save zero.elastic_checkpoint
+    zero.pipeline_loading_checkpoint zero.load_from_fp32_weights checkpoint. nebula. datastates.
+    use_node_local_storage load_universal_checkpoint
+Perdure reads and writes offloaded state in its own way
+    zero.cpu_offload_use_pin_memory zero.offload_optimizer. zero.offload_param. aio.
+the optimizer is torch's AdamW, fused: it updates all shards in each step
+    zero.sub_group_size zero.zenflow. zero.save_muon_momentum_buffer_in_memory zero.legacy_stage1
+    zero.memory_efficient_linear zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    optimizer.legacy_fusion params.torch_adam params.fused params.foreach params.capturable
+    params.set_grad_none fp16.fused_mode
+parameters, optimizer state and gradient sums are float32
+    params.fp32_optimizer_states fp16.fp16_master_weights_and_grads fp16. bf16. data_types.
+    grad_accum_dtype
+the fp16 loss scale halves at each overflow, down to 1, and doubles after 2000 good steps
+    fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
+matrix products run in precision.dtype, by torch's own mixed precision
+    fp16.auto_cast fp16.fp16 amp. torch_autocast.
+gradients are dense, and reduced in float32
+    communication_data_type fp32_allreduce sparse_gradients
+the loss is divided by the tokens of the whole batch before backward
+    prescale_gradients gradient_predivide_factor gradient_allreduce_op
+accumulation follows from the batch sizes
+    managed_gradient_accumulation
+a run begins at step 0 or at its checkpoint
+    scheduler.params.last_batch_iteration
+Perdure parallelises over data only: this changes what fits, not what is learned
+    seq_parallel_communication_data_type seq_parallel_comm_data_type tensor_parallel. autotp_size
+    expert_parallel. pipeline. sequence_parallel_size use_data_before_expert_parallelism
+run.log_every, 10 unless set, is also that of metrics.jsonl
+    steps_per_print
+`perdure profile` shows where time goes, metrics.jsonl memory and speed
+    wall_clock_breakdown memory_breakdown timers. flops_profiler. comms_logger. comms_config.
+the resolved recipe lies in run.dir/recipe.yaml
+    dump_state
+metrics.jsonl is always written; tracking.* adds TensorBoard and W&B
+    monitor_config. csv_monitor. comet. tensorboard. wandb.
+the order of the data is a function of seed and position; there is no such curriculum
+    curriculum_learning. data_efficiency.
+sequences are packed: there is no incomplete batch
+    dataloader_drop_last
+nothing is dropped, pruned or quantised in training
+    progressive_layer_drop. eigenvalue. compression_training. quantize_training.
+    weight_quantization.
+attention is full, inside documents where data.document_mask is set
+    sparse_attention.
+blocks are recomputed on their own rank, from what it kept
+    activation_checkpointing.
+`perdure plan` and `perdure compare` choose a strategy
+    autotuning.
+the global batch is constant and any number of ranks shares it
+    elasticity.
+blocks are compiled by torch's inductor
+    compile. graph_harvesting
+Perdure trains; it does not serve
+    hybrid_engine. inference.
+the launcher and the model say
+    data_parallel_size local_rank vocabulary_size
+"""
+
+
+def _dropped() -> dict[str, str]:
+    found, reason = {}, ""
+    for line in _REASONS.splitlines():
+        if line.startswith(" "):
+            found.update({_whole(key): reason for key in line.split()})
+        else:
+            reason = line
+    return found
+
+
+DROPPED = _dropped()
+"""Key, or prefix that ends in a dot → why nothing in a recipe stands for it."""

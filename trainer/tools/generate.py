@@ -1,0 +1,162 @@
+"""Sample text from a checkpoint: one of ours, or any Hugging Face directory of Llama or Qwen3."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from checkpointing import load_model
+from trainer.data.shards import DataError
+from trainer.data.tokenizer import read_tokenizer, start_ids
+from trainer.models import TIED_COPIES, Decoder, read_config
+from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
+from trainer.recipe.architecture import Architecture
+
+
+class GenerateError(ValueError):
+    """There is nothing to sample from, or the prompt does not fit; the message says what to do."""
+
+
+def generate(
+    checkpoint_dir: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Iterator[str]:
+    """Continue `prompt`, piece by piece as tokens are drawn.
+
+    Weights are float32 on the CPU and bfloat16 on a GPU. Each token costs a whole forward pass
+    over the text so far: this is for looking at a model, not for serving it.
+
+    Args:
+        checkpoint_dir: directory with config.json, tokenizer.json and safetensors.
+        prompt: text, which may spell out special tokens; when it is empty, sampling starts after
+            what the tokenizer puts before a text, or an end-of-document token.
+        max_new_tokens: at most so many, fewer at an end-of-document token or at the model's
+            max_position_embeddings.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw among so many likeliest tokens; None among all.
+        seed: of the draws, which are made on the CPU whatever the device.
+        device: where the model runs.
+
+    Returns:
+        An iterator over the pieces of the continuation, without the prompt. Everything that can
+        fail has been checked, and the model loaded, before it is returned.
+
+    Raises:
+        GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
+            prompt longer than the model's context.
+        ConfigError: the architecture is none of ours, or generation_config.json no JSON object.
+        CheckpointError: the weights are damaged or of another model.
+    """
+    if temperature < 0 or max_new_tokens < 1 or (top_k is not None and top_k < 1):
+        raise GenerateError(
+            f"temperature={temperature}, max_new_tokens={max_new_tokens}, top_k={top_k}: "
+            "temperature must be at least 0, the others at least 1"
+        )
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise GenerateError(f"device={device}: torch finds no GPU here; use device=cpu")
+    directory = Path(checkpoint_dir)
+    _check_directory(directory)
+    architecture = read_config(directory)
+    tokenizer = _read_tokenizer(directory, architecture)
+    beside = [directory / name for name in (CONFIG, GENERATION_CONFIG)]
+    eos_ids = stop_ids(
+        {file.name: file.read_bytes() for file in beside if file.is_file()}, directory
+    )
+    # As `perdure data prepare` begins a document.
+    prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    prompt_ids = prompt_ids or eos_ids[:1]
+    limit = architecture.max_position_embeddings
+    if not prompt_ids:
+        raise GenerateError(f"{directory}: names no eos_token_id to start from; give a prompt")
+    if len(prompt_ids) >= limit:
+        raise GenerateError(
+            f"the prompt has {len(prompt_ids)} tokens, but {directory} takes {limit} "
+            "(max_position_embeddings) with what follows; shorten it"
+        )
+    model = load_decoder(directory, architecture, device)
+
+    def new_ids() -> Iterator[int]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.tensor([prompt_ids], device=device)
+        for _ in range(min(max_new_tokens, limit - len(prompt_ids))):
+            with torch.inference_mode():
+                logits = model.head(model.model(ids)[0, -1]).float().cpu()
+            logits = logits[: tokenizer.get_vocab_size()]  # the rest of the embedding is padding
+            token = draw(logits, temperature, top_k, generator)
+            if token in eos_ids:
+                return
+            yield token
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+
+    return _decode_pieces(tokenizer, prompt_ids, new_ids())
+
+
+def load_decoder(directory: Path, architecture: Architecture, device: torch.device) -> Decoder:
+    """The model of a checkpoint directory with its weights, float32 on the CPU, else bfloat16."""
+    with torch.device("meta"):
+        model = Decoder(architecture)
+    model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
+    optional = TIED_COPIES if architecture.tie_word_embeddings else ()
+    load_model(directory, dict(model.named_parameters()), optional=optional)
+    return model.eval()
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    """One token id from logits (V,)."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, ids = logits.topk(min(top_k or len(logits), len(logits)))
+    chosen = torch.multinomial((values / temperature).softmax(dim=0), 1, generator=generator)
+    return int(ids[chosen])
+
+
+def _decode_pieces(
+    tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int]
+) -> Iterator[str]:
+    """Text that each new token adds; a character spread over tokens waits for its last byte."""
+    ids = list(prompt_ids)
+    shown = len(tokenizer.decode(ids))
+    for token in new_ids:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
+    rest = tokenizer.decode(ids)[shown:]
+    if rest:
+        yield rest
+
+
+def _check_directory(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        hint = "give a directory with config.json, tokenizer.json and safetensors files"
+        if (directory / "checkpoints").is_dir():
+            hint = f"it is a run; give one of the directories in {directory / 'checkpoints'}"
+        raise GenerateError(f"{directory}: not a checkpoint directory (no config.json); {hint}")
+
+
+def _read_tokenizer(directory: Path, architecture: Architecture) -> Tokenizer:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise GenerateError(
+            f"{directory}: has no tokenizer.json; copy the one the model was trained with there"
+        )
+    try:
+        tokenizer = read_tokenizer(file)
+    except DataError as error:
+        raise GenerateError(f"{error}; copy it there again") from error
+    if tokenizer.get_vocab_size() > architecture.vocab_size:
+        raise GenerateError(
+            f"{file}: has {tokenizer.get_vocab_size()} tokens, more than the model's vocab_size="
+            f"{architecture.vocab_size}; copy the one the model was trained with there"
+        )
+    return tokenizer

@@ -1,0 +1,295 @@
+"""Several nodes on one machine: agents with loopback addresses of their own, and the means to kill
+them. For tests, benchmarks and `perdure chaos`. All that is started dies with this process."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from elastic.node.progress import RANKS, Progress, ProgressPage
+from trainer.tools.container import Container
+
+RUN = sys.executable, "-m", "elastic.process"
+LOOPBACK = "127.0.0.1"
+NETWORK = "10.77.0"
+"""Addresses of nodes with interfaces of their own; seen by them alone."""
+
+
+@dataclass
+class LocalNode:
+    """One agent, which stands for a machine."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    container: Container | None = None
+    """None: it shares the memory of this one."""
+    _page: tuple[int, ProgressPage] | None = None
+
+    def running(self, module: str) -> list[int]:
+        """Process ids of all of its processes that run a module by `python -m`."""
+        found = []
+        for pid in self.family():
+            with suppress(OSError):
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return found
+
+    def zygote(self) -> int | None:
+        """Process id of what forks its training processes."""
+        for child in children(self.process.pid):
+            with suppress(OSError):
+                if b"elastic.node.zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return child
+        return None
+
+    def trainers(self) -> list[int]:
+        """Process ids of its training processes, by local rank."""
+        zygote = self.zygote()
+        found = children(zygote) if zygote else []
+        told = map(self.progress, range(RANKS))
+        # One that is in no place is in reserve, or about to say which.
+        return [one.pid for one in told if one and one.pid in found]
+
+    def progress(self, local_rank: int) -> Progress | None:
+        """How far a rank is; None if the agent is not there, or not ready."""
+        pid = self.process.pid
+        try:
+            if self._page is None or self._page[0] != pid:
+                self._page = pid, _open_page(pid)
+            return self._page[1].read(local_rank)
+        except OSError:
+            return None
+
+    def kill_agent(self) -> None:
+        """SIGKILL to the agent; what it started goes with it, the machine stays."""
+        self.process.kill()
+        self.process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to all of it at once, as when a machine loses power."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        if self.container:
+            self.container.kill()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the agent and to all that it has started."""
+        if self.process.poll() is None:
+            for pid in [self.process.pid, *self.family()]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def family(self) -> list[int]:
+        """Process ids of everything that it has started."""
+        found, todo = [], [self.process.pid]
+        while todo:
+            more = children(todo.pop())
+            found += more
+            todo += more
+        return found
+
+    def text(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(errors="replace")
+
+
+@dataclass
+class LocalNodes:
+    """A store outside of the nodes, and nodes that come and go.
+
+    Args:
+        worker: what each rank runs, such as `["-m", "trainer", "recipe.yaml"]`.
+        folder: working directory of the nodes; their output goes to `node-N.log` in `logs`.
+        nnodes: as `--nnodes` of torchrun.
+        logs: where to put output.
+        ranks: training processes per node.
+        environment: added to that of this process.
+        options: more options of torchrun.
+        backend: as `--rdzv-backend` of torchrun.
+        store_outside: start a store outside of the nodes; else the first node hosts it.
+        launcher: module that takes these options, and what it needs before them; torchrun unless
+            given.
+        own_memory: each node has shared memory of its own, which is lost with it (root only).
+        own_network: besides, each has a network interface of its own, and `node.container` can cut
+            it off (root, with ip and nft).
+    """
+
+    worker: Sequence[str]
+    folder: Path
+    nnodes: str
+    logs: Path
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
+    backend: str = "perdure"
+    store_outside: bool = True
+    launcher: Sequence[str] = ()
+    own_memory: bool = False
+    own_network: bool = False
+    nodes: list[LocalNode] = field(default_factory=list)
+    port: int = 0
+    _store: subprocess.Popen[str] | None = None
+    _network: Container | None = None
+
+    def __enter__(self) -> Self:
+        if self.own_network:
+            self._network = Container.start_network(f"{NETWORK}.1")
+        self.port = self.port or _free_port()
+        if self.store_outside:
+            self.start_store()
+            self.wait_for_store()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.kill()
+        self.kill_store()
+        if self._network:
+            self._network.kill()
+
+    @property
+    def prefix(self) -> str:
+        """What the addresses of store (.1) and nodes (.11 and on) begin with."""
+        return NETWORK if self.own_network else "127.0.0"
+
+    def start_store(self) -> None:
+        """Start the store, unless it runs."""
+        if not self._store:
+            run = self._network.run if self._network else RUN
+            self._store = subprocess.Popen(
+                [
+                    *run,
+                    "elastic.group.store",
+                    str(self.port),
+                    *([] if self._network else [LOOPBACK]),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=self._environment(),
+            )
+
+    def wait_for_store(self) -> None:
+        """Wait until the store can be reached.
+
+        Raises:
+            RuntimeError: it cannot start.
+        """
+        line = self._store.stdout.readline() if self._store and self._store.stdout else ""
+        if f"port {self.port}" not in line:
+            raise RuntimeError(f"the store did not start: {line!r}")
+
+    def kill_store(self) -> None:
+        """SIGKILL to the store."""
+        if self._store:
+            self._store.kill()
+            self._store.wait()
+            if self._store.stdout:
+                self._store.stdout.close()
+            self._store = None
+
+    def add(self) -> LocalNode:
+        """Start another node, with an address of its own."""
+        number = len(self.nodes)
+        log = self.logs / f"node-{number}.log"
+        container = None
+        if self._network:
+            container = Container.start(self._network, self._address(number))
+        elif self.own_memory:
+            container = Container.start()
+        self.nodes.append(
+            LocalNode(number, self._start_agent(number, log, container), log, container)
+        )
+        return self.nodes[-1]
+
+    def restart(self, node: LocalNode) -> None:
+        """Start the agent of a node again, on the same machine, after it was killed."""
+        node.process = self._start_agent(node.number, node.log, node.container)
+
+    def _start_agent(
+        self, number: int, log: Path, container: Container | None
+    ) -> subprocess.Popen[bytes]:
+        torchrun = ["torch.distributed.run", "--rdzv-backend", self.backend]
+        address = self._address(number)
+        with open(log, "ab") as output:
+            return subprocess.Popen(
+                [
+                    *(container.run if container else RUN),
+                    *(self.launcher or torchrun),
+                    *("--rdzv-endpoint", f"{self.prefix}.1:{self.port}"),
+                    *("--rdzv-id", "local", "--nnodes", self.nnodes),
+                    *("--nproc-per-node", str(self.ranks), "--local-addr", address),
+                    *("--max-restarts", "1000000", *self._conf(), *self.options, *self.worker),
+                ],
+                cwd=self.folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait(self, seconds: float) -> list[int]:
+        """Exit codes of all nodes, once they have ended.
+
+        Raises:
+            TimeoutError: some run on.
+        """
+        deadline = time.monotonic() + seconds
+        for node in self.nodes:
+            try:
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"node {node.number} runs on:\n{node.text()[-3000:]}") from None
+        return [node.process.returncode for node in self.nodes]
+
+    def _conf(self) -> list[str]:
+        # Else a node that starts while the store is away hosts one itself, and keeps its port.
+        return ["--rdzv-conf", "is_host=0"] if self.store_outside else []
+
+    def _address(self, number: int) -> str:
+        return f"{self.prefix}.{number + 11}"
+
+    def _environment(self) -> dict[str, str]:
+        network = {"GLOO_SOCKET_IFNAME": "eth0"} if self.own_network else {}
+        return {**os.environ, "OMP_NUM_THREADS": "1", **network, **self.environment}
+
+
+def _free_port() -> int:
+    """A port below those that the system gives to outgoing connections: while the store is away,
+    one of these could otherwise get its port."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
+def _open_page(agent: int) -> ProgressPage:
+    """The memory that an agent shares with its ranks."""
+    for path in Path(f"/proc/{agent}/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(path).startswith("/memfd:perdure-progress"):
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    return ProgressPage(descriptor)
+                except ValueError:  # the agent has not given it its size yet
+                    continue
+                finally:
+                    os.close(descriptor)  # the memory stays mapped
+    raise FileNotFoundError(f"agent {agent} has no such memory yet")
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of all threads of a process, oldest first."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return sorted(found)

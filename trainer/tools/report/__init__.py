@@ -1,0 +1,1 @@
+"""`perdure report`: what a run did, proven from its ledger."""

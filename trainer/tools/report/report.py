@@ -1,0 +1,196 @@
+"""A run directory → what happened in it, as text. Imports no torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic.record.goodput import Goodput, Reliability, goodput, reliability
+from elastic.record.history import Attempt, History, read_history
+from trainer.tools.text import table
+
+SOURCES = {"none": "fresh weights", "init": "model.init_from"}
+SHOWN_ATTEMPTS = 40
+
+
+def report(run: Path) -> str:
+    """Summary of a run.
+
+    Raises:
+        LedgerError: `run` is not the directory of a run that has begun.
+    """
+    history = read_history(run)
+    sizes = [attempt.start.world_size for attempt in history.attempts]
+    changes = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
+    shown = [str(size) for size in (changes if len(changes) < 9 else [*changes[:4], *changes[-4:]])]
+    if len(changes) >= 9:
+        shown.insert(4, "…")
+    head = (
+        f"{run}: {_count(history.step, 'step')}, {_count(history.sequences, 'sequence')}, "
+        f"{_count(len(sizes), 'attempt')}, world size {' → '.join(shown)}"
+    )
+    account, trust = goodput(history), reliability(history)
+    parts = [
+        head,
+        _goodput_text(account),
+        "\n".join(
+            [
+                _failures_line(trust),
+                _throughput_line(history, read_metrics(run), unit_of(run)),
+                _saves_line(history),
+            ]
+        ),
+        _attempts_table(history, trust),
+        check(history)[1],
+    ]
+    return "\n\n".join(parts)
+
+
+def check(history: History, run: Path | None = None) -> tuple[bool, str]:
+    """Whether every sequence was consumed exactly once, and the proof or the problems as text. With
+    `run`, the directory, also whether the ranks took what its data says (which imports torch)."""
+    problems, proof = list(history.problems), ""
+    if run and any(step.consumed for attempt in history.attempts for step in attempt.steps):
+        from trainer.tools.report.consumption import check_consumption
+
+        others, proof = check_consumption(run, history)
+        problems += others
+    if problems:
+        return False, "\n".join(f"problem: {problem}" for problem in problems)
+    lines = [history.summary(), *filter(None, [proof])]
+    if history.unrecorded:
+        lines.append(
+            f"not recorded: {_count(history.unrecorded, 'step')}, whose line was lost when a "
+            "process died; the start that follows proves the sequences"
+        )
+    return True, "\n".join(lines)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl; none where there is no file. A torn line is left out."""
+    path, records = run / "metrics.jsonl", []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and "step" in record and "time" in record:
+                records.append(record)
+    return records
+
+
+def unit_of(run: Path) -> str:
+    """What `tokens` in the records of a run count: of a graph, samples (as `Task.unit` says)."""
+    path = run / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    return "samples" if ((recipe or {}).get("data") or {}).get("graph") else "tokens"
+
+
+# --- parts -----------------------------------------------------------------------------------
+
+
+def _goodput_text(account: Goodput) -> str:
+    up = account.wall - account.idle
+    head = f"goodput {account.share_of_uptime:.1%} of {clock(up)}"
+    if account.idle > 0.001 * account.wall:
+        head += f" up; {account.share:.1%} of {clock(account.wall)} since the first launch"
+    phases = sorted(account.starting.items(), key=lambda item: -item[1])
+    starting = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases if seconds >= 0.05)
+    rows = [
+        ("steps whose result survived", account.kept, ""),
+        ("steps lost to failures", account.redone, ""),
+        ("steps skipped for bad numbers", account.skipped, ""),
+        ("start and recovery", sum(account.starting.values()), starting),
+        ("standing still for saves", account.stalled, ""),
+        ("between steps", account.between, "evaluation, records, the last save"),
+    ]
+    cells = [
+        [name, clock(seconds), f"{seconds / up:.1%}", remark]
+        for name, seconds, remark in rows
+        if seconds > 0 and up > 0
+    ]
+    return "\n".join([head, *table(cells, right={1, 2}, indent="  ")])
+
+
+def _failures_line(trust: Reliability) -> str:
+    line = f"failures: {trust.failures}"
+    if trust.mtbf is not None:
+        line += f", one every {clock(trust.mtbf)} (MTBF)"
+    if trust.mttr is not None:
+        line += f", back at a new step after {clock(trust.mttr)} on average (MTTR)"
+    return line
+
+
+def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], unit: str) -> str:
+    sequences = seconds = 0.0
+    for attempt in history.attempts:
+        for step in attempt.steps[1:]:  # the first one also warms up
+            sequences += step.after_last - step.first
+            seconds += step.seconds
+    line = f"throughput: {sequences / seconds:,.1f} sequences/s" if seconds else "throughput: -"
+    rates = sorted(r["tokens_per_second"] for r in metrics if r.get("tokens_per_second"))
+    return line + (f", {rates[len(rates) // 2]:,.0f} {unit}/s (median)" if rates else "")
+
+
+def _saves_line(history: History) -> str:
+    saves = [save for attempt in history.attempts for save in attempt.saves]
+    good = [save for save in saves if save.get("ok")]
+    line = f"saves: {len(good)}"
+    if good:
+        mean = sum(save["seconds"] for save in good) / len(good)
+        line += f", {mean:.2f} s on average, the newest of step {good[-1]['step']}"
+    failed = [save for save in saves if not save.get("ok")]
+    if failed:
+        line += (
+            f"; {len(failed)} failed, the last time: {failed[-1].get('error', 'no reason given')}"
+        )
+    return line
+
+
+def _attempts_table(history: History, trust: Reliability) -> str:
+    head = ["attempt", "began", "nodes", "ranks", "steps", "state", "back after", "end"]
+    attempts, left_out = history.attempts, len(history.attempts) - SHOWN_ATTEMPTS
+    rows = []
+    for attempt in attempts[-SHOWN_ATTEMPTS:]:
+        start, back = attempt.start, trust.recoveries.get(attempt.number)
+        steps = f"{start.step + 1} to {attempt.last_step}" if attempt.steps else "none"
+        source = SOURCES.get(start.source) or f"step {start.step} from {start.source}"
+        when = datetime.fromtimestamp(attempt.began).strftime("%Y-%m-%d %H:%M:%S")
+        numbers = [str(attempt.number), when, str(start.nodes), str(start.world_size)]
+        rows.append(
+            [*numbers, steps, source, clock(back) if back else "", ending(history, attempt)]
+        )
+    lines = table([head, *rows], right={0, 2, 3, 4, 6})
+    if left_out > 0:
+        lines.insert(1, f"… {_count(left_out, 'earlier attempt')}")
+    return "\n".join(lines)
+
+
+def ending(history: History, attempt: Attempt) -> str:
+    """How an attempt ended."""
+    failure = history.failed(attempt)
+    if failure:
+        return failure
+    return str(attempt.end["reason"]) if attempt.end else "running, or killed"
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def clock(seconds: float) -> str:
+    """A duration: milliseconds, seconds, minutes or hours, as fits."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
