@@ -70,7 +70,7 @@ def points(before, tmp_path_factory):
 @pytest.mark.parametrize("who", ["writer", "all"])
 def test_killed_at_any_system_call_of_the_writer(who, before, points, tmp_path, monkeypatch):
     assert len(points) > 100
-    chosen = points if SOAK else points[who == "all" :: len(points) // 14]
+    chosen = points if SOAK else points[who == "all" :: len(points) // 8]
     found = Counter()
     for number, point in enumerate(chosen):
         folder = tmp_path / str(number)

@@ -78,7 +78,15 @@ def measure(recipe, rank, world_size):
             profiler.after_step()
 
 
-def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        {2: ("ddp", "zero1", "zero2", "zero3")},
+        pytest.param({2: ("zero3",), 4: ("zero1", "zero2", "zero3", "hybrid")}, marks=soak),
+    ],
+    ids=["two", "four"],
+)
+def test_memory_follows_theory(worlds, workspace, tmp_path, monkeypatch):
     """Rajbhandari et al. 2020, figure 1: which of the three kinds each stage divides by N."""
     monkeypatch.chdir(workspace)
 
@@ -91,8 +99,7 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
         return load_recipe(one.arguments[0], [*one.arguments[1:], *overrides])
 
     figures = {}
-    stages = ["zero1", "zero2", "zero3"]
-    for ranks, names in (2, ["ddp", "zero3"]), (4, [*stages, "hybrid"]):
+    for ranks, names in worlds.items():
         recipes = [recipe_of(name, ranks) for name in names]
 
         def work(rank, ranks=ranks, recipes=recipes):
@@ -106,7 +113,7 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
             assert len(records) == ranks
             figures[name, ranks] = records
 
-    task = build_task(recipe_of("ddp", 2))
+    task = build_task(recipe_of("zero3", 2))
     whole = sum(4 * p.numel() for p in task.model.parameters())
     # What is in no block stays gathered until backward needs it.
     root = 1 - sum(4 * p.numel() for block in task.blocks for p in block.parameters()) / whole
@@ -129,7 +136,9 @@ def test_memory_follows_theory(workspace, tmp_path, monkeypatch):
             planned = predict(recipe_of(name, ranks), ranks, ranks).communication_bytes
             # Beside this, the norm and the word that says whether all is well.
             assert record.sent == pytest.approx(planned, rel=0.01), name
-    assert figures["zero3", 4][0].peak < figures["zero3", 2][0].peak < figures["ddp", 2][0].peak
+    falling = ("ddp", 2), ("zero3", 2), ("zero3", 4)
+    peaks = [figures[one][0].peak for one in falling if one in figures]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_a_profile_that_cannot_be_written_costs_nothing(workspace, tmp_path, monkeypatch):

@@ -85,16 +85,16 @@ def test_the_scores_see_a_weak_permutation(size):
 
 
 def test_every_order_of_few_samples_is_as_likely():
-    """24 permutations of 4 samples over 24,000 keys, and 12 places of 12 samples over 6,000."""
+    """24 permutations of 4 samples over 9,600 keys, and 12 places of 12 samples over 3,000."""
     every = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
     counts = np.zeros(24)
-    for key in range(24_000):
+    for key in range(9600):
         counts[every[tuple(Permutation(4, key)(np.arange(4)).tolist())]] += 1
-    assert chi_square(counts, 1000) < 5
+    assert chi_square(counts, 400) < 5
     table = np.zeros((12, 12))
-    for key in range(6000):
+    for key in range(3000):
         table[np.arange(12), Permutation(12, key)(np.arange(12))] += 1
-    assert abs(chi_square(table, 500)) < 5
+    assert abs(chi_square(table, 250)) < 5
 
 
 def test_frozen():
@@ -121,7 +121,7 @@ def test_seeds_and_epochs_are_no_sum():
 
 
 # Not shrunk: sources of one sample, towards which it goes, make thousands of permutations each.
-@settings(max_examples=60, deadline=None, phases=set(Phase) - {Phase.shrink, Phase.explain})
+@settings(max_examples=20, deadline=None, phases=set(Phase) - {Phase.shrink, Phase.explain})
 @given(
     sources=st.lists(st.tuples(st.integers(1, 700), st.floats(0.01, 1)), min_size=1, max_size=5),
     seed=seeds,

@@ -14,6 +14,7 @@ import yaml
 
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
+from tests.distributed.jobs import soak
 from tests.trainer.plan.rank import measure
 from trainer.plan import predict
 from trainer.plan import trace as tracing
@@ -85,7 +86,7 @@ def world_of(ranks, rank):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(ranks, marks=soak) for ranks in (3, 4))])
 def test_a_run_holds_what_was_predicted(recipe_file, ranks):
     recipes = {case: load_recipe(recipe_file, case.split(" ")) for case in CASES[ranks]}
 
@@ -106,7 +107,10 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks):
 
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [(1, "strategy.zero=3"), (4, f"{BLOCKS} {HYBRID} strategy.activation_checkpointing=full")],
+    [
+        (1, "strategy.zero=3"),
+        pytest.param(4, f"{BLOCKS} {HYBRID} strategy.activation_checkpointing=full", marks=soak),
+    ],
 )
 def test_a_run_on_files_holds_what_was_predicted(recipe_file, ranks, case):
     """Pages of the files are counted neither here nor there."""
