@@ -1,1 +1,6 @@
-"""Prepared data: made by prepare.py, ordered by order.py, read by shards.py and loader.py."""
+"""What is trained on: prepared tokens (made by prepare, read by shards.py and loader.py), or the
+user's own `Samples` (sample_stream.py); both in the order of order.py."""
+
+from trainer.data.samples import Samples
+
+__all__ = ["Samples"]

@@ -23,10 +23,8 @@ from elastic.process import die_with_parent
 from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
 from trainer.data.shards import DataError, Reader, TokenDataset
-from trainer.data.stream import Stream
+from trainer.data.stream import CONSUMED, Accounted, Stream
 
-CONSUMED = "consumed"
-"""Name under which a micro-batch carries the digest of its samples, for the step."""
 MASK = 0xFFFFFFFF
 
 Documents: TypeAlias = Literal["document_ids", "cu_seqlens"]
@@ -118,9 +116,7 @@ class TokenStream(Dataset):
     def fetch_with_digest(
         self, positions: Sequence[int]
     ) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
-        """What `fetch` gives, and a digest of it: two numbers below 2**32. The first tells which
-        samples stand at these positions, the second which tokens they hold. The digests of parts
-        sum, modulo 2**32, to that of the whole, however it was cut."""
+        """See `Accounted`: what `fetch` gives, and a digest, the second of which is of tokens."""
         length = self.seq_len
         numbers = np.asarray(positions, dtype=np.int64)
         sources, samples = self.locate(numbers)
@@ -171,10 +167,10 @@ class TokenStream(Dataset):
         return self.fetch([position])
 
 
-class _Accounted(Dataset):
+class _Digested(Dataset):
     """A stream whose micro-batches say what they are made of, under CONSUMED."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: Accounted) -> None:
         self._stream = stream
 
     def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
@@ -200,8 +196,7 @@ def load(
         requests: positions of each micro-batch; may be endless.
         workers: background processes that read ahead, started at once; 0 reads when asked.
         pin_memory: give page-locked tensors, for asynchronous copies to a GPU.
-        account: give digests too, as CONSUMED (see `TokenStream.fetch_with_digest`); not of other
-            streams.
+        account: give digests too, as CONSUMED, of a stream that is `Accounted`.
 
     Raises:
         DataError: when it is asked for a batch whose shard is damaged.
@@ -211,7 +206,7 @@ def load(
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
-            _Accounted(stream) if account and isinstance(stream, TokenStream) else stream,
+            _Digested(stream) if account and isinstance(stream, Accounted) else stream,
             batch_sampler=requests,
             num_workers=workers,
             collate_fn=_identity,

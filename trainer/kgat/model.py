@@ -154,7 +154,7 @@ class KGAT(nn.Module):
         self.attention: Tensor
         self._graph = graph
 
-    def forward(self, **batch: Tensor) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor | dict[str, Tensor]:
         """What is asked for shows in the batch (see `trainer.kgat.stream`): of interactions
         the mean BPR loss, of edges the mean TransR loss, of users to evaluate `ranking_metrics`,
         and of nothing that attention be computed anew."""
@@ -246,9 +246,9 @@ class KGAT(nn.Module):
         self.attention.copy_(scores / total[graph.heads])
         return self.attention
 
-    def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
-        """(4,): mean recall and ndcg over these users of the model, and of ranking all items by
-        their popularity."""
+    def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        """Mean recall and ndcg over these users of the model, and of ranking all items by their
+        popularity."""
         popularity = self._graph.to(users.device).popularity
         items = self.user_embedding.num_embeddings + torch.arange(
             len(popularity), device=users.device
@@ -256,7 +256,9 @@ class KGAT(nn.Module):
         nodes = self._represent(torch.cat([users, items]))
         scores = nodes[: len(users)] @ nodes[len(users) :].T
         ours = ranking_metrics(scores, known, wanted)
-        return torch.cat([ours, ranking_metrics(popularity.expand_as(scores), known, wanted)])
+        usual = ranking_metrics(popularity.expand_as(scores), known, wanted)
+        names = ("recall@20", "ndcg@20", "popularity_recall@20", "popularity_ndcg@20")
+        return dict(zip(names, torch.cat([ours, usual]).unbind(), strict=True))
 
 
 def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:

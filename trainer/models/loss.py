@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORED_LABEL = -100
-"""Positions with this label are not part of the loss."""
+from trainer.data.samples import IGNORED_LABEL
+
 LOGITS_ON_CPU = 1 << 27
 """Most logits at a time: 0.5 GB in float32. Smaller chunks would add to the gradient of the head,
 which is as large as the head, more often."""

@@ -59,10 +59,7 @@ def files_beside(
     else:
         files = _carried(init_from, notes)
         files = _with_tokenizer(files, prepared, init_from, data, notes)
-        config = _object(files, CONFIG, init_from)
-        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-            config[key] = "float32"
-        files[CONFIG] = _json(config)
+        _say_float32(files, init_from)
         stops = stop_ids(files, init_from)
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
@@ -82,6 +79,22 @@ def files_beside(
             f"{data}: its documents begin with {_tokens(found)}, but the tokenizer of the "
             f"checkpoints begins a text with {_tokens(begin)}; prepare the data again"
         )
+    return files, notes
+
+
+def files_without_tokenizer(
+    architecture: Architecture, init_from: Path | None
+) -> tuple[dict[str, bytes], list[str]]:
+    """`files_beside` where the data knows of no tokenizer: that of `init_from` is kept.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    if init_from is None:
+        return {CONFIG: _json(config_json(architecture))}, []
+    notes: list[str] = []
+    files = _carried(init_from, notes)
+    _say_float32(files, init_from)
     return files, notes
 
 
@@ -118,6 +131,14 @@ def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
             "carried over into checkpoints"
         )
     return files
+
+
+def _say_float32(files: dict[str, bytes], directory: Path) -> None:
+    """Have config.json name the format of a run's checkpoints."""
+    config = _object(files, CONFIG, directory)
+    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+        config[key] = "float32"
+    files[CONFIG] = _json(config)
 
 
 def _is_carried(name: str) -> bool:

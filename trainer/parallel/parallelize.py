@@ -25,6 +25,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DRAWN_BYTES = 4 << 30
 """Most that whole tensors take which are drawn at once, beyond a single one."""
 
+COUNT = "count"
+"""Name under which a model returns over how much it has taken its means, where these are not over
+samples, or the labels among them: the sum of the weights of a weighted mean."""
+
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """(FQN, global shape) → the whole initial tensor on the CPU. May be called in several threads."""
 
@@ -50,10 +54,10 @@ class ParallelModel:
     """Gives parameters and buffers their initial values, unless the model came with its own. For
     whoever has nothing to load: it takes long for large models."""
 
-    def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean loss over the labels of one micro-batch, a float32 scalar. On all ranks."""
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`means` of one micro-batch. On all ranks."""
         with self.autocast():
-            return mean_loss(self.module(**inputs))
+            return means(self.module(**inputs))
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -97,11 +101,18 @@ class ParallelModel:
             parameter.grad = None
 
 
-def mean_loss(result: Any) -> torch.Tensor:
-    """The loss in what a model returns."""
-    if isinstance(result, dict):
-        return result["loss"]
-    return getattr(result, "loss", result)
+def means(result: Any) -> dict[str, torch.Tensor]:
+    """The scalars that a model returns, by name: `loss`, if it is there, what else it wants to be
+    recorded, and COUNT, if it says so."""
+    if not isinstance(result, dict):
+        return {"loss": getattr(result, "loss", result)}
+    loss = result.get("loss")
+    device = loss.device if isinstance(loss, torch.Tensor) else None
+    return {
+        name: torch.as_tensor(value, device=device)
+        for name, value in result.items()
+        if (isinstance(value, torch.Tensor) and value.dim() == 0) or isinstance(value, int | float)
+    }
 
 
 def parallelize(
@@ -167,8 +178,12 @@ def parallelize(
             view = ShardedView(parameters, mesh.device_mesh)
             optimized = view.parameters
 
+    # FSDP casts parameters, but not what a model of the user's gets beside them: images are
+    # float32, and so are the targets of a regression, which are to stay so.
+    by_fsdp = sharded_by_fsdp and not (recipe.data.factory and recipe.model.factory)
+
     def autocast() -> Any:
-        if sharded_by_fsdp or dtype == torch.float32:
+        if by_fsdp or dtype == torch.float32:
             return nullcontext()
         # A cache would hold every weight in `dtype` until the loss is there; each is used once.
         return torch.autocast(device.type, dtype=dtype, cache_enabled=False)

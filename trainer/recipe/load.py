@@ -104,8 +104,8 @@ def recipe_schema() -> dict[str, Any]:
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
     """`strategy.zero` → `strategy.sharding`, unless the two contradict each other; a sample of a
-    graph counts as one token."""
-    if recipe.data.graph and not recipe.data.seq_len:
+    graph, or of the user's own data, counts as one token."""
+    if (recipe.data.graph or recipe.data.factory) and not recipe.data.seq_len:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
     strategy = recipe.strategy
     if strategy.zero is None or strategy.name == "ddp":

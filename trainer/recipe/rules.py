@@ -1,8 +1,8 @@
 """Combinations that cannot work, and what to change."""
 
-import re
 from collections.abc import Iterator
 
+from trainer.recipe.factory import PATTERN
 from trainer.recipe.sections import ZERO_STAGES, Recipe
 
 
@@ -11,7 +11,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
     if recipe.data.seq_len < 1:
         yield "data.seq_len", f"must be at least 1, but it is {recipe.data.seq_len}"
-    if not recipe.data.sources and not recipe.data.graph:
+    if not recipe.data.sources and not recipe.data.graph and not recipe.data.factory:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     kinds = ("architecture", "init_from", "factory", "kgat")
     given = [key for key in kinds if getattr(model, key)]
@@ -19,8 +19,10 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
     yield from _graph_contradictions(recipe)
-    if model.factory and not re.fullmatch(r"[\w.]+:[\w.]+", model.factory):
-        yield "model.factory", f"write it as package.module:function, not {model.factory!r}"
+    for section, factory in (("model", model.factory), ("data", recipe.data.factory)):
+        if factory and not PATTERN.fullmatch(factory):
+            yield f"{section}.factory", f"write it as package.module:function, not {factory!r}"
+    yield from _own_data_contradictions(recipe)
     if model.attention != "auto" and (model.factory or model.kgat):
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
@@ -93,6 +95,18 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if schedule.name != "wsd" and schedule.decay_steps:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+
+
+def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data = recipe.data
+    if data.factory_options and not data.factory:
+        yield "data.factory_options", "only means something together with data.factory"
+    if not data.factory:
+        return
+    if data.sources or data.graph or data.seq_len != 1:
+        yield "data.factory", "excludes data.sources, data.seq_len and data.graph; remove them"
+    if recipe.batch.micro_batch == "auto":
+        yield "batch.micro_batch", "data.factory cannot be planned; name a number instead of auto"
 
 
 def _graph_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -95,13 +95,19 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is read, and in which order: `sources` and `seq_len`, or `graph`."""
+    """What is read, and in which order: `sources` and `seq_len`, or `factory`, or `graph`."""
 
     sources: tuple[Source, ...] = ()
     """Prepared data sets; the order of the samples is a function of seed and position alone."""
 
     seq_len: int = 0
     """Tokens per sequence."""
+
+    factory: str | None = None
+    """`package.module:function` that returns any map-style data set; see docs/extending.md."""
+
+    factory_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of this factory."""
 
     graph: GraphData | None = None
     """Interactions and a knowledge graph, for model.kgat."""
@@ -110,7 +116,8 @@ class Data:
     """Attention stays inside a document when several are packed into one sequence."""
 
     validation_sequences: Positive = 64
-    """Sequences of the fixed validation set; fewer if the validation split is smaller."""
+    """Sequences of the fixed validation set; fewer if the validation split is smaller. That of
+    `factory` is taken whole."""
 
     reader: Literal["auto", "mmap", "pread", "ram"] = "auto"
     """How shards are read. auto: pread on network filesystems, mmap elsewhere."""

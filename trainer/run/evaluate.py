@@ -6,6 +6,8 @@ import torch.distributed as dist
 from elastic import PAUSE_TO_LEAVE, Pulse
 from elastic.node.exchange import received
 from trainer.data.loader import load
+from trainer.data.stream import COUNTED
+from trainer.parallel.parallelize import COUNT
 from trainer.run.metrics import validation_line
 from trainer.run.speed import Speed
 from trainer.run.state import Run
@@ -59,6 +61,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     data-parallel ranks only decides which computes which. A rank that has none left repeats the
     first one with weight 0, so that every rank enters the same collectives. Sums are float64, in
     which the few float32 addends are exact: the same weights give the same value at every size.
+    Means are taken over samples, or what was counted of them.
     """
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
@@ -66,7 +69,8 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     numbers = range(rank, _round_up(-(-count // size), ranks), ranks)
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
-    total: torch.Tensor = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    names: list[str] = []
     modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
@@ -76,8 +80,12 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
             pulse.report(step, "evaluate")
             if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
                 break
+            usual = inputs.pop(COUNTED, len(cut))
             means = model({key: tensor.to(device) for key, tensor in inputs.items()})
-            total = total + means.double() * len(cut)
+            weight = means.pop(COUNT, usual) * bool(cut)
+            names = list(means)
+            sums = torch.stack([mean.double() for mean in means.values()])
+            total = total + torch.cat([sums, sums.new_ones(1)]) * weight
             pulse.report(step, "data")
         pulse.report(step, "evaluate")
         for module, training in modes.items():  # the user may keep parts in eval mode
@@ -85,8 +93,10 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
         if leaving:
             return None
         dist.all_reduce(total, group=run.mesh.dp_group)
-        sums = received(total.reshape(-1))
-    return evaluation.values([value / count for value in sums])
+        *found, counted = received(total)
+    return evaluation.values(
+        {name: value / counted for name, value in zip(names, found, strict=True)}
+    )
 
 
 def asked_to_pause(pulse: Pulse) -> float:

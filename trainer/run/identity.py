@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from elastic.node.facts import differences, digest
 from trainer.recipe import Recipe, RecipeError, resolved
-from trainer.tasks.task import look_here_too
+from trainer.recipe.factory import look_here_too
 
 MACHINE_BOUND = (
     *("run.dir", "run.device", "data.reader", "data.workers", "data.graph.path"),
@@ -30,25 +30,31 @@ LONG = 24
 SAMPLE = 1 << 16
 
 
-def identify(recipe: Recipe, data: str) -> dict[str, str]:
+def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     """Everything that decides a step: key → value, or a digest where that is long.
 
     Args:
         recipe: of the run.
-        data: fingerprint of its training data, which holds that of the tokenizer.
+        data: fingerprint of its training data, which holds that of the tokenizer; None if it is
+            not known yet, see `with_data`.
     """
     found = {
         "code": _digest(_sources()),
         "torch": torch.__version__,
         "run.device": _device(recipe.run.device),
-        "data.fingerprint": _short(data),
         **{key: _short(value) for key, value in _flat(resolved(recipe)) if _decides(key)},
     }
     if recipe.model.init_from:
         found["model.init_from"] = _digest(_weights(Path(recipe.model.init_from)))
-    if recipe.model.factory:
-        found["model.factory source"] = _digest(_module_source(recipe.model.factory.split(":")[0]))
-    return found
+    for key, factory in (("model", recipe.model.factory), ("data", recipe.data.factory)):
+        if factory:
+            found[f"{key}.factory source"] = _digest(_module_source(factory.split(":")[0]))
+    return found if data is None else with_data(found, data)
+
+
+def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
+    """The identity, with the fingerprint of the training data."""
+    return {**identity, "data.fingerprint": _short(data)}
 
 
 def check_agreement(ours: Mapping[str, str]) -> None:

@@ -232,7 +232,7 @@ def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None
 
 def validation_line(values: Mapping[str, float]) -> str:
     """The console line of a validation record."""
-    if "validation_loss" not in values:
+    if "validation_perplexity" not in values:
         return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
     return (
         f"validation loss {values['validation_loss']:.4f}, "

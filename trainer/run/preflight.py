@@ -67,7 +67,7 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
     task = build_task(recipe)
     check_inputs(recipe, task, 0, world_size, local_world_size)
     if recipe.model.factory:
-        inputs = task.stream.__getitems__([0])
+        inputs = task.inputs or task.stream.__getitems__([0])
         if isinstance(inputs, DataError):
             raise inputs
         check_forward(recipe, task.model, inputs)

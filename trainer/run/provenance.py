@@ -70,9 +70,12 @@ def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object
             f"says {recipe.data.seq_len}; {way_out}"
         )
     if state["data"]["fingerprint"] != task.stream.fingerprint:
+        key, parts = "sources", "contents, tokenizer or weights"
+        if recipe.data.factory:
+            key, parts = "factory", "its name, options, size or fingerprint"
         raise RecipeError(
-            "data.sources: the data is not what the checkpoint was trained on (contents, "
-            f"tokenizer or weights differ), so its position in it means nothing; {way_out}"
+            f"data.{key}: the data is not what the checkpoint was trained on ({parts} differ), so "
+            f"its position in it means nothing; {way_out}"
         )
     if state["seed"] != recipe.run.seed:
         raise RecipeError(

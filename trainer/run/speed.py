@@ -130,6 +130,7 @@ def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float
     recipe, progress, device = run.recipe, run.progress, run.world.device
     peak = peak_flops(recipe, device)
     values = {
+        **result.means,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from elastic.node.exchange import received
-from trainer.data.loader import CONSUMED, MASK
+from trainer.data.loader import MASK
+from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.optimizer import learning_rate, square_sum, update
 from trainer.parallel.batch_plan import MicroBatch
+from trainer.parallel.parallelize import COUNT
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step
 from trainer.run.state import Run
@@ -29,6 +31,8 @@ class StepResult:
 
     loss: float
     """Mean over the target tokens of the global batch."""
+    means: Mapping[str, float]
+    """What else the model returned, likewise."""
     grad_norm: float
     """Of the whole gradient, before clipping."""
     lr: float
@@ -72,7 +76,7 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     pulse.report(step, "update")
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
-        factor = (options.clip_norm / found.norm if clip else 1.0) / scale
+        factor = (options.clip_norm / found.norm if clip else 1.0) * found.undivided / scale
         for group in optimizer.param_groups:
             group["lr"] = lr
         update(optimizer, model.portions(optimizer), factor)
@@ -85,7 +89,7 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     pulse.report(step, "after")
     seconds = time.perf_counter() - started
     return StepResult(
-        found.loss, found.norm, lr, verdict, seconds, data_wait, found.compute,
+        found.loss, found.means, found.norm, lr, verdict, seconds, data_wait, found.compute,
         found.save, found.pause, found.consumed if digest else None,
     )  # fmt: skip
 
@@ -110,7 +114,12 @@ class Gradients:
     on all ranks, except for `local_loss` and `compute`."""
 
     loss: float
+    means: Mapping[str, float]
     norm: float
+    """Of the whole gradient, as the optimizer sees it."""
+    undivided: float
+    """What the gradients in the model are still to be multiplied by: 1, unless the step has counted
+    other than usual."""
     save: bool
     pause: float
     consumed: str
@@ -138,43 +147,65 @@ def gradients(
     recipe, plan, mesh, device = run.recipe, run.plan, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
     step, marks = progress.step + 1, []
+    # What is wanted is the gradient of a sum over the global batch, divided by how much there was
+    # to count. That is known when all ranks have counted: so it is divided by what is usual here,
+    # and by the rest when it is read. Sequences of tokens all count alike, and no rest is left.
+    usual = plan.global_batch * run.task.usual_count
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    counted: float | torch.Tensor = 0.0
+    recorded: dict[str, torch.Tensor] = {}
     micro_batches = plan.micro_batches(mesh.dp_rank, progress.sequences)
     for number, (batch, micro_batch) in enumerate(zip(inputs, micro_batches, strict=True)):
         pulse.report(step, "step")  # again: a pass is what takes always as long
-        on_device = {key: tensor.to(device, non_blocking=True) for key, tensor in batch.items()}
+        on_device = {
+            key: tensor.to(device, non_blocking=True)
+            for key, tensor in batch.items()
+            if key != COUNTED
+        }
         # A user's model may draw random numbers (dropout); they depend on these sequences alone.
         torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
-        # Every sequence has the same number of targets, so the mean over the global batch is the
-        # sum of each micro-batch's mean times its share of the sequences.
-        share = len(micro_batch.positions) / plan.global_batch if micro_batch.real else 0.0
         with model.accumulate(last=number == plan.passes - 1):
             began = _mark(device)
-            loss = model(on_device) * share
+            means = model(on_device)
+            count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions)))
+            count = count * micro_batch.real
+            loss = means.pop("loss") * (count / usual)
             marks.append((began, _mark(device)))
             (loss * progress.loss_scale.value).backward()
         loss_sum += snap_loss(loss.detach())
+        counted += snap_loss(count.detach()) if isinstance(count, torch.Tensor) else count
+        for name, mean in means.items():
+            part = snap_loss(mean.detach() * (count / usual))
+            recorded[name] = recorded[name] + part if name in recorded else part
 
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
-    # whether any rank is asked to pause, and what all have consumed.
+    # whether any rank is asked to pause, and what all have consumed and counted.
     model.collect_gradients()
     pulse.report(step, "reduce")
     if recipe.exact:
         squares = square_sums(list(model.optimized.values()), device)
     else:
         squares = square_sum(model.optimized.values(), mesh.dp_size).to(device)
-    asked = [  # filled on the device: a copy from the host would wait for all that was launched
-        loss_sum.new_full((1,), float(value))
-        for value in (pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
+    told = (counted, pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
+    flags = [  # filled on the device: a copy from the host would wait for all that was launched
+        value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
+        for value in told
     ]
-    word = torch.cat([loss_sum.reshape(1), squares, *asked])
+    sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]
+    word = torch.cat([*sums, squares, *flags])
     dist.all_reduce(word, group=mesh.dp_group)
-    mean_loss, *square_parts, saving, pausing, samples, contents = received(word)
+    mean_loss, *rest = received(word)
+    *square_parts, count_sum, saving, pausing, samples, contents = rest[len(recorded) :]
     # Sums of numbers below 2**32 are exact in float64.
     everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
-    norm = sum(square_parts) ** 0.5 / progress.loss_scale.value
+    undivided = usual / count_sum if count_sum else 1.0
+    norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
     compute = sum(_seconds(*pair) for pair in marks) / plan.passes
-    return Gradients(mean_loss, norm, saving > 0, pausing, everything, loss_sum, compute)
+    further = {name: undivided * value for name, value in zip(recorded, rest, strict=False)}
+    return Gradients(
+        mean_loss * undivided, further, norm, undivided, saving > 0, pausing, everything,
+        loss_sum, compute,
+    )  # fmt: skip
 
 
 def _mark(device: torch.device) -> Any:

@@ -53,7 +53,7 @@ from trainer.parallel.parallelize import parallelize
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from trainer.run.build import build
 from trainer.run.failures import Telling
-from trainer.run.identity import check_agreement, identify
+from trainer.run.identity import check_agreement, identify, with_data
 from trainer.run.metrics import Startup
 from trainer.run.preflight import check_inputs
 from trainer.run.train import train
@@ -145,7 +145,7 @@ def attempt(
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
     world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
-    check_agreement(identity)
+    check_agreement(with_data(identity, task.stream.fingerprint))
     startup.mark("rendezvous")
     if world.device.type == "cpu" and recipe.strategy.offload == "none":
         keep_freed_memory()
@@ -224,12 +224,15 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None, dict[str, 
     """Read a recipe, open what it names, and say what decides its steps (identity.py). The warm
     process does it once for all its forks.
 
-    A user's own model is left to them: its code may start threads or CUDA, which no fork survives.
+    A user's own model and data are left to them: code may start threads or CUDA, which no fork
+    survives.
 
     Raises:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
     """
     recipe = load_recipe(arguments[0], arguments[1:])
+    if recipe.data.factory:
+        return recipe, None, identify(recipe, None)
     task = None if recipe.model.factory else build_task(recipe)
     stream = task.stream if task else open_streams(recipe)[0]
     return recipe, task, identify(recipe, stream.fingerprint)

@@ -2,20 +2,19 @@
 
 import inspect
 import logging
-import os
 import re
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from elastic import Pulse
 from elastic.world import is_lost_peer
-from trainer.parallel.parallelize import DTYPES, ParallelModel, mean_loss
+from trainer.parallel.parallelize import DTYPES, ParallelModel, means
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.factory import failure, place_in
 
 _PLAIN = (TypeError, RuntimeError, KeyError, IndexError, NameError, AttributeError)
 """Errors of code that is wrong."""
@@ -27,13 +26,17 @@ _CIRCUMSTANCES = re.compile(
 """Words of errors that another place or moment may not have."""
 
 
-def check_signature(recipe: Recipe, model: nn.Module) -> None:
+def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:
     """Refuse a model whose `forward` does not take what it is called with.
+
+    Args:
+        recipe: names the model.
+        model: of the user's, or one that is to take the user's data.
+        names: of what is in a micro-batch.
 
     Raises:
         RecipeError: with both.
     """
-    names = ["input_ids", "labels", *(["document_ids"] if recipe.data.document_mask else [])]
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # it has none that Python knows
@@ -41,9 +44,11 @@ def check_signature(recipe: Recipe, model: nn.Module) -> None:
     try:
         signature.bind(**dict.fromkeys(names))
     except TypeError as error:
+        factory = recipe.model.factory
+        given = f"model.factory: {factory} returned" if factory else "data.factory: the model is a"
         raise RecipeError(
-            f"model.factory: {recipe.model.factory} returned {type(model).__name__}, whose "
-            f"forward{signature} is called with {', '.join(f'{name}=' for name in names)}: {error}"
+            f"{given} {type(model).__name__}, whose forward{signature} is called with "
+            f"{', '.join(f'{name}=' for name in names)}: {error}"
         ) from error
 
 
@@ -86,20 +91,17 @@ def check_forward(recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.T
         failed = None
     finally:
         logging.disable(logging.NOTSET)
-    if failed and not (_is_misfit(failed) and _place(failed)):
+    if failed and not (_is_misfit(failed) and place_in(failed)):
         return
     if failed:
         try:
             with torch.no_grad():
                 result = call({}, inputs)
         except Exception as error:
-            if _is_misfit(error) and _place(error) == _place(failed):
+            if _is_misfit(error) and place_in(error) == place_in(failed):
                 raise _refusal(recipe, error) from error
             return
-    try:
-        loss = mean_loss(result)
-    except KeyError:
-        loss = None
+    loss = means(result).get("loss")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise RecipeError(
@@ -141,25 +143,6 @@ def _is_misfit(error: Exception) -> bool:
 
 
 def _refusal(recipe: Recipe, error: Exception) -> RecipeError:
-    place = _place(error)
-    what = f"{type(error).__name__}: {error}".partition("\n")[0]
     return RecipeError(
-        f"model.factory: the forward pass of {recipe.model.factory} fails"
-        f"{f' at {place}' if place else ''}: {what}"
+        f"model.factory: the forward pass of {recipe.model.factory} {failure(error)}"
     )
-
-
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_OURS = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("trainer", "elastic"))
-
-
-def _place(error: Exception) -> str:
-    """File and line of the innermost frame in the user's code, which ours has called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
-    users = [
-        frame
-        for frame in frames[ours[-1] + 1 if ours else 0 :]
-        if not frame.filename.startswith((_TORCH, "<"))
-    ]
-    return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

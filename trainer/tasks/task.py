@@ -1,11 +1,8 @@
 """What a recipe trains: model, data and the files that make its checkpoints complete."""
 
-import importlib
 import json
 import math
-import os
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from torch import nn
 
 from trainer.data.loader import Documents, TokenStream
 from trainer.data.shards import read_index
-from trainer.data.stream import Stream
+from trainer.data.stream import COUNTED, Stream
 from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.model import KGAT, Adjacency, initial_tensor
 from trainer.kgat.stream import GraphStream, UserStream
@@ -24,14 +21,18 @@ from trainer.models import (
     init_parameter,
     read_config,
 )
-from trainer.models.model_files import files_beside
+from trainer.models.model_files import files_beside, files_without_tokenizer
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
+from trainer.recipe.factory import call_factory
 from trainer.recipe.kgat_options import GraphData, Kgat
+from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import check_signature
 
-Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-"""Inputs of one micro-batch → its mean loss."""
+Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
+"""See `trainer.parallel.parallelize.Fill`."""
+Forward = Callable[[dict[str, torch.Tensor]], object]
+"""Inputs of one micro-batch → what the model makes of them."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Evaluation:
     stream: Stream
     count: int
     """Samples that are looked at: the first ones."""
-    values: Callable[[list[float]], dict[str, float]]
-    """Means over these samples of what the model returns → what is recorded."""
+    values: Callable[[Mapping[str, float]], dict[str, float]]
+    """Means over these samples of what the model returns, by name → what is recorded."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Task:
     model: nn.Module
     blocks: Sequence[nn.Module]
     """Repeated parts of the model: units of sharding, recomputation and compilation."""
-    fill: Callable[[str, tuple[int, ...]], torch.Tensor] | None
+    fill: Fill | None
     """Initial weights and persistent buffers by FQN and shape, see parallelize.Fill; None when the
     model came with its own."""
     stream: Stream
@@ -69,6 +70,11 @@ class Task:
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
     unit: str = "tokens"
     """What is counted in speeds."""
+    usual_count: float = 1.0
+    """Over how many things the mean loss of a sample is usually taken (see COUNTED): gradients are
+    divided by so much at once, by what is left when the step has counted."""
+    inputs: Mapping[str, torch.Tensor] | None = None
+    """Something that the model can be called with, to try it."""
     notes: Sequence[str] = ()
     """What a user should know before training."""
     after_step: Callable[[Forward, int], None] | None = None
@@ -85,10 +91,13 @@ def build_task(recipe: Recipe) -> Task:
     """
     if recipe.model.kgat and recipe.data.graph:
         return _build_kgat(recipe, recipe.model.kgat, recipe.data.graph)
+    if recipe.data.factory:
+        return _build_on_samples(recipe)
     stream, validation = open_streams(recipe)
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
-        check_signature(recipe, model)
+        documents = ["document_ids"] if recipe.data.document_mask else []
+        check_signature(recipe, model, ["input_ids", "labels", *documents])
         parameters = sum(p.numel() for p in model.parameters())
         return Task(
             type(model).__name__,
@@ -103,13 +112,7 @@ def build_task(recipe: Recipe) -> Task:
         )
     architecture = recipe.model.architecture or _read_init_config(recipe)
     _check_vocabulary(recipe, architecture)
-    with torch.device("meta"):
-        decoder = Decoder(architecture, recipe.model.attention)
-    seed = recipe.run.seed
-
-    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return init_parameter(name, shape, architecture, seed)
-
+    decoder, fill = _decoder(recipe, architecture)
     source = Path(recipe.data.sources[0].path)
     start = recipe.model.init_from
     files, notes = files_beside(
@@ -130,8 +133,56 @@ def build_task(recipe: Recipe) -> Task:
     )
 
 
+def _decoder(recipe: Recipe, architecture: Architecture) -> tuple[Decoder, Fill]:
+    """The bundled model, on the meta device, and its initial weights."""
+    with torch.device("meta"):
+        decoder = Decoder(architecture, recipe.model.attention)
+    seed = recipe.run.seed
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return init_parameter(name, shape, architecture, seed)
+
+    return decoder, fill
+
+
+def _build_on_samples(recipe: Recipe) -> Task:
+    """A model on the user's own data. No speed in FLOPs: what a sample costs is not known."""
+    stream, held_out = open_samples(recipe)
+    batch = first_batch(stream)
+    count, inputs = batch[COUNTED], inputs_of(batch)
+    rows = max(1, len(next(iter(inputs.values()), ())))
+    files: dict[str, bytes] = {}
+    notes: list[str] = []
+    blocks: Sequence[nn.Module]
+    values, fill = _named_values, None
+    if recipe.model.factory:
+        model, blocks = _call_factory(recipe)
+        name = type(model).__name__
+    else:
+        architecture = recipe.model.architecture or _read_init_config(recipe)
+        check_decoder_inputs(inputs, architecture.vocab_size)
+        model, fill = _decoder(recipe, architecture)
+        blocks, values = list(model.blocks), _loss_values
+        start = recipe.model.init_from
+        files, notes = files_without_tokenizer(architecture, Path(start) if start else None)
+        name = f"{architecture.model_type} decoder"
+    for names in (inputs, *([inputs_of(first_batch(held_out))] if held_out else [])):
+        check_signature(recipe, model, names)
+    validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
+    return Task(
+        name, model, blocks, fill, stream, validation, files, 0.0,
+        sum(p.numel() for p in model.parameters()),
+        unit="samples", notes=notes, usual_count=max(1.0, count / rows), inputs=inputs,
+    )  # fmt: skip
+
+
 def check_plannable(recipe: Recipe) -> None:
     """Raises RecipeError for a model whose memory and time cannot be predicted."""
+    if recipe.data.factory:
+        raise RecipeError(
+            "data.factory: only prepared tokens can be planned; `perdure compare` measures what "
+            "training on other data takes"
+        )
     if recipe.model.kgat:
         raise RecipeError(
             "model.kgat: only language models can be planned; `perdure compare` measures this one"
@@ -223,9 +274,7 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         blocks=[],
         fill=fill,
         stream=stream,
-        validation=Evaluation(users, users.sequences, _recommendation_values)
-        if recipe.run.evaluate_every
-        else None,
+        validation=Evaluation(users, users.sequences, dict) if recipe.run.evaluate_every else None,
         files=files,
         flops_per_token=0.0,
         parameter_count=sum(p.numel() for p in model.parameters()),
@@ -235,15 +284,14 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
     )
 
 
-def _recommendation_values(means: list[float]) -> dict[str, float]:
-    names = ("recall@20", "ndcg@20", "popularity_recall@20", "popularity_ndcg@20")
-    return dict(zip(names, means, strict=True))
+def _named_values(means: Mapping[str, float]) -> dict[str, float]:
+    return {f"validation_{name}": mean for name, mean in means.items()}
 
 
-def _loss_values(means: list[float]) -> dict[str, float]:
-    (loss,) = means
+def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
+    loss = means["loss"]
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"validation_loss": loss, "validation_perplexity": perplexity}
+    return {"validation_loss": loss, "validation_perplexity": perplexity, **_named_values(means)}
 
 
 def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
@@ -326,30 +374,11 @@ def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:
         )
 
 
-def look_here_too() -> None:
-    """Have modules of the user's be found in the working directory. Last: nothing in it is to be
-    taken for a library."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-
-
 def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
     """The user's own module. All ranks build it from the same seed, so weights agree."""
     name = recipe.model.factory or ""
-    module_name, function_name = name.split(":")
-    look_here_too()
-    try:
-        factory = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(
-            f"model.factory: cannot import {name}: {error}; is it in the working directory, or its "
-            "folder on PYTHONPATH?"
-        ) from error
     torch.manual_seed(recipe.run.seed)
-    try:
-        model = factory(**recipe.model.factory_options)
-    except TypeError as error:
-        raise RecipeError(f"model.factory_options: {name} was called with them: {error}") from error
+    model = call_factory("model.factory", name, recipe.model.factory_options)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
     if not model.training:  # as from_pretrained returns it; parts alone are meant to be so

@@ -93,8 +93,8 @@ def test_a_forward_that_is_called_with_something_else_is_told(recipe):
             return tokens
 
     with pytest.raises(RecipeError, match=r"forward\(tokens, labels\) is called with input_ids=,"):
-        check_signature(recipe, Names())
-    check_signature(recipe, Of(branches))
+        check_signature(recipe, Names(), [*BATCH, "document_ids"])
+    check_signature(recipe, Of(branches), BATCH)
 
 
 def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe):

@@ -134,7 +134,8 @@ def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
 def describe(where: dict[str, Any]) -> str:
     """Conditions in a line."""
     recipe = where["recipe"]
-    samples = "" if recipe["data"]["graph"] else f", sequences of {recipe['data']['seq_len']}"
+    tokens = bool(recipe["data"]["sources"])
+    samples = "" if not tokens else f", sequences of {recipe['data']['seq_len']}"
     return (
         f"{where['ranks']} rank(s) on {where['machine']}, torch {where['torch']}, {where['date']}; "
         f"{recipe['precision']['dtype']}, global batch {recipe['batch']['global_batch']}{samples}; "

@@ -84,10 +84,12 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def unit_of(run: Path) -> str:
-    """What `tokens` in the records of a run count: of a graph, samples (as `Task.unit` says)."""
+    """What `tokens` in the records of a run count, as `Task.unit` says: samples, unless it is on
+    prepared tokens."""
     path = run / "recipe.yaml"
     recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    return "samples" if ((recipe or {}).get("data") or {}).get("graph") else "tokens"
+    data = (recipe or {}).get("data") or {}
+    return "samples" if data.get("graph") or data.get("factory") else "tokens"
 
 
 # --- parts -----------------------------------------------------------------------------------

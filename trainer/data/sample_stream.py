@@ -1,0 +1,209 @@
+"""The user's own data set, by position."""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from trainer.data.order import ORDER_VERSION, Order, sample_digest
+from trainer.data.samples import IGNORED_LABEL
+from trainer.data.shards import DataError
+from trainer.data.stream import COUNTED
+from trainer.recipe.factory import failure
+from trainer.recipe.seeds import stable_seed
+
+Batch = dict[str, Any]
+Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
+
+
+class SampleStream(Dataset):
+    """Micro-batches of a data set with `__len__` and `__getitem__`. See `trainer.data.Samples`.
+
+    Whatever an item draws from torch, numpy.random or random is a function of its position: it does
+    not know the ranks, nor what was restarted.
+    """
+
+    def __init__(
+        self, name: str, dataset: Any, collate: Collate | None, *, seed: int, shuffle: bool
+    ) -> None:
+        """
+        Args:
+            name: of the data set, as messages go on after "data.factory: ".
+            dataset: with one sample at least.
+            collate: items → batch; unless given, `stack`.
+            seed: of the run.
+            shuffle: in a keyed random order without end; else as it lies, once.
+
+        Raises:
+            DataError: it is no such data set.
+        """
+        self._name, name = name, f"data.factory: {name}"
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(dataset, method):
+                raise DataError(
+                    f"{name} is a {type(dataset).__name__} without {method}; it should be a "
+                    "map-style data set, as torch.utils.data.Dataset is"
+                )
+        if isinstance(dataset, Mapping):
+            parts = ", ".join(map(str, dataset))
+            raise DataError(
+                f"{name} is a {type(dataset).__name__} of {parts}; choose, as in "
+                "trainer.data.Samples(train=…, validation=…)"
+            )
+        self._dataset, self._collate = dataset, collate or stack
+        self._seed, self._shuffle = seed, shuffle
+        self.sequences = len(dataset)
+        if not self.sequences:
+            raise DataError(f"{name} holds no sample")
+        self._order = Order([self.sequences], [1.0], seed)
+        self.fingerprint = ""
+        """Set by whoever knows where it is from."""
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample) of each position, (N,) int64 each; there is one source, 0."""
+        if not self._shuffle:
+            return np.zeros_like(positions), positions
+        sources, _, samples = self._order.locate(positions)
+        return sources, samples
+
+    def fetch(self, positions: Sequence[int]) -> Batch:
+        """What `collate` makes of the samples there: tensors, and COUNTED, `count_of` them.
+
+        Raises:
+            DataError: a sample cannot be had, or not be put beside the others.
+        """
+        numbers = np.asarray(positions, dtype=np.int64)
+        _, samples = self.locate(numbers)
+        pairs = zip(numbers.tolist(), samples.tolist(), strict=True)
+        items = [self._item(position, sample) for position, sample in pairs]
+        try:
+            batch = _checked(self._collate(items))
+        except _TRANSIENT:
+            raise
+        except Exception as error:
+            shown = ", ".join(map(str, samples[:4])) + (", …" if len(samples) > 4 else "")
+            raise DataError(
+                f"data.factory: {self._name}: "
+                + (str(error) if isinstance(error, DataError) else f"collate {failure(error)}")
+                + f" (samples {shown})"
+            ) from error
+        count = count_of(batch, len(items))
+        if not count:  # the mean over nothing is NaN in most models, also times its weight, 0
+            batch["labels"] = batch["labels"].clone()
+            batch["labels"].view(-1)[:1] = 0
+        batch[COUNTED] = count
+        return batch
+
+    def fetch_with_digest(self, positions: Sequence[int]) -> tuple[Batch, tuple[int, int]]:
+        """See `Accounted`. The second number is 0: an item need not be the same twice."""
+        numbers = np.asarray(positions, dtype=np.int64)
+        return self.fetch(positions), (sample_digest(numbers, *self.locate(numbers)), 0)
+
+    def __getitems__(self, positions: Sequence[int]) -> Batch | DataError:
+        """See `fetch`; gives a DataError back, as `TokenStream` does."""
+        try:
+            return self.fetch(positions)
+        except DataError as error:
+            return error
+
+    def describe(self, global_batch: int) -> str:
+        """See `Stream`."""
+        return f"from {self._name}"
+
+    def _item(self, position: int, sample: int) -> Any:
+        purpose = "sample" if self._shuffle else "validation sample"
+        seed = stable_seed(self._seed, purpose, position)
+        torch.default_generator.manual_seed(seed)  # of the CPU: a GPU, if any, is busy
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+        try:
+            return self._dataset[sample]
+        except _TRANSIENT:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"data.factory: {self._name}: sample {sample} {failure(error)}"
+            ) from error
+
+
+_TRANSIENT = (OSError, MemoryError)
+"""Errors that another start may not meet."""
+
+
+def stack(items: Sequence[Any]) -> Batch:
+    """Mappings of arrays, tensors and numbers → tensors of one more dim, by name. Numbers of double
+    precision, Python's among them, become float32.
+
+    Raises:
+        DataError: what is in the way.
+    """
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise DataError(
+                f"an item is a {type(item).__name__}, no mapping of names to arrays, tensors or "
+                "numbers, which go to forward by these names; give a collate function, or wrap it"
+            )
+        if item.keys() != items[0].keys():
+            raise DataError(f"items have {', '.join(items[0])}, and {', '.join(item)}")
+    return {name: _stacked(name, [item[name] for item in items]) for name in items[0]}
+
+
+def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
+    stacked: torch.Tensor | None = None
+    try:
+        if isinstance(values[0], torch.Tensor):
+            stacked = torch.stack(list(values))
+        else:
+            array = np.stack([np.asarray(value) for value in values])
+            if array.dtype.kind in "biuf":
+                stacked = torch.from_numpy(array)
+    except (ValueError, RuntimeError, TypeError) as error:
+        shapes = [tuple(np.shape(value)) for value in values if hasattr(value, "shape")]
+        shapes = shapes or [(len(value),) for value in values if hasattr(value, "__len__")]
+        found = ", ".join(map(str, dict.fromkeys(shapes)))
+        raise DataError(
+            f"{name!r} has no one shape ({found or error}), so items cannot be stacked; give a "
+            "collate function that pads them"
+        ) from error
+    if stacked is None:
+        raise DataError(
+            f"{name!r} is a {type(values[0]).__name__}, no array, tensor or number; leave it out "
+            "of the items, or give a collate function"
+        )
+    return stacked.float() if stacked.dtype == torch.float64 else stacked
+
+
+def _checked(batch: Any) -> Batch:
+    if not isinstance(batch, Mapping):
+        raise DataError(f"collate gives a {type(batch).__name__}, no mapping of names to tensors")
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            raise DataError(f"collate gives {name!r} as a {type(value).__name__}, not as a tensor")
+    return dict(batch)
+
+
+def count_of(batch: Mapping[str, torch.Tensor], samples: int) -> int:
+    """Over how many things the mean loss of a batch is taken: its `labels`, if they are integers,
+    without IGNORED_LABEL; else its samples."""
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return samples
+    return int((labels != IGNORED_LABEL).sum())
+
+
+def fingerprint(name: str, options: Mapping[str, Any], size: int, of_data: str | None) -> str:
+    """What tells a data set from others: the name and options of its factory, its size, and what it
+    says of itself, if anything."""
+    parts = [ORDER_VERSION, name, dict(options), size, of_data]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"samples:{size}:{digest}"
+
+
+def size_in(found: str) -> int:
+    """How many samples the data set of a `fingerprint` has."""
+    return int(found.split(":")[1])

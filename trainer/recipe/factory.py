@@ -1,0 +1,82 @@
+"""A function of the user's own, which a recipe names as `package.module:function`. Imports no
+torch."""
+
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.recipe.yaml_tree import RecipeError
+
+PATTERN = re.compile(r"[\w.]+:[\w.]+")
+_HOME = Path(__file__).parents[2]
+_OURS = tuple(f"{_HOME / name}{os.sep}" for name in ("trainer", "elastic", "checkpointing"))
+_WRONG = (
+    *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
+    *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
+)
+"""Errors of code or input that is wrong; others may be gone at the next start."""
+
+
+def call_factory(key: str, name: str, options: Mapping[str, Any]) -> Any:
+    """What the function returns.
+
+    Args:
+        key: of the recipe, such as `model.factory`; that of the options ends in `_options`.
+        name: module:function.
+        options: keyword arguments.
+
+    Raises:
+        RecipeError: it is not there, does not take these options, or fails for what is wrong.
+    """
+    module, _, function = name.partition(":")
+    look_here_too()
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(
+            f"{key}: cannot import {name}: {error}; is it in the working directory, or its "
+            "folder on PYTHONPATH?"
+        ) from error
+    except _WRONG as error:
+        raise RecipeError(f"{key}: importing {name} {failure(error)}") from error
+    try:
+        return factory(**options)
+    except _WRONG as error:
+        if isinstance(error, TypeError) and not place_in(error):  # the call itself
+            raise RecipeError(f"{key}_options: {name} was called with them: {error}") from error
+        raise RecipeError(f"{key}: {name} {failure(error)}") from error
+
+
+def look_here_too() -> None:
+    """Have modules of the user's be found in the working directory. Last: nothing in it is to be
+    taken for a library."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def failure(error: Exception) -> str:
+    """`fails at FILE:LINE: Kind: first line of what it says`, the place if it is in the user's
+    code."""
+    place = place_in(error)
+    what = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"fails at {place}: {what}" if place else f"fails: {what}"
+
+
+def place_in(error: Exception) -> str:
+    """File and line of the innermost frame of the user's code, which ours has called; empty if
+    there is none."""
+    torch = sys.modules.get("torch")
+    libraries = (f"{Path(str(torch.__file__)).parent}{os.sep}",) if torch else ()
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
+    users = [
+        frame
+        for frame in frames[ours[-1] + 1 if ours else 0 :]
+        if not frame.filename.startswith((*libraries, "<"))
+    ]
+    return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

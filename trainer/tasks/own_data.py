@@ -1,0 +1,79 @@
+"""`data.factory`: the user's own data sets, as streams."""
+
+from typing import Any
+
+from trainer.data import Samples
+from trainer.data.sample_stream import SampleStream, fingerprint
+from trainer.data.shards import DataError
+from trainer.data.stream import COUNTED
+from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.factory import call_factory
+
+TRIED = 8
+"""Samples that are put into a batch at the start: one alone shows no misfit."""
+
+
+def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
+    """Training and validation data of `data.factory`.
+
+    Raises:
+        RecipeError: it cannot be found, or gives no data that can be trained on.
+        DataError: the data is not what it should be.
+    """
+    data, name = recipe.data, recipe.data.factory or ""
+    found = call_factory("data.factory", name, data.factory_options)
+    samples = found if isinstance(found, Samples) else Samples(found)
+
+    def stream(dataset: Any, part: str, shuffle: bool) -> SampleStream:
+        named = f"data.factory: {name}: {part} set"
+        return SampleStream(named, dataset, samples.collate, seed=recipe.run.seed, shuffle=shuffle)
+
+    train = stream(samples.train, "training", True)
+    said = samples.fingerprint or getattr(samples.train, "_fingerprint", None)
+    train.fingerprint = fingerprint(name, data.factory_options, train.sequences, said)
+    if train.sequences < recipe.batch.global_batch:
+        raise RecipeError(
+            f"data.factory: the training set of {name} holds {train.sequences} sample(s), fewer "
+            f"than one global batch of {recipe.batch.global_batch}; lower batch.global_batch"
+        )
+    if not recipe.run.evaluate_every:
+        return train, None
+    if samples.validation is None:
+        raise RecipeError(
+            f"run.evaluate_every: {name} gives no validation set; return trainer.data.Samples("
+            "train, validation=…), or set run.evaluate_every=0"
+        )
+    return train, stream(samples.validation, "validation", False)
+
+
+def first_batch(stream: SampleStream) -> dict[str, Any]:
+    """The first samples of a stream.
+
+    Raises:
+        DataError: there is something that no model can be called with.
+    """
+    return stream.fetch(range(min(stream.sequences, TRIED)))
+
+
+def check_decoder_inputs(batch: dict[str, Any], vocab_size: int) -> None:
+    """Refuse data that the bundled decoder cannot read.
+
+    Raises:
+        DataError: what is missing, or out of its vocabulary.
+    """
+    missing = {"input_ids", "labels"} - batch.keys()
+    if missing:
+        raise DataError(
+            f"data.factory: samples have no {' and no '.join(sorted(missing))}; a language model "
+            "is given input_ids and labels, the token after each (-100 where none counts)"
+        )
+    largest = int(batch["input_ids"].max())
+    if largest >= vocab_size:
+        raise DataError(
+            f"data.factory: token {largest} is outside model.architecture.vocab_size={vocab_size}"
+        )
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """What of a batch goes to the model."""
+    return {name: value for name, value in batch.items() if name != COUNTED}
