@@ -19,7 +19,7 @@ import torch
 import yaml
 from safetensors.torch import save
 
-from docs import rooms
+from docs import included, rooms
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
@@ -80,6 +80,11 @@ def test_paths_exist(page):
 def test_the_picture_of_the_rooms_is_of_today():
     page = PAGES["docs/design.md"]
     assert rooms.with_picture(page) == page, "make docs"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_are_shown_as_they_are(page):
+    assert included.with_examples(PAGES[page]) == PAGES[page], "make docs"
 
 
 def test_rooms_in_a_circle_are_refused():
@@ -144,7 +149,7 @@ def help_of(names: list[str]) -> str:
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
     """A checkout with what the pages speak of, all of it tiny."""
-    for name in ("recipes", "tests", "Makefile", "pyproject.toml", ".venv"):
+    for name in ("examples", "recipes", "tests", "Makefile", "pyproject.toml", ".venv"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
