@@ -1,0 +1,158 @@
+"""This tree against another commit of it, in turns on one machine: what a change costs a run.
+
+Of each it takes a checkout, puts it in front of PYTHONPATH, and has `perdure train` run the
+quickstart in fp32 on the same prepared data: on one rank, on two under DDP and under FULL_SHARD.
+A run saves twice. Under FULL_SHARD one of the ranks is killed after that, once.
+"""
+
+import configparser
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.support import ROOT, arguments, python_path, report, run, spread, workspace
+
+STEPS, EVERY, WARM, LATE = 40, 15, 8, 32
+CASES = {
+    "one rank": ("--nproc-per-node=1",),
+    "DDP": ("--nproc-per-node=2", "strategy.name=ddp"),
+    "FULL_SHARD": ("--nproc-per-node=2",),
+}
+RECIPE = (
+    *("precision.dtype=fp32", f"run.steps={STEPS}", "run.log_every=1", "run.evaluate_every=0"),
+    *(f"checkpoint.every={EVERY}", "elastic.snapshot_every=1", "schedule.warmup_steps=5"),
+)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", commit="HEAD~1", rounds=3)
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    with workspace() as directory:
+        trees = {options.commit: directory / "before", "this": directory / "after"}
+        try:
+            for name, tree in trees.items():
+                commit = "HEAD" if name == "this" else name
+                run(["git", "worktree", "add", "--detach", str(tree), commit], ROOT)
+                install(tree)
+            for number in range(options.rounds):
+                order = list(trees.items())
+                for name, tree in order if number % 2 else order[::-1]:
+                    for case, choice in CASES.items():
+                        figures = measure(directory, tree, choice, kill=case == "FULL_SHARD")
+                        found.setdefault(case, {}).setdefault(name, []).append(figures)
+        finally:
+            for tree in trees.values():
+                run(["git", "worktree", "remove", "--force", str(tree)], ROOT)
+    rows = []
+    for case, by_tree in found.items():
+        before, after = by_tree[options.commit], by_tree["this"]
+        for what in before[0]:
+            old, new = ([one[what] for one in runs] for runs in (before, after))
+            rows.append(
+                {
+                    "run": case,
+                    "what": what,
+                    "before": spread(old, 3),
+                    "after": spread(new, 3),
+                    "after / before": f"{median(new) / median(old):.3f}",
+                }
+            )
+    report(f"This tree against {options.commit}; median (min-max)", rows, found, options.json)
+
+
+def install(tree: Path) -> None:
+    """What an installation of this tree would tell torchrun: its entry points."""
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    folder = tree / f"{project['name']}-{project['version']}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    entries = configparser.ConfigParser()
+    entries.read_dict(project["entry-points"])
+    with (folder / "entry_points.txt").open("w") as file:
+        entries.write(file)
+
+
+def measure(
+    directory: Path, tree: Path, choice: tuple[str, ...], *, kill: bool
+) -> dict[str, float]:
+    """Train once; figures in seconds."""
+    shutil.rmtree(directory / "runs", ignore_errors=True)
+    metrics = directory / "runs/quickstart/metrics.jsonl"
+    command = [sys.executable, "-P", "-m", "trainer.cli", "train"]
+    log = directory / "log"
+    environment = {**os.environ, "PYTHONPATH": python_path(tree), "OMP_NUM_THREADS": "1"}
+    recovery = None
+    began = time.time()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, str(tree / "recipes/quickstart.yaml"), *choice, *RECIPE],
+            cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            while process.poll() is None:
+                done = steps(metrics)
+                if kill and recovery is None and max(done, default=0) >= LATE:
+                    killed_at, reached = time.monotonic(), max(done)
+                    os.kill(busiest_rank(process.pid), signal.SIGKILL)
+                    while max(steps(metrics), default=0) <= reached and process.poll() is None:
+                        time.sleep(0.005)
+                    recovery = time.monotonic() - killed_at
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+    done = steps(metrics)
+    if process.returncode or max(done, default=0) != STEPS:
+        sys.exit(f"{tree.name}: {log.read_text()}")
+    text = log.read_text()
+    first = float(text.partition("first step after ")[2].split()[0])
+    lines, name = records(metrics), "checkpoint_seconds"
+    saves = [record[name] for record in lines if name in record]
+    name = "step_seconds_p50"
+    steady = [one[name] for step, one in done.items() if name in one and WARM < step < LATE]
+    figures = {"a step": median(steady), "first step": first, "whole run": time.time() - began}
+    if saves:
+        figures["a save"] = median(saves)
+    return figures | ({"a killed rank": recovery} if recovery else {})
+
+
+def records(metrics: Path) -> list[dict[str, Any]]:
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def steps(metrics: Path) -> Mapping[int, dict[str, Any]]:
+    return {record["step"]: record for record in records(metrics) if "loss" in record}
+
+
+def busiest_rank(launcher: int) -> int:
+    """Of all processes below the launcher the forked rank with most CPU time."""
+    parents: dict[int, list[int]] = {}
+    spent = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        pid = int(path.parent.name)
+        parents.setdefault(int(fields[1]), []).append(pid)
+        spent[pid] = int(fields[11]) + int(fields[12])
+    below, todo = set(), [launcher]
+    while todo:
+        children = parents.get(todo.pop(), [])
+        below.update(children)
+        todo += children
+    return max(below, key=spent.__getitem__)
+
+
+if __name__ == "__main__":
+    main()
