@@ -26,6 +26,7 @@ from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
 from trainer.data.loader import load
 from trainer.optim.optimizer import build_optimizer
+from trainer.optim.schedule import build_schedule
 from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
@@ -67,7 +68,7 @@ def measure(recipe, rank, world_size):
     plan = plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
     run = Run(
         recipe, recipe, task, world, mesh, plan, model,
-        build_optimizer(model.optimized, recipe.optimizer), Progress(),
+        build_optimizer(model.optimized, recipe.optimizer), build_schedule(recipe), Progress(),
         SimpleNamespace(wait_staged=lambda: None), None, None, Pulse.from_environment(),
         Recall(None),
     )  # fmt: skip

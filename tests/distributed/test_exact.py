@@ -18,12 +18,12 @@ from tests.distributed.jobs import ROOT, records, soak
 from trainer.optim.exact import (
     GRID,
     LARGEST_GRADIENT,
-    ExactAdamW,
     snap_gradients,
     snap_loss,
     square_sums,
 )
-from trainer.recipe import RecipeError, load_recipe
+from trainer.optim.optimizer import build_optimizer
+from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
 from trainer.tools.local_nodes import LocalNodes
 
 STEPS = 20
@@ -201,22 +201,27 @@ def test_the_update_is_adamw_and_does_not_depend_on_how_weights_are_cut():
     start = torch.randn(1000, generator=generator)
     gradients = [torch.randn(1000, generator=generator) * 10**-k for k in range(6)]
 
-    def trained(kind, cuts):
+    def trained(build, cuts):
         weights = [nn.Parameter(piece.clone()) for piece in start.tensor_split(cuts)]
-        optimizer = kind(weights, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-        for weight in weights if kind is ExactAdamW else ():
-            zeros = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[weight] = {"step": torch.zeros(()), **zeros}
+        optimizer = build(weights)
         for gradient in gradients:
             for weight, piece in zip(weights, gradient.tensor_split(cuts), strict=True):
                 weight.grad = piece.clone()
             optimizer.step()
         return torch.cat([weight.detach() for weight in weights])
 
-    whole = trained(ExactAdamW, [])
-    torch.testing.assert_close(whole, trained(torch.optim.AdamW, []), rtol=1e-6, atol=1e-6)
+    def exact(weights):
+        rule = ParameterGroup(match="*", weight_decay=0.1)
+        options = Optimizer(lr=1e-2, betas=(0.9, 0.95), groups=(rule,))
+        return build_optimizer({str(n): w for n, w in enumerate(weights)}, options, exact=True)
+
+    def torchs(weights):
+        return torch.optim.AdamW(weights, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+
+    whole = trained(exact, [])
+    torch.testing.assert_close(whole, trained(torchs, []), rtol=1e-6, atol=1e-6)
     for cuts in ([333, 667], [1], [7, 500, 503], [999]):
-        assert trained(ExactAdamW, cuts).equal(whole)
+        assert trained(exact, cuts).equal(whole)
 
 
 @pytest.mark.parametrize(

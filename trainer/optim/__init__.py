@@ -1,1 +1,1 @@
-"""AdamW, its schedule and its exact form."""
+"""Optimizers, the learning-rate schedule, and exact arithmetic."""

@@ -11,14 +11,14 @@ under every sharding, also when the world changes on the way:
   and order cannot matter. FSDP does both; with one rank per shard group it also serves for DDP.
 - *Loss.* Likewise, on `LOSS_GRID`.
 - *Norm.* `square_sums`: the squares are cut into pieces that lie on grids of their own.
-- *Update.* `ExactAdamW`, from operations that IEEE 754 defines to the last bit. The kernels of
+- *Update.* Operations that IEEE 754 defines to the last bit (adamw.py, muon.py). The kernels of
   torch.optim may round the end of a tensor, which vector instructions do not reach, otherwise than
   its rest, and where a shard ends depends on the world size.
 """
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -138,40 +138,3 @@ def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
             return None
     local = local_tensor(gradient)
     return local if local.numel() else None
-
-
-class ScaledAdamW(torch.optim.AdamW):
-    """AdamW on this rank's slices, whose gradients are multiplied by a factor as they are read: a
-    pass over them of its own would take a third of the update's time again."""
-
-    gradient_factor = 1.0
-
-
-class ExactAdamW(ScaledAdamW):
-    """AdamW whose every operation is one multiplication, addition, division or square root of
-    float32 elements. IEEE 754 defines these to the last bit, so how a tensor is cut, and which
-    kernel computes it, does not show. State and options are those of torch.optim.AdamW."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; `closure` must be None."""
-        if closure is not None:
-            raise ValueError("a closure would compute gradients that are not on the grid")
-        for group in self.param_groups:
-            lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["step"] += 1
-                steps = state["step"].item()
-                weight, gradient, mean, mean_square = map(
-                    local_tensor,
-                    (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]),
-                )
-                gradient.mul_(self.gradient_factor)
-                mean.mul_(beta1).add_(gradient.mul(1 - beta1))
-                mean_square.mul_(beta2).add_(gradient.mul(gradient).mul_(1 - beta2))
-                root = mean_square.sqrt().mul_((1 - beta2**steps) ** -0.5).add_(eps)
-                weight.mul_(1 - lr * group["weight_decay"])
-                weight.sub_(mean.div(root).mul_(lr / (1 - beta1**steps)))

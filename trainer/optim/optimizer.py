@@ -1,60 +1,17 @@
-"""AdamW over named parameters, the learning-rate schedule, the gradient norm, the loss scale."""
+"""The optimizer of a recipe, what it keeps, the gradient norm, the loss scale."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from checkpointing.format.tensors import local_tensor
-from trainer.optim.exact import ExactAdamW, ScaledAdamW
-from trainer.recipe import Optimizer, Schedule
-
-
-class FusedAdamW(ScaledAdamW):
-    """torch's fused AdamW on this rank's slices. Of DTensors torch would find out, in every new
-    process and for each of them, that an update needs no other rank: a sixth of a restart."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; `closure` must be None."""
-        if closure is not None:
-            raise ValueError("gradients are computed before the update")
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not trained:
-                continue
-            states = [self.state[parameter] for parameter in trained]
-            beta1, beta2 = group["betas"]
-            divisor = None
-            if self.gradient_factor != 1.0:
-                divisor = torch.full(
-                    (),
-                    min(1 / self.gradient_factor, torch.finfo(torch.float32).max),
-                    dtype=torch.float32,
-                    device=trained[0].device,
-                )
-            adamw(
-                [local_tensor(parameter) for parameter in trained],
-                [local_tensor(parameter.grad) for parameter in trained],
-                [local_tensor(state["exp_avg"]) for state in states],
-                [local_tensor(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                grad_scale=divisor,
-            )
+from trainer.optim.groups import method_groups
+from trainer.optim.method import MethodOptimizer
+from trainer.recipe import Optimizer
 
 
 def build_optimizer(
@@ -63,63 +20,95 @@ def build_optimizer(
     *,
     exact: bool = False,
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
-) -> ScaledAdamW:
-    """AdamW (Loshchilov & Hutter 2019) whose state exists from the start: fused, or exact.
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over named parameters, with its state. On all ranks.
 
-    State tensors are made here rather than at the first step, so that they can be loaded into and
-    their memory is known; `zeros_like` says where.
+    Args:
+        parameters: by FQN.
+        options: of the recipe.
+        exact: the bits of its updates are not to depend on where shards end.
+        zeros_like: makes state where it is to live; a factory's optimizer decides that itself.
+
+    Raises:
+        RecipeError: the parameters or the factory do not fit the options.
     """
-    kind = ExactAdamW if exact else FusedAdamW
-    groups = decay_groups(parameters, options)
-    optimizer = kind(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=not exact)
-    for parameter in (parameter for group in groups for parameter in group["params"]):
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": zeros_like(parameter),
-            "exp_avg_sq": zeros_like(parameter),
-        }
-    return optimizer
+    if options.factory:
+        from trainer.optim.own import build_own  # others get by without
+
+        return build_own(parameters, options)
+    return MethodOptimizer(method_groups(parameters, options), exact=exact, zeros_like=zeros_like)
 
 
-def decay_groups(
-    parameters: Mapping[str, nn.Parameter], options: Optimizer
-) -> list[dict[str, Any]]:
-    """The trained parameters as AdamW's groups: matrices and embeddings decay, vectors (norms,
-    biases) do not."""
-    trainable = [p for p in parameters.values() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each parameter group its multiple of a learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def parameter_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, float]]:
-    """What AdamW applies to each parameter, by FQN."""
+    """What the optimizer applies to each parameter, by FQN."""
     names = {parameter: name for name, parameter in parameters.items()}
     return {
-        names[parameter]: {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+        names[parameter]: {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
 
 
-def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
-    """Learning rate of `step` (from 1) in a run of `steps`. Pure: nothing to save or restore."""
-    warmup, floor = schedule.warmup_steps, peak * schedule.min_lr_ratio
-    if step <= warmup:
-        return peak * step / warmup
-    decay = schedule.decay_steps if schedule.name == "wsd" else steps - warmup
-    progress = min(1.0, max(0.0, (step - (steps - decay)) / decay))
-    match schedule.name:
-        case "cosine":
-            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-        case "linear" | "wsd":
-            return peak + (floor - peak) * progress
-        case "constant":
-            return peak
+@dataclass(frozen=True)
+class StateTensor:
+    """What is kept for a parameter under one name."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    like_parameter: bool
+    """It has the parameter's shape, and is sharded as that is; else it is whole on every rank."""
+
+    def nbytes(self, elements: int) -> int:
+        """On a rank that holds so many elements of the parameter."""
+        return self.dtype.itemsize * (elements if self.like_parameter else math.prod(self.shape))
+
+
+def state_of(
+    parameters: Mapping[str, torch.Tensor], options: Optimizer
+) -> dict[str, tuple[StateTensor, ...]]:
+    """What the optimizer of a recipe keeps for each trained parameter, by FQN.
+
+    The optimizer is asked: it makes its state for stand-ins, small parameters of other lengths,
+    each dimension with a length of its own, by which it is found again in the shapes of the state.
+
+    Args:
+        parameters: whole, of which shape and dtype count; may be on the meta device.
+        options: of the recipe.
+
+    Raises:
+        RecipeError: as `build_optimizer`.
+    """
+
+    def stand_in(parameter: torch.Tensor) -> nn.Parameter:
+        lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
+        made = torch.zeros(lengths, dtype=parameter.dtype)
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
+    optimizer = build_optimizer(stand_ins, options)
+    found = {}
+    for name, made in stand_ins.items():
+        real = dict(zip(made.shape, parameters[name].shape, strict=True))
+        found[name] = tuple(
+            StateTensor(
+                key,
+                value.dtype,
+                tuple(real.get(length, length) for length in value.shape),
+                value.shape == made.shape,
+            )
+            for key, value in optimizer.state.get(made, {}).items()
+            if isinstance(value, torch.Tensor)
+        )
+    return found
 
 
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
@@ -156,19 +145,6 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
         [torch.linalg.vector_norm(t, dim=-1).double().square().sum() for t in tensors if t.numel()]
         or [torch.zeros((), dtype=torch.float64)]
     ).sum()
-
-
-def update(optimizer: ScaledAdamW, portions: Iterable[list[dict[str, Any]]], factor: float) -> None:
-    """One optimizer step, a portion of the parameter groups at a time, with gradients times
-    `factor` (of clipping and of the loss scale)."""
-    optimizer.gradient_factor = factor
-    groups = optimizer.param_groups
-    try:
-        for portion in portions:
-            optimizer.param_groups = portion
-            optimizer.step()
-    finally:
-        optimizer.param_groups = groups
 
 
 @dataclass(frozen=True)

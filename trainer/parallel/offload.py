@@ -39,12 +39,6 @@ BUFFERS = 3
 """One is read into, one computed in, one written from."""
 WRITES_AHEAD = 4
 """Gradients that are on their way to the disk before backward waits for the first of them."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW, as torch names them."""
-COPIES = 2 + len(MOMENTS)
-"""Tensors for each trained parameter: weight, gradient and moments."""
-BYTES_PER_PARAMETER = 4 * COPIES
-"""All are float32."""
 
 _WRITE_AND_WAIT = 4  # msync
 _MMAP_THRESHOLD = -3  # mallopt
@@ -57,12 +51,13 @@ class OffloadFile:
     Args:
         directory: on a local disk; made if it is not there.
         nbytes: that `zeros_like` gives out at most; see `bytes_needed`.
+        moments: names of what the optimizer keeps for each element of a parameter.
 
     Raises:
         RecipeError: the disk has no room for it, or the directory takes no files.
     """
 
-    def __init__(self, directory: str, nbytes: int) -> None:
+    def __init__(self, directory: str, nbytes: int, moments: Sequence[str]) -> None:
         try:
             os.makedirs(directory, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
@@ -79,6 +74,7 @@ class OffloadFile:
         _libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
+        self._moments = tuple(moments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-reader")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-writer")
         self._writes: deque[Future[None]] = deque()
@@ -162,8 +158,9 @@ class OffloadFile:
             hook(block, number + 1, number - 2)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """The parameter groups of an optimizer of type AdamW in portions, each to be stepped before
-        the next is asked for. After the last one all parameters are updated.
+        """The parameter groups of an optimizer in portions, each to be stepped before the next is
+        asked for. After the last one all parameters are updated. An element's update must depend on
+        no other, and state be a number of updates and moments.
 
         A portion has stand-ins for parameters, or for consecutive elements of one, whose weights,
         gradients and state are in memory; gradients may be changed. A stand-in begins at a multiple
@@ -174,14 +171,14 @@ class OffloadFile:
         steps: dict[nn.Parameter, torch.Tensor] = {}
         # They are memory only from here to the end: backward has its own use for it.
         for _ in portions[:BUFFERS]:
-            self._buffers.put(_new_buffer())
+            self._buffers.put(_new_buffer(copies(self._moments)))
         reads: deque[Future[torch.Tensor]] = deque()
         for number, portion in enumerate(portions):
             for following in portions[number + len(reads) : number + 2]:
                 free = self._buffers.get()  # waits for the write of the portion before the last
                 reads.append(self._reader.submit(self._read, following, free, optimizer.state))
             buffer = reads.popleft().result()
-            stand_ins = [part.stand_in(buffer, optimizer.state) for part in portion]
+            stand_ins = [part.stand_in(buffer, optimizer.state, self._moments) for part in portion]
             parts = list(zip(portion, stand_ins, strict=True))
             yield [
                 {**group, "params": [made for part, made in parts if part.group is group]}
@@ -206,7 +203,7 @@ class OffloadFile:
             weight, gradient, *moments = part.rows(buffer)
             weight.copy_(part.of(part.parameter))
             gradient.copy_(part.of(part.parameter.grad))
-            for row, name in zip(moments, MOMENTS, strict=True):
+            for row, name in zip(moments, self._moments, strict=True):
                 self._transfer(os.preadv, row, part.of(state[part.parameter][name]))
         return buffer
 
@@ -216,7 +213,7 @@ class OffloadFile:
         try:
             for part in portion:
                 weight, _, *moments = part.rows(buffer)
-                for row, name in zip(moments, MOMENTS, strict=True):
+                for row, name in zip(moments, self._moments, strict=True):
                     self._transfer(os.pwritev, row, part.of(state[part.parameter][name]))
                 place = part.of(part.parameter)
                 self._flush(place.copy_(weight))
@@ -276,16 +273,16 @@ class _Part:
         return _bytes(tensor)[self.start : self.stop]
 
     def rows(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Their place in a buffer, shape (COPIES, bytes)."""
+        """Their place in a buffer, shape (copies, bytes)."""
         return buffer[:, self.position : self.position + self.stop - self.start]
 
-    def stand_in(self, buffer: torch.Tensor, state: Any) -> nn.Parameter:
+    def stand_in(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
         """A parameter with gradient and optimizer state that consists of these bytes."""
         weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)
         made = nn.Parameter(weight)
         made.grad = gradient
         step = state[self.parameter]["step"].clone()
-        state[made] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
+        state[made] = {"step": step, **dict(zip(names, moments, strict=True))}
         return made
 
 
@@ -308,18 +305,24 @@ def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
         yield portion
 
 
-def _new_buffer() -> torch.Tensor:
-    """uint8 of shape (COPIES, PORTION_BYTES), each row at the start of a page, as direct I/O wants
+def _new_buffer(rows: int) -> torch.Tensor:
+    """uint8 of shape (rows, PORTION_BYTES), each row at the start of a page, as direct I/O wants
     it."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, COPIES * PORTION_BYTES, flags=private)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(COPIES, -1)
+    memory = mmap.mmap(-1, rows * PORTION_BYTES, flags=private)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(rows, -1)
 
 
-def bytes_needed(parameters: Iterable[nn.Parameter]) -> int:
+def copies(moments: Sequence[str]) -> int:
+    """Float32 tensors for each trained parameter: weight, gradient and moments."""
+    return 2 + len(moments)
+
+
+def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
     """Size of an OffloadFile for these parameters (of this rank; on any device), in bytes."""
     return sum(
-        _pages(local_tensor(p).nbytes) * (COPIES if p.requires_grad else 1) for p in parameters
+        _pages(local_tensor(p).nbytes) * (copies(moments) if p.requires_grad else 1)
+        for p in parameters
     )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.optim.exact import use_exact_kernels
+from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
@@ -152,8 +153,10 @@ def parallelize(
         apply_fsdp(model, blocks, mesh.device_mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
-        trained = list(model.parameters())
-        file = OffloadFile(strategy.offload_directory, bytes_needed(trained))
+        kept = moments(recipe.optimizer)
+        assert kept is not None  # the recipe would have been refused
+        nbytes = bytes_needed(model.parameters(), kept)
+        file = OffloadFile(strategy.offload_directory, nbytes, kept)
         file.take_weights(model, device)
         file.take_gradients(model.parameters())
         file.read_ahead(model, blocks)

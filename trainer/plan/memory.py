@@ -31,8 +31,9 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.optim.groups import moments as kept_by
 from trainer.parallel.ddp import buckets
-from trainer.parallel.offload import BUFFERS, COPIES, PORTION_BYTES
+from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.trace import Blueprint, Shape, Trace
 from trainer.recipe import Recipe
@@ -116,7 +117,7 @@ def memory_of(
     to_disk = recipe.strategy.offload == "nvme"
     to_host = recipe.strategy.offload == "cpu" and device != "cpu"
     offloaded = to_disk or to_host
-    state = 2 * slices + 4 * len(shapes)  # two moments of the gradient, and the step
+    state = sum(shape.state_bytes(layout.shards) for shape in shapes)
     if layout.by_fsdp:
         parameters, gradients = slices, slices
         moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded)
@@ -124,8 +125,7 @@ def memory_of(
         parameters, gradients = whole, whole
         gathered = 0
         if recipe.sharding == "OPTIMIZER_STATE":
-            mine = _bytes(shapes, layout.replicas)
-            state = 2 * mine + 4 * len(shapes)
+            state = sum(shape.state_bytes(layout.replicas) for shape in shapes)
             gathered = _gather_bytes(shapes, layout.replicas)
         moments = _ddp_moments(blueprint, layout, trace, gathered)
     standing = blueprint.buffers + (0 if offloaded else parameters + state)
@@ -136,6 +136,7 @@ def memory_of(
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
 
     moment = max(moments, key=device_bytes)
+    portions = copies(kept_by(recipe.optimizer) or ()) * PORTION_BYTES * BUFFERS
     return Memory(
         parameters=parameters,
         gradients=gradients,
@@ -145,7 +146,7 @@ def memory_of(
         transient=moment.other + max(0, moment.pass_ - trace.saved),
         peak=device_bytes(moment),
         moment=moment.name,
-        host=COPIES * PORTION_BYTES * BUFFERS if to_disk else in_memory,
+        host=portions if to_disk else in_memory,
         disk=held if to_disk else 0,
     )
 

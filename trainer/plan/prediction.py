@@ -119,7 +119,8 @@ def predict(
         blueprint, plan.micro_batch, recompute, dtype, not by_fsdp, device, flash, gpu_memory, keep
     )
     memory = memory_of(blueprint, recipe, layout, traced, device)
-    checkpoint = 12 * blueprint.parameter_count + blueprint.buffers
+    saved = sum(shape.saved_bytes for unit in blueprint.units for shape in unit)
+    checkpoint = saved + blueprint.buffers
     slot = checkpoint * local_world_size // world_size
     on_host = memory.host + (memory.peak if device == "cpu" else 0)
     node_memory, node_disk = local_world_size * on_host, local_world_size * memory.disk

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trainer.data.documents import room_for_documents
 from trainer.models import Decoder
+from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.plan.kernels import cuda_kernels
 from trainer.plan.live import LiveTensors
@@ -48,10 +49,22 @@ class Shape:
     """Elements per row."""
     itemsize: int
     """Bytes per element."""
+    state: tuple[StateTensor, ...] = ()
+    """What the optimizer keeps for it."""
 
     def sharded(self, ranks: int) -> int:
         """Elements of the first rank's slice, which no other's exceeds."""
         return -(-self.rows // ranks) * self.row
+
+    def state_bytes(self, ranks: int) -> int:
+        """Of the optimizer's state on the first rank."""
+        return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
+
+    @property
+    def saved_bytes(self) -> int:
+        """In a checkpoint, but for numbers of updates."""
+        state = sum(tensor.nbytes(self.rows * self.row) for tensor in self.state if tensor.shape)
+        return self.rows * self.row * self.itemsize + state
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +109,9 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     in_blocks = {p for block in blocks for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks]
     units = [rest, *(list(block.parameters()) for block in blocks)]
+    named = dict(model.named_parameters())
+    state = state_of(named, recipe.optimizer)
+    kept = {parameter: state[name] for name, parameter in named.items()}
     return Blueprint(
         model=model,
         traced=traced,
@@ -103,14 +119,14 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         seq_len=recipe.data.seq_len,
         documents=documents_for(recipe),
         flops_per_token=flops,
-        units=tuple(tuple(map(_shape, unit)) for unit in units),
+        units=tuple(tuple(_shape(p, kept[p]) for p in unit) for unit in units),
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
     )
 
 
-def _shape(parameter: nn.Parameter) -> Shape:
+def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...]) -> Shape:
     rows = parameter.shape[0] if parameter.dim() else 1
-    return Shape(rows, parameter.numel() // max(1, rows), parameter.element_size())
+    return Shape(rows, parameter.numel() // max(1, rows), parameter.element_size(), state)
 
 
 @dataclass(frozen=True)

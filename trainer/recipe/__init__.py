@@ -9,12 +9,22 @@ from trainer.recipe.load import (
     shipped_recipes,
     validate,
 )
-from trainer.recipe.sections import ZERO_STAGES, Optimizer, Recipe, Schedule, Strategy
+from trainer.recipe.sections import (
+    ZERO_STAGES,
+    Muon,
+    Optimizer,
+    ParameterGroup,
+    Recipe,
+    Schedule,
+    Strategy,
+)
 from trainer.recipe.yaml_tree import RecipeError
 
 __all__ = [
     "Recipe",
     "Optimizer",
+    "ParameterGroup",
+    "Muon",
     "Schedule",
     "Strategy",
     "ZERO_STAGES",

@@ -22,21 +22,37 @@ _WRONG = (
 """Errors of code or input that is wrong; others may be gone at the next start."""
 
 
-def call_factory(key: str, name: str, options: Mapping[str, Any]) -> Any:
+def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -> Any:
     """What the function returns.
 
     Args:
         key: of the recipe, such as `model.factory`; that of the options ends in `_options`.
         name: module:function.
         options: keyword arguments.
+        given: what it gets besides.
 
     Raises:
         RecipeError: it is not there, does not take these options, or fails for what is wrong.
     """
+    factory = import_factory(key, name)
+    try:
+        return factory(*given, **options)
+    except _WRONG as error:
+        if isinstance(error, TypeError) and not place_in(error):  # the call itself
+            raise RecipeError(f"{key}_options: {name} was called with them: {error}") from error
+        raise RecipeError(f"{key}: {name} {failure(error)}") from error
+
+
+def import_factory(key: str, name: str) -> Any:
+    """The function, or class, itself.
+
+    Raises:
+        RecipeError: it is not there, or its module fails for what is wrong.
+    """
     module, _, function = name.partition(":")
     look_here_too()
     try:
-        factory = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise RecipeError(
             f"{key}: cannot import {name}: {error}; is it in the working directory, or its "
@@ -44,12 +60,6 @@ def call_factory(key: str, name: str, options: Mapping[str, Any]) -> Any:
         ) from error
     except _WRONG as error:
         raise RecipeError(f"{key}: importing {name} {failure(error)}") from error
-    try:
-        return factory(**options)
-    except _WRONG as error:
-        if isinstance(error, TypeError) and not place_in(error):  # the call itself
-            raise RecipeError(f"{key}_options: {name} was called with them: {error}") from error
-        raise RecipeError(f"{key}: {name} {failure(error)}") from error
 
 
 def look_here_too() -> None:

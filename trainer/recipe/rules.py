@@ -19,10 +19,16 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
     yield from _graph_contradictions(recipe)
-    for section, factory in (("model", model.factory), ("data", recipe.data.factory)):
+    for section, factory in (
+        ("model", model.factory),
+        ("data", recipe.data.factory),
+        ("optimizer", recipe.optimizer.factory),
+        ("schedule", schedule.factory),
+    ):
         if factory and not PATTERN.fullmatch(factory):
             yield f"{section}.factory", f"write it as package.module:function, not {factory!r}"
     yield from _own_data_contradictions(recipe)
+    yield from _optimizer_contradictions(recipe)
     if model.attention != "auto" and (model.factory or model.kgat):
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
@@ -107,6 +113,33 @@ def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.factory", "excludes data.sources, data.seq_len and data.graph; remove them"
     if recipe.batch.micro_batch == "auto":
         yield "batch.micro_batch", "data.factory cannot be planned; name a number instead of auto"
+
+
+def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    if optimizer.factory_options and not optimizer.factory:
+        yield "optimizer.factory_options", "only means something together with optimizer.factory"
+    if optimizer.muon and optimizer.name != "muon":
+        yield "optimizer.muon", f"only with optimizer.name: muon, but that is {optimizer.name}"
+    if optimizer.factory and optimizer.name != "adamw":
+        yield "optimizer.name", "excludes optimizer.factory; give one of the two"
+    if optimizer.factory and recipe.exact:
+        yield (
+            "optimizer.factory",
+            "only adamw and muon have an exact mode: other updates may round the end of a shard "
+            "otherwise; remove it, or set run.determinism=fast",
+        )
+    if recipe.strategy.offload == "nvme" and (optimizer.factory or optimizer.name == "muon"):
+        yield (
+            "strategy.offload",
+            "nvme cuts weights at pages, so it needs an update that takes each element by itself: "
+            "use optimizer.name=adamw, or strategy.offload=cpu",
+        )
+    if schedule.factory_options and not schedule.factory:
+        yield "schedule.factory_options", "only means something together with schedule.factory"
+    shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
+    if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
+        yield "schedule.factory", f"excludes {', '.join(shape)}; remove these, or the factory"
 
 
 def _graph_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from pydantic import ConfigDict
 
 from checkpointing.options import CheckpointOptions
@@ -141,23 +141,84 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """What differs for some parameters."""
+
+    match: str
+    """Pattern of their names, such as `*.norm.*`, as `fnmatch` reads it. The first group that
+    matches a parameter counts."""
+
+    lr_scale: Amount = 1.0
+    """Their learning rate as a multiple of that of the schedule."""
+
+    weight_decay: Amount | None = None
+    """Of these instead of `optimizer.weight_decay`, whatever their shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon:
+    """Muon (Jordan et al. 2024), with the mathematics of torch.optim.Muon."""
+
+    momentum: Share = 0.95
+    """Decay of the running mean of the gradient."""
+
+    nesterov: bool = True
+    """Mix the gradient into that mean once more."""
+
+    ns_steps: Annotated[int, Ge(1), Lt(100)] = 5
+    """Newton-Schulz iterations, in bfloat16."""
+
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Of the quintic polynomial that each iteration applies to the singular values."""
+
+    eps: Amount = 1e-7
+    """Least norm that an update is divided by."""
+
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """By what the learning rate is multiplied for a matrix of A rows and B columns.
+    match_rms_adamw: 0.2 sqrt(max(A, B)), so that one rate serves AdamW too (Liu et al. 2025).
+    original: sqrt(max(1, A / B))."""
+
+    adamw: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*")
+    """Patterns of the names of matrices that AdamW updates: embeddings and output heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), fused."""
+    """How weights follow from gradients (see docs/extending.md)."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw: AdamW (Loshchilov & Hutter 2019), fused. muon: Muon for the matrices, AdamW for
+    embeddings, output heads and all that is no matrix."""
+
+    factory: str | None = None
+    """`package.module:function`, or a class, that returns a torch.optim.Optimizer instead. It is
+    called with the parameter groups, and `factory_options` by keyword."""
+
+    factory_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
 
     lr: Amount
     """Peak learning rate."""
 
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the running means of gradient and squared gradient."""
+    """Of AdamW: decay of the running means of gradient and squared gradient."""
 
     eps: Amount = 1e-8
-    """Added to the root of the second moment."""
+    """Of AdamW: added to the root of the second moment."""
 
     weight_decay: Amount = 0.1
-    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none."""
+    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none. What a
+    factory's optimizer does with it is its own affair."""
 
     clip_norm: Amount = 1.0
     """Largest global gradient norm; 0 does not clip."""
+
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    muon: Muon | None = None
+    """Settings of optimizer.name: muon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +236,13 @@ class Schedule:
 
     min_lr_ratio: Amount = 0.1
     """Learning rate at the last step as a share of optimizer.lr (cosine, linear, wsd)."""
+
+    factory: str | None = None
+    """`package.module:function` instead of a name: called with `steps`, `lr` and `factory_options`
+    by keyword, it returns a pure function from a step (1 to `steps`) to its learning rate."""
+
+    factory_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory."""
 
 
 @dataclass(frozen=True, kw_only=True)

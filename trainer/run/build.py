@@ -14,6 +14,7 @@ from elastic import Pulse, Start, World, describe_failure, job_secret
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from trainer.optim.optimizer import build_optimizer
+from trainer.optim.schedule import build_schedule
 from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
@@ -84,8 +85,8 @@ def build(
         with Log(recipe, start, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
-                given, recipe, task, world, mesh, plan, model, optimizer, progress, checkpointer,
-                start, log, pulse, recall,
+                given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
+                progress, checkpointer, start, log, pulse, recall,
             )  # fmt: skip
             log.say(f"{describe(run)}\n{memory}")
             yield run

@@ -46,7 +46,13 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     }
     if recipe.model.init_from:
         found["model.init_from"] = _digest(_weights(Path(recipe.model.init_from)))
-    for key, factory in (("model", recipe.model.factory), ("data", recipe.data.factory)):
+    factories = {
+        "model": recipe.model.factory,
+        "data": recipe.data.factory,
+        "optimizer": recipe.optimizer.factory,
+        "schedule": recipe.schedule.factory,
+    }
+    for key, factory in factories.items():
         if factory:
             found[f"{key}.factory source"] = _digest(_module_source(factory.split(":")[0]))
     return found if data is None else with_data(found, data)

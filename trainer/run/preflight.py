@@ -37,9 +37,11 @@ def check_inputs(
     _check_attention(recipe, task)
     _, shards = mesh_shape(recipe, world_size, local_world_size)
     if recipe.strategy.offload_directory:
-        from trainer.parallel.offload import BYTES_PER_PARAMETER
+        from trainer.optim.groups import moments
+        from trainer.parallel.offload import copies
 
-        nbytes = BYTES_PER_PARAMETER * task.parameter_count * local_world_size // shards
+        each = 4 * copies(moments(recipe.optimizer) or ())
+        nbytes = each * task.parameter_count * local_world_size // shards
         _check_room(Path(recipe.strategy.offload_directory), nbytes)
     try:
         batch = recipe.batch
@@ -64,8 +66,13 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
     Raises:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
     """
+    from trainer.optim.optimizer import state_of
+    from trainer.optim.schedule import build_schedule
+
     task = build_task(recipe)
     check_inputs(recipe, task, 0, world_size, local_world_size)
+    state_of(dict(task.model.named_parameters()), recipe.optimizer)
+    build_schedule(recipe)
     if recipe.model.factory:
         inputs = task.inputs or task.stream.__getitems__([0])
         if isinstance(inputs, DataError):

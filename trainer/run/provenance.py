@@ -64,6 +64,13 @@ def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object
                     if saved[key].get(name) != ours[key].get(name)
                 ]
             raise RecipeError(f"model: the checkpoint is of another model: {names[0]}; {way_out}")
+    named, ours = state["recipe"]["optimizer"], resolved(recipe)["optimizer"]
+    for key, default in (("name", "adamw"), ("factory", None)):
+        if named.get(key, default) != ours[key]:
+            raise RecipeError(
+                f"optimizer.{key}: the checkpoint was trained with {named.get(key, default)}, the "
+                f"recipe says {ours[key]}, whose state is another; {way_out}"
+            )
     if state["data"]["seq_len"] != recipe.data.seq_len:
         raise RecipeError(
             f"data.seq_len: the checkpoint was trained with {state['data']['seq_len']}, the recipe "

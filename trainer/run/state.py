@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from checkpointing import Checkpointer
 from elastic import Pulse, Start, World
 from elastic.node.recall import Recall
-from trainer.optim.optimizer import LossScale, ScaledAdamW
+from trainer.optim.optimizer import LossScale
+from trainer.optim.schedule import Rate
 from trainer.parallel.batch_plan import BatchPlan
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
@@ -46,7 +49,9 @@ class Run:
     mesh: Mesh
     plan: BatchPlan
     model: ParallelModel
-    optimizer: ScaledAdamW
+    optimizer: torch.optim.Optimizer
+    rate: Rate
+    """The learning-rate schedule."""
     progress: Progress
     checkpointer: Checkpointer
     start: Start

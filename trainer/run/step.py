@@ -15,7 +15,8 @@ from elastic.node.exchange import received
 from trainer.data.loader import MASK
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
-from trainer.optim.optimizer import learning_rate, square_sum, update
+from trainer.optim.method import update
+from trainer.optim.optimizer import set_rate, square_sum
 from trainer.parallel.batch_plan import MicroBatch
 from trainer.parallel.parallelize import COUNT
 from trainer.recipe.seeds import stable_seed
@@ -67,7 +68,7 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     scale = progress.loss_scale.value  # of these gradients; the verdict may change it
     verdict = judge(run, found, note)
 
-    lr = learning_rate(step, recipe.run.steps, options.lr, recipe.schedule)
+    lr = run.rate(step)
     pulse.report(step, "staging")
     run.recall.check()
     pulse.safe = False
@@ -77,8 +78,7 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) * found.undivided / scale
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(optimizer, lr)
         update(optimizer, model.portions(optimizer), factor)
         model.publish_weights()
     model.zero_gradients()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import main as cli
-from trainer.optim.optimizer import learning_rate
+from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tools.deepspeed.config import read_config
 from trainer.tools.deepspeed.imported import NEEDED, inline

@@ -1,0 +1,211 @@
+"""Optimizers by name and by factory: the curves of torch.optim in one process, under every strategy
+and across changes of it."""
+
+import shutil
+
+import pytest
+import torch
+
+from checkpointing import newest_checkpoint, read_state
+from tests.distributed.jobs import ROOT, losses, records, soak
+from tests.distributed.test_resume import assert_same
+from trainer.optim.schedule import learning_rate
+from trainer.recipe import RecipeError, load_recipe
+from trainer.run.preflight import check_launch
+from trainer.tasks.task import build_task
+
+STEPS = 12
+COMMON = (
+    *(f"run.steps={STEPS}", "optimizer.lr=1e-3", "optimizer.clip_norm=0"),
+    *("schedule.name=constant", "schedule.warmup_steps=2"),
+)
+MUON = (*COMMON, "optimizer.name=muon")
+# Largest seen 4.4e-6: sums of gradients are rounded in another order, and Newton-Schulz in bfloat16
+# enlarges that.
+TOLERANCE = 1e-5
+
+
+def reference(workspace, overrides, build):
+    """Losses by step of a loop without any of the engine's optimizers, in this process."""
+    data = f"data.sources.0.path={workspace / 'data'}"
+    recipe = load_recipe(workspace / "recipe.yaml", [*COMMON, data, *overrides])
+    size, part = recipe.batch.global_batch, recipe.micro_batch
+    task = build_task(recipe)
+    model = task.model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(task.fill(name, tuple(tensor.shape)))
+    optimizers = build(dict(model.named_parameters()), recipe)
+    found = {}
+    for step in range(1, recipe.run.steps + 1):
+        total = 0.0
+        for start in range((step - 1) * size, step * size, part):
+            batch = task.stream.__getitems__(list(range(start, start + part)))
+            loss = model(**batch) * (part / size)
+            loss.backward()
+            total += loss.item()
+        lr = learning_rate(step, recipe.run.steps, recipe.optimizer.lr, recipe.schedule)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+        found[step] = total
+    return found
+
+
+def torchs_muon(parameters, recipe):
+    options = recipe.optimizer
+    matrices = [p for name, p in parameters.items() if p.dim() == 2 and "embed" not in name]
+    vectors = [p for p in parameters.values() if p.dim() < 2]
+    embeddings = [p for name, p in parameters.items() if "embed" in name]
+    assert len(matrices) + len(vectors) + len(embeddings) == len(parameters)
+    decay = options.weight_decay
+    return [
+        torch.optim.Muon(
+            matrices, lr=options.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            [{"params": embeddings, "weight_decay": decay}, {"params": vectors, "weight_decay": 0}],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            fused=True,
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def single(workspace):
+    return reference(workspace, ["optimizer.name=muon"], torchs_muon)
+
+
+def worst(curve, wanted):
+    """Largest relative difference of two curves."""
+    assert curve.keys() == wanted.keys()
+    return max(abs(curve[step] - wanted[step]) / wanted[step] for step in wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides", "bound"),
+    [
+        pytest.param("one", 1, [], 0, marks=soak),
+        ("full-2", 2, [], TOLERANCE),
+        pytest.param("ddp-2", 2, ["strategy.name=ddp"], TOLERANCE, marks=soak),
+        pytest.param("zero1-3", 3, ["strategy.zero=1"], TOLERANCE, marks=soak),
+        pytest.param("zero2-4", 4, ["strategy.zero=2"], TOLERANCE, marks=soak),
+        pytest.param("full-3", 3, [], TOLERANCE, marks=soak),
+        pytest.param("full-4", 4, [], TOLERANCE, marks=soak),
+        pytest.param("cpu-2", 2, ["strategy.offload=cpu"], TOLERANCE, marks=soak),
+        pytest.param(
+            *("hybrid-2x2", 4), ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"],
+            TOLERANCE, marks=soak,
+        ),
+    ],
+)  # fmt: skip
+def test_muon_follows_torchs_in_one_process(
+    workspace, train, single, name, ranks, overrides, bound
+):
+    train(ranks, f"run.dir=muon-{name}", *MUON, *overrides)
+    assert worst(losses(workspace, f"muon-{name}"), single) <= bound
+
+
+@soak
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, ["strategy.zero=2"]),
+        (3, []),
+        (4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
+        (4, ["strategy.name=ddp"]),
+    ],
+)
+def test_exact_muon_has_the_same_bits_on_any_number_of_ranks(workspace, train, ranks, overrides):
+    exact = (*MUON, "run.determinism=exact", "optimizer.clip_norm=0.5")
+    if not losses(workspace, "exact"):
+        train(1, "run.dir=exact", *exact)
+    run = f"exact-{ranks}{len(overrides)}{overrides and overrides[0][-3:]}"
+    train(ranks, f"run.dir={run}", *exact, *overrides)
+    assert_same(workspace, "exact", run)
+
+
+GIVEN = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "AdamW": {"amsgrad": True},
+}
+DENSE = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor", "Rprop")
+)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "SGD" else pytest.param(name, marks=soak) for name in DENSE]
+)
+def test_every_optimizer_of_torch(workspace, train, name):
+    """Bitwise that of plain torch on one rank; saved sharded on two, and gone on with on three that
+    shard nothing but its state, then on one that shards nothing."""
+    kind, given = getattr(torch.optim, name), GIVEN.get(name, {})
+    own = (
+        f"optimizer.factory=torch.optim:{name}",
+        f"optimizer.factory_options={{{', '.join(f'{k}: {v}' for k, v in given.items())}}}",
+    )
+
+    def plain(parameters, recipe):
+        matrices = [p for p in parameters.values() if p.dim() >= 2]
+        vectors = [p for p in parameters.values() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "lr": recipe.optimizer.lr, "weight_decay": 0.1},
+            {"params": vectors, "lr": recipe.optimizer.lr, "weight_decay": 0.0},
+        ]
+        return [kind(groups, **given)]
+
+    wanted = reference(workspace, own, plain)
+    train(1, f"run.dir=one-{name}", *COMMON, *own)
+    assert losses(workspace, f"one-{name}") == wanted
+    moved = (f"run.dir=moved-{name}", *COMMON, *own)
+    train(2, *moved, "run.steps=4")
+    train(3, *moved, "run.steps=8", "strategy.zero=1")
+    train(1, *moved)
+    assert worst(losses(workspace, f"moved-{name}"), wanted) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.factory=torch.optim:LBFGS", "LBFGS computes losses of its own"),
+        ("optimizer.factory=torch.optim:SparseAdam", "SparseAdam .* dense gradients"),
+        ("optimizer.factory=torch.optim:Sgd", "cannot import torch.optim:Sgd"),
+        ("optimizer.factory=torch.nn:Linear", "returned Linear, not a torch.optim.Optimizer"),
+        ("optimizer.groups=[{match: '*.norms.*'}]", r"groups.0.match: no parameter is called"),
+        ("optimizer.muon={momentum: 0.9}", "only with optimizer.name: muon"),
+    ],
+)
+def test_what_cannot_train_is_refused_before_anything_starts(workspace, override, message):
+    data = f"data.sources.0.path={workspace / 'data'}"
+    with pytest.raises(RecipeError, match=message):
+        check_launch(load_recipe(workspace / "recipe.yaml", [data, override]), 1, 1)
+
+
+def test_an_optimizer_and_a_schedule_in_a_file_of_the_users(workspace, train):
+    """The file that the documentation shows, with groups; killed runs resume at the same loss."""
+    shutil.copy(ROOT / "examples/own_optimizer.py", workspace)
+    own = (
+        *(f"run.steps={STEPS}", "optimizer.factory=own_optimizer:lion", "optimizer.lr=1e-3"),
+        *("schedule={factory: own_optimizer:inverse_root, factory_options: {warmup: 4}}",),
+        "optimizer.groups=[{match: '*norm*', lr_scale: 2}, {match: '*embed*', weight_decay: 0}]",
+    )
+    train(1, "run.dir=lion", *own)
+    rates = [record["lr"] for record in records(workspace, "lion") if "lr" in record]
+    assert rates == [1e-3 * min(step / 4, (4 / step) ** 0.5) for step in range(1, STEPS + 1)]
+    curve = losses(workspace, "lion")
+    assert curve[STEPS] < curve[1] - 0.2
+    train(2, "run.dir=lion-moved", *own, "run.steps=6")
+    train(1, "run.dir=lion-moved", *own)
+    assert worst(losses(workspace, "lion-moved"), curve) <= TOLERANCE
+    groups = read_state(newest_checkpoint(workspace / "lion/checkpoints"))["parameter_groups"]
+    assert groups["model.norm.weight"] == {"lr": 2 * rates[-1], "weight_decay": 0}
+    assert groups["model.embed_tokens.weight"] == {"lr": rates[-1], "weight_decay": 0}

@@ -1,0 +1,85 @@
+"""AdamW (Loshchilov & Hutter 2019) on this rank's slices: torch's fused kernel, or exact."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from checkpointing.format.tensors import local_tensor
+from trainer.optim.method import Method, State
+
+
+def update_adamw(
+    parameters: Sequence[nn.Parameter],
+    group: Mapping[str, Any],
+    state: State,
+    factor: float,
+    exact: bool,
+) -> None:
+    """See `Method.update`."""
+    (_exact if exact else _fused)(parameters, group, state, factor)
+
+
+def _fused(
+    parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
+) -> None:
+    """Of DTensors torch would find out, in every new process and for each of them, that an update
+    needs no other rank: a sixth of a restart."""
+    states = [state[parameter] for parameter in parameters]
+    beta1, beta2 = group["betas"]
+    divisor = None
+    if factor != 1.0:
+        divisor = torch.full(
+            (),
+            min(1 / factor, torch.finfo(torch.float32).max),
+            dtype=torch.float32,
+            device=parameters[0].device,
+        )
+    adamw(
+        [local_tensor(parameter) for parameter in parameters],
+        [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        [local_tensor(of_one["exp_avg"]) for of_one in states],
+        [local_tensor(of_one["exp_avg_sq"]) for of_one in states],
+        [],
+        [of_one["step"] for of_one in states],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        grad_scale=divisor,
+    )
+
+
+def _exact(
+    parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
+) -> None:
+    """Every operation is one multiplication, addition, division or square root of float32 elements.
+    IEEE 754 defines these to the last bit, so how a tensor is cut, and which kernel computes it,
+    does not show."""
+    lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        of_one = state[parameter]
+        of_one["step"] += 1
+        steps = of_one["step"].item()
+        weight, gradient, mean, mean_square = map(
+            local_tensor, (parameter, parameter.grad, of_one["exp_avg"], of_one["exp_avg_sq"])
+        )
+        gradient.mul_(factor)
+        mean.mul_(beta1).add_(gradient.mul(1 - beta1))
+        mean_square.mul_(beta2).add_(gradient.mul(gradient).mul_(1 - beta2))
+        root = mean_square.sqrt().mul_((1 - beta2**steps) ** -0.5).add_(eps)
+        weight.mul_(1 - lr * group["weight_decay"])
+        weight.sub_(mean.div(root).mul_(lr / (1 - beta1**steps)))
+
+
+ADAMW = Method(
+    "adamw", ("exp_avg", "exp_avg_sq"), counts=True, elementwise=True, update=update_adamw
+)

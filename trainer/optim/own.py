@@ -1,0 +1,87 @@
+"""An optimizer of the user's, or of torch.optim: checked when it is made, not at its first step."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from checkpointing import optimizer_tensors
+from trainer.optim.groups import named_groups
+from trainer.recipe import Optimizer, RecipeError
+from trainer.recipe.factory import call_factory, import_factory
+
+
+def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+    """What `optimizer.factory` returns, with its state. On all ranks, as its first step may
+    communicate.
+
+    Args:
+        parameters: by FQN; DTensors where they are sharded, whose operations are those of whole
+            tensors.
+        options: of the recipe.
+
+    Raises:
+        RecipeError: it is no optimizer that a run can save and resume; says why.
+    """
+    name = options.factory or ""
+    factory = import_factory("optimizer.factory", name)
+    if isinstance(factory, type):  # LBFGS would complain of other things first
+        _check_kind(name, factory)
+    optimizer = call_factory(
+        "optimizer.factory", name, options.factory_options, named_groups(parameters, options)
+    )
+    _check_kind(name, type(optimizer))
+    names = {parameter: fqn for fqn, parameter in parameters.items() if parameter.requires_grad}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if odd := names.keys() ^ set(given):
+        fqn = names.get(next(iter(odd)))
+        what = f"leaves out {fqn}" if fqn else "updates a tensor that is no trained parameter"
+        raise RecipeError(
+            f"optimizer.factory: {name} {what}; give it all parameters of the groups, as they are"
+        )
+    before = [_settings(group) for group in optimizer.param_groups]
+    try:
+        tensors = optimizer_tensors(optimizer, parameters)
+    except (ValueError, NotImplementedError) as error:
+        sharded = any(isinstance(parameter, DTensor) for parameter in given)
+        hint = "; the parameters are sharded: strategy.name=ddp shards none" if sharded else ""
+        raise RecipeError(f"optimizer.factory: {error}{hint}") from error
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        changed = [key for key, value in _settings(group).items() if settings.get(key) != value]
+        if changed:
+            raise RecipeError(
+                f"optimizer.factory: a step of {name} changes {changed[0]} of its parameter "
+                "groups, which no checkpoint holds; keep it in the state of the parameters"
+            )
+    for key, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+            raise RecipeError(
+                f"optimizer.factory: {name} keeps {key} as a sum that is not taken yet "
+                f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
+                "it redistributed"
+            )
+    return optimizer
+
+
+def _check_kind(name: str, kind: type) -> None:
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise RecipeError(
+            f"optimizer.factory: {name} returned {kind.__name__}, not a torch.optim.Optimizer"
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure and closure.default is inspect.Parameter.empty:
+        raise RecipeError(
+            f"optimizer.factory: {kind.__name__} computes losses of its own in each step (step "
+            "needs a closure), but a step here has one loss and one gradient; choose another"
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in ("params", "param_names", "lr") and not isinstance(value, torch.Tensor)
+    }

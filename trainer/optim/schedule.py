@@ -1,0 +1,59 @@
+"""The learning rate as a pure function of the step: nothing to save or restore."""
+
+import math
+from collections.abc import Callable
+
+from trainer.recipe import Recipe, RecipeError, Schedule
+from trainer.recipe.factory import call_factory
+
+Rate = Callable[[int], float]
+"""Step (from 1) → learning rate."""
+
+
+def build_schedule(recipe: Recipe) -> Rate:
+    """The recipe's schedule.
+
+    Raises:
+        RecipeError: `schedule.factory` returned something else, or a rate that is none; here, or
+            when that step comes.
+    """
+    steps, lr, options = recipe.run.steps, recipe.optimizer.lr, recipe.schedule
+    if not options.factory:
+        return lambda step: learning_rate(step, steps, lr, options)
+    name = options.factory
+    given = {"steps": steps, "lr": lr, **options.factory_options}
+    rate = call_factory("schedule.factory", name, given)
+    if not callable(rate):
+        raise RecipeError(
+            f"schedule.factory: {name} returned {type(rate).__name__}, not a function from a step "
+            "to its learning rate"
+        )
+
+    def checked(step: int) -> float:
+        found = rate(step)
+        if isinstance(found, (int, float)) and math.isfinite(found) and found >= 0:
+            return float(found)
+        raise RecipeError(
+            f"schedule.factory: {name} gives {found!r} as the learning rate of step {step}; it "
+            "must be a finite number, at least 0"
+        )
+
+    for step in {1, (1 + steps) // 2, steps}:
+        checked(step)
+    return checked
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
+    """Learning rate of `step` (from 1) in a run of `steps`."""
+    warmup, floor = schedule.warmup_steps, peak * schedule.min_lr_ratio
+    if step <= warmup:
+        return peak * step / warmup
+    decay = schedule.decay_steps if schedule.name == "wsd" else steps - warmup
+    progress = min(1.0, max(0.0, (step - (steps - decay)) / decay))
+    match schedule.name:
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear" | "wsd":
+            return peak + (floor - peak) * progress
+        case "constant":
+            return peak
