@@ -10,7 +10,7 @@ import torch
 from elastic.record.history import read_history
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_step
 from trainer.data.stream import COUNTED
-from trainer.optim.optimizer import decay_groups
+from trainer.optim.groups import named_groups
 from trainer.recipe import load_recipe
 from trainer.tasks.task import build_task
 from trainer.tools.report.report import check
@@ -96,7 +96,7 @@ def one_process(kind):
         for name, parameter in model.named_parameters():
             parameter.data.copy_(task.fill(name, tuple(parameter.shape)))
     options = recipe.optimizer
-    groups = decay_groups(dict(model.named_parameters()), options)
+    groups = named_groups(dict(model.named_parameters()), options)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
 
     def forward(stream, positions):
