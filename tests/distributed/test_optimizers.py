@@ -16,12 +16,12 @@ from trainer.tasks.task import build_task
 
 STEPS = 12
 COMMON = (
-    *(f"run.steps={STEPS}", "optimizer.lr=1e-3", "optimizer.clip_norm=0"),
+    *(f"run.steps={STEPS}", "optimizer.lr=5e-4", "optimizer.clip_norm=0"),
     *("schedule.name=constant", "schedule.warmup_steps=2"),
 )
 MUON = (*COMMON, "optimizer.name=muon")
-# Largest seen 4.4e-6: sums of gradients are rounded in another order, and Newton-Schulz in bfloat16
-# enlarges that.
+# Largest seen 5e-6: sums of gradients are rounded in another order, and Newton-Schulz in bfloat16
+# enlarges that. Of the others 9e-8.
 TOLERANCE = 1e-5
 
 
@@ -87,27 +87,25 @@ def worst(curve, wanted):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "overrides", "bound"),
+    ("name", "ranks", "overrides"),
     [
-        pytest.param("one", 1, [], 0, marks=soak),
-        ("full-2", 2, [], TOLERANCE),
-        pytest.param("ddp-2", 2, ["strategy.name=ddp"], TOLERANCE, marks=soak),
-        pytest.param("zero1-3", 3, ["strategy.zero=1"], TOLERANCE, marks=soak),
-        pytest.param("zero2-4", 4, ["strategy.zero=2"], TOLERANCE, marks=soak),
-        pytest.param("full-3", 3, [], TOLERANCE, marks=soak),
-        pytest.param("full-4", 4, [], TOLERANCE, marks=soak),
-        pytest.param("cpu-2", 2, ["strategy.offload=cpu"], TOLERANCE, marks=soak),
+        pytest.param("one", 1, [], marks=soak),
+        ("full-2", 2, []),
+        pytest.param("ddp-2", 2, ["strategy.name=ddp"], marks=soak),
+        pytest.param("zero1-3", 3, ["strategy.zero=1"], marks=soak),
+        pytest.param("zero2-4", 4, ["strategy.zero=2"], marks=soak),
+        pytest.param("full-3", 3, [], marks=soak),
+        pytest.param("full-4", 4, [], marks=soak),
+        pytest.param("cpu-2", 2, ["strategy.offload=cpu"], marks=soak),
         pytest.param(
             *("hybrid-2x2", 4), ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"],
-            TOLERANCE, marks=soak,
+            marks=soak,
         ),
     ],
 )  # fmt: skip
-def test_muon_follows_torchs_in_one_process(
-    workspace, train, single, name, ranks, overrides, bound
-):
+def test_muon_follows_torchs_in_one_process(workspace, train, single, name, ranks, overrides):
     train(ranks, f"run.dir=muon-{name}", *MUON, *overrides)
-    assert worst(losses(workspace, f"muon-{name}"), single) <= bound
+    assert worst(losses(workspace, f"muon-{name}"), single) <= TOLERANCE
 
 
 @soak

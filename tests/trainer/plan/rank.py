@@ -56,7 +56,7 @@ def measure(recipe, world):
                 with model.accumulate(last=number == plan.passes - 1):
                     followed = step == 2 and number == 0
                     with LiveTensors() if followed else nullcontext() as forward:
-                        loss = model(batch)
+                        loss = model(batch)["loss"]
                     if followed:
                         activations = forward.total(ignored=model.module.parameters())
                     loss.backward()

@@ -60,12 +60,12 @@ CASES = {
         "strategy.name=ddp",
         "strategy.zero=1 strategy.activation_checkpointing=selective",
         "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
-        f"{FULL} strategy.zero=3",
+        f"{FULL} strategy.zero=3 optimizer.name=muon",
     ],
     3: ["strategy.zero=3"],
     4: [
         f"{HYBRID} batch.micro_batch=1 batch.global_batch=12 strategy.reduce_every_pass=true",
-        "strategy.zero=2",
+        "strategy.zero=2 optimizer.name=muon",
         f"{FULL} strategy.zero=1",
     ],
 }
