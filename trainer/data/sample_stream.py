@@ -3,7 +3,8 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,10 @@ class SampleStream(Dataset):
         except _TRANSIENT:
             raise
         except Exception as error:
-            shown = ", ".join(map(str, samples[:4])) + (", …" if len(samples) > 4 else "")
             raise DataError(
                 f"data.factory: {self._name}: "
                 + (str(error) if isinstance(error, DataError) else f"collate {failure(error)}")
-                + f" (samples {shown})"
+                + f" (samples {_some(samples)})"
             ) from error
         count = count_of(batch, len(items))
         if not count:  # the mean over nothing is NaN in most models, also times its weight, 0
@@ -165,7 +165,7 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
     except (ValueError, RuntimeError, TypeError) as error:
         shapes = [tuple(np.shape(value)) for value in values if hasattr(value, "shape")]
         shapes = shapes or [(len(value),) for value in values if hasattr(value, "__len__")]
-        found = ", ".join(map(str, dict.fromkeys(shapes)))
+        found = _some(dict.fromkeys(shapes))
         raise DataError(
             f"{name!r} has no one shape ({found or error}), so items cannot be stacked; give a "
             "collate function that pads them"
@@ -176,6 +176,12 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
             "of the items, or give a collate function"
         )
     return stacked.float() if stacked.dtype == torch.float64 else stacked
+
+
+def _some(values: Iterable[Any]) -> str:
+    """The first few."""
+    first = list(map(str, islice(values, 5)))
+    return ", ".join([*first[:4], *(["…"] if len(first) > 4 else [])])
 
 
 def _checked(batch: Any) -> Batch:

@@ -20,6 +20,12 @@ _WRONG = (
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
 )
 """Errors of code or input that is wrong; others may be gone at the next start."""
+CIRCUMSTANCES = re.compile(
+    r"cuda|gpu|device|triton|nccl|gloo|process group|distributed|peer|connection|memory|timed? ?out"
+    r"|fake|meta tensor|NoneType",
+    re.IGNORECASE,
+)
+"""Words of errors that another place or moment may not have."""
 
 
 def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -> Any:
@@ -37,7 +43,9 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
     factory = import_factory(key, name)
     try:
         return factory(*given, **options)
-    except _WRONG as error:
+    except Exception as error:
+        if not _is_wrong(error):
+            raise
         if isinstance(error, TypeError) and not place_in(error):  # the call itself
             raise RecipeError(f"{key}_options: {name} was called with them: {error}") from error
         raise RecipeError(f"{key}: {name} {failure(error)}") from error
@@ -58,8 +66,15 @@ def import_factory(key: str, name: str) -> Any:
             f"{key}: cannot import {name}: {error}; is it in the working directory, or its "
             "folder on PYTHONPATH?"
         ) from error
-    except _WRONG as error:
+    except Exception as error:
+        if not _is_wrong(error):
+            raise
         raise RecipeError(f"{key}: importing {name} {failure(error)}") from error
+
+
+def _is_wrong(error: Exception) -> bool:
+    plain = type(error) is RuntimeError and not CIRCUMSTANCES.search(str(error))
+    return plain or isinstance(error, _WRONG)
 
 
 def look_here_too() -> None:

@@ -25,8 +25,8 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
     samples = found if isinstance(found, Samples) else Samples(found)
 
     def stream(dataset: Any, part: str, shuffle: bool) -> SampleStream:
-        named = f"data.factory: {name}: {part} set"
-        return SampleStream(named, dataset, samples.collate, seed=recipe.run.seed, shuffle=shuffle)
+        named, seed = f"the {part} set of {name}", recipe.run.seed
+        return SampleStream(named, dataset, samples.collate, seed=seed, shuffle=shuffle)
 
     train = stream(samples.train, "training", True)
     said = samples.fingerprint or getattr(samples.train, "_fingerprint", None)

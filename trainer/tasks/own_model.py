@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import re
 import traceback
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,16 +13,10 @@ from elastic import Pulse
 from elastic.world import is_lost_peer
 from trainer.parallel.parallelize import DTYPES, ParallelModel, means
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.factory import failure, place_in
+from trainer.recipe.factory import CIRCUMSTANCES, failure, place_in
 
 _PLAIN = (TypeError, RuntimeError, KeyError, IndexError, NameError, AttributeError)
 """Errors of code that is wrong."""
-_CIRCUMSTANCES = re.compile(
-    r"cuda|gpu|device|triton|nccl|gloo|process group|distributed|peer|connection|memory|timed? ?out"
-    r"|fake|meta tensor|NoneType",
-    re.IGNORECASE,
-)
-"""Words of errors that another place or moment may not have."""
 
 
 def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:
@@ -138,7 +131,7 @@ def refusing_misfits(recipe: Recipe, pulse: Pulse, first: bool) -> Generator[Non
 def _is_misfit(error: Exception) -> bool:
     """Whether it will be so again, everywhere. Errors of their own kind have reasons of their own:
     no memory, no peer, no contents in a tensor."""
-    plain = type(error) in _PLAIN and not _CIRCUMSTANCES.search(str(error))
+    plain = type(error) in _PLAIN and not CIRCUMSTANCES.search(str(error))
     return plain and not (isinstance(error, RuntimeError) and is_lost_peer(error))
 
 
