@@ -1,18 +1,23 @@
 """Data of the user's own, under the loop: killed, resumed on other ranks, each sample once, and
 what plain torch makes of it in one process and one batch."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.support import python_path
 from elastic.record.history import read_history
+from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_step
 from trainer.data.stream import COUNTED
 from trainer.optim.groups import named_groups
 from trainer.recipe import load_recipe
 from trainer.tasks.task import build_task
+from trainer.tools.local_nodes import LocalNodes
 from trainer.tools.report.report import check
 
 STEPS = 14
@@ -145,3 +150,32 @@ def test_images_in_bf16(strategy, folder, start):
     assert code == 0, output
     curve = losses(folder, f"bf16-{strategy}")
     assert curve[STEPS] < 0.9 * curve[1]
+
+
+@soak
+@pytest.mark.parametrize("recovery", ["in_place", "refork"])
+def test_a_killed_rank_is_replaced(recovery, folder, tmp_path):
+    """By an agent, whose warm process calls no code of the user's."""
+    run = folder / f"replaced-{recovery}"
+    overrides = [f"run.dir={run.name}", "run.steps=3000", "run.evaluate_every=0"]
+    overrides += [f"elastic.recovery={recovery}", "checkpoint.every=0", "elastic.snapshot_every=1"]
+    with LocalNodes(
+        ["-m", "trainer", "arrays.yaml", *overrides, "checkpoint.slots=2"],
+        folder=folder,
+        nnodes="1",
+        logs=tmp_path,
+        ranks=2,
+        environment={"PYTHONPATH": python_path(ROOT)},
+    ) as nodes:
+        node = nodes.add()
+        assert until(lambda: max(losses(folder, run.name), default=0) > 10, 60), node.text()
+        goal = max(losses(folder, run.name)) + 20
+        os.kill(node.trainers()[1], signal.SIGKILL)
+        assert until(lambda: max(losses(folder, run.name)) > goal, 60), node.text()
+        os.kill(node.process.pid, signal.SIGTERM)
+        assert nodes.wait(60) == [75], node.text()
+    history = read_history(run)
+    assert len(history.attempts) > 1
+    good, text = check(history, run)
+    assert good, text
+    assert "samples of all" in text
