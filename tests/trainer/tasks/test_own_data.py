@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.jobs import ROOT
 from trainer.cli.main import main
-from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe import RecipeError, load_recipe, resolved
 from trainer.run.identity import identify, with_data
 from trainer.run.provenance import check_resume
 from trainer.tasks.task import build_task, check_plannable
@@ -144,7 +144,7 @@ def test_it_resumes_on_the_same_data_alone(mine):
     task = build_task(recipe)
     other = load_recipe("mine.yaml", ["data.factory_options={count: 20}"])
     state = {
-        "recipe": {"model": {"factory": "mine:Line", "factory_options": {}}},
+        "recipe": resolved(recipe),
         "data": {"seq_len": 1, "fingerprint": task.stream.fingerprint},
         "seed": 0,
     }
