@@ -96,3 +96,13 @@ def update(
             optimizer.step()
     finally:
         optimizer.param_groups = groups
+
+
+def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
+    """A small parameter on the CPU, for asking an optimizer: each dimension has a length of its
+    own, but those of one element. Zeros, or numbers that are drawn."""
+    lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
+    made = torch.zeros(lengths, dtype=parameter.dtype)
+    if draw:
+        made.normal_(generator=draw)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.groups import method_groups
-from trainer.optim.method import MethodOptimizer
+from trainer.optim.method import MethodOptimizer, stand_in
 from trainer.recipe import Optimizer
 
 
@@ -87,11 +87,6 @@ def state_of(
     Raises:
         RecipeError: as `build_optimizer`.
     """
-
-    def stand_in(parameter: torch.Tensor) -> nn.Parameter:
-        lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
-        made = torch.zeros(lengths, dtype=parameter.dtype)
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
     optimizer = build_optimizer(stand_ins, options)

@@ -10,22 +10,38 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing import optimizer_tensors
 from trainer.optim.groups import named_groups
+from trainer.optim.slices import SliceOptimizer, is_elementwise
 from trainer.recipe import Optimizer, RecipeError
 from trainer.recipe.factory import call_factory, import_factory
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """What `optimizer.factory` returns, with its state. On all ranks, as its first step may
-    communicate.
+    """What `optimizer.factory` returns, with its state. On all ranks.
+
+    If parameters are sharded, it gets this rank's slices, where an element's update depends on no
+    other; else DTensors, whose operations are those of whole tensors.
 
     Args:
-        parameters: by FQN; DTensors where they are sharded, whose operations are those of whole
-            tensors.
+        parameters: by FQN.
         options: of the recipe.
 
     Raises:
         RecipeError: it is no optimizer that a run can save and resume; says why.
     """
+
+    def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return _called(given, options)
+
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return build(parameters)
+    return (
+        SliceOptimizer(parameters, build)
+        if is_elementwise(parameters, build)
+        else build(parameters)
+    )
+
+
+def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     name = options.factory or ""
     factory = import_factory("optimizer.factory", name)
     if isinstance(factory, type):  # LBFGS would complain of other things first
