@@ -208,11 +208,11 @@ def standings(
             progress.phase,
             max(0.0, now - max(progress.at, times.woke)),
             max(limit, WORKING) if sign.busy else limit,
-            "unknown" if dump is None else where(dump),
+            "stopped" if sign.stopped else "unknown" if dump is None else where(dump),
             sign.starved,
         )
         if sign.stopped > times.floor:
-            one = replace(one, limit=times.floor, where="stopped", starved=0.0)
+            one = replace(one, limit=times.floor, starved=0.0)
         ranks.append(one)
     return ranks
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing.options import CheckpointOptions
 from elastic.node.exchange import received
 from elastic.node.progress import PHASES, Progress, ProgressPage, Pulse
+from elastic.node.vitals import Signs
 from elastic.node.watchdog import (
     FLOOR,
     ORDER,
@@ -167,6 +168,20 @@ def test_between_equals_the_stack_tells():
     assert blame(inside).ranks == ()
     assert "all 3 ranks stand in the same place" in blame(inside).reason
     assert blame(inside[:1]).ranks == (0,)
+
+
+def test_who_waits_for_a_rank_that_was_just_stopped_is_not_taken_for_it():
+    """No dump is asked of that one, and its time is not up yet."""
+    times, now = taught(0.1)
+    there = {0: at(20, when=now - 0.2), 1: at(20, when=now)}
+    inside = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
+    for after, found in (FLOOR - 0.1, None), (FLOOR + 0.1, (1,)):
+        stopped = {1: Signs(stopped=after - 0.6)}
+        ranks = standings(there, now + after, times, {0: inside}, stopped)
+        assert [one.where for one in ranks] == ["collective", "stopped"]
+        assert ranks[0].overdue
+        blamed = blame(ranks)
+        assert (blamed and blamed.ranks) == found
 
 
 def test_a_rank_without_a_sign_of_life_is_to_blame_wherever_it_is():
