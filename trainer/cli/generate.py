@@ -21,6 +21,7 @@ def add_generate_command(commands: Commands) -> None:
     generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
     generate.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest")
     generate.add_argument("--seed", type=int, default=0, help="default 0")
+    generate.add_argument("--family", metavar="MODULE:NAME", help="model.family, of your own")
     generate.set_defaults(run=_generate)
 
 
@@ -42,6 +43,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         top_k=arguments.top_k,
         seed=arguments.seed,
         device="cuda" if torch.cuda.is_available() else "cpu",
+        family=arguments.family,
     )
     print(arguments.prompt, end="", flush=True)
     for piece in pieces:

@@ -1,7 +1,8 @@
 """Models that Perdure builds itself, and their Hugging Face files."""
 
 from trainer.models.attention import choose_attention
-from trainer.models.decoder import TIED_COPIES, Decoder, init_parameter
+from trainer.models.decoder import MLP, TIED_COPIES, Attention, Block, Decoder, RMSNorm
+from trainer.models.family import Family, init_parameter
 from trainer.models.hf import (
     ConfigError,
     config_json,
@@ -11,7 +12,12 @@ from trainer.models.hf import (
 )
 
 __all__ = [
+    "Family",
     "Decoder",
+    "Block",
+    "Attention",
+    "MLP",
+    "RMSNorm",
     "choose_attention",
     "init_parameter",
     "TIED_COPIES",

@@ -1,4 +1,4 @@
-"""The dense decoder of Llama 3 and Qwen3, with modules named as Hugging Face names them.
+"""A decoder whose blocks are those of its family, with modules named as Hugging Face names them.
 
 It knows no ranks: strategies are applied to it from outside, through `Decoder.blocks`. It has no
 buffers, so a model built on the meta device is complete once its parameters are filled.
@@ -6,7 +6,7 @@ buffers, so a model built on the meta device is complete once its parameters are
 Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head dim, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Asked, Documents, attend, locate
+from trainer.models.family import Family, family_of
 from trainer.models.loss import HeadLoss
 from trainer.recipe.architecture import Architecture, RopeScaling
-from trainer.recipe.seeds import stable_seed
 
 TIED_COPIES = ("lm_head.weight",)
 """What a published checkpoint of a tied model may hold twice."""
@@ -37,9 +37,17 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions."""
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
 
-    def __init__(self, architecture: Architecture) -> None:
+    `q_norm` gets the queries (B, T, N, H), and `k_norm` the keys (B, T, K, H), before they rotate.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         hidden, self.head_dim = architecture.hidden_size, architecture.head_dim
         query_size = architecture.num_attention_heads * self.head_dim
@@ -48,11 +56,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, key_size, bias=False)
         self.v_proj = nn.Linear(hidden, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, hidden, bias=False)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if architecture.model_type == "qwen3":
-            self.q_norm = RMSNorm(self.head_dim, architecture.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, architecture.rms_norm_eps)
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
@@ -80,15 +85,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU, each normalised before and added to the residual stream."""
+    """Attention and MLP, each normalised before and added to the residual stream."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, attention: Attention, mlp: nn.Module) -> None:
         super().__init__()
         hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(architecture)
+        self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = MLP(architecture)
+        self.mlp = mlp
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
@@ -100,16 +105,19 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """Everything below the output head."""
 
-    def __init__(self, architecture: Architecture, attention: Asked) -> None:
+    def __init__(self, architecture: Architecture, family: Family, attention: Asked) -> None:
         super().__init__()
         self.architecture, self.attention = architecture, attention
         self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
-            Block(architecture) for _ in range(architecture.num_hidden_layers)
+            family.block(architecture) for _ in range(architecture.num_hidden_layers)
         )
         self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Hidden states (B, T, D), and the statistics of the blocks that return some."""
         # What all layers share is made once here.
         rope = rope_table(self.architecture, input_ids.shape[1], input_ids.device)
         x = self.embed_tokens(input_ids)  # (B, T, D)
@@ -118,9 +126,13 @@ class Backbone(nn.Module):
         documents = None
         if cu_seqlens is not None:
             documents = locate(cu_seqlens, x, self.architecture.head_dim, self.attention)
+        statistics = []
         for layer in self.layers:
             x = layer(x, rope, documents)
-        return self.norm(x)
+            if isinstance(x, tuple):
+                x, found = x
+                statistics.append(found)
+        return self.norm(x), statistics
 
 
 class Decoder(nn.Module):
@@ -131,10 +143,22 @@ class Decoder(nn.Module):
     embedding matrix is used a second time, which `to_empty` and sharding cannot untie.
     """
 
-    def __init__(self, architecture: Architecture, attention: Asked = "auto") -> None:
-        """`attention`: how documents are told apart, see `choose_attention`."""
+    def __init__(
+        self,
+        architecture: Architecture,
+        attention: Asked = "auto",
+        family: Family | None = None,
+    ) -> None:
+        """
+        Args:
+            architecture: sizes of the model, all `options` of its family among them.
+            attention: how documents are told apart, see `choose_attention`.
+            family: unless it is one of those that come with Perdure.
+        """
         super().__init__()
-        self.model = Backbone(architecture, attention)
+        family = family or family_of(architecture.model_type)
+        self.family = family
+        self.model = Backbone(architecture, family, attention)
         self.lm_head: nn.Linear | None = None
         if not architecture.tie_word_embeddings:
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
@@ -156,7 +180,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | dict[str, Tensor]:
         """Logits, or with labels the loss.
 
         Args:
@@ -170,12 +194,23 @@ class Decoder(nn.Module):
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
-            over the labels that count, a float32 scalar (0 when none does).
+            over the labels that count, a float32 scalar (0 when none does). A family that has
+            something `beside_loss` gives a dict of it, `cross_entropy` and `loss`: in training the
+            weighted sum, else the cross-entropy.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
-        hidden = self.model(input_ids, cu_seqlens)
-        return self.head(hidden) if labels is None else self.loss(hidden, labels)
+        hidden, statistics = self.model(input_ids, cu_seqlens)
+        if labels is None:
+            return self.head(hidden)
+        loss = cross_entropy = self.loss(hidden, labels)
+        if not self.family.beside_loss:
+            return loss
+        beside = self.family.beside_loss(statistics, self.model.architecture)
+        if self.training:
+            loss = loss + sum(value * weight for value, weight in beside.values())
+        scalars = {name: value for name, (value, _) in beside.items()}
+        return {"loss": loss, "cross_entropy": cross_entropy, **scalars}
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, D) → logits (…, V)."""
@@ -222,23 +257,3 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
-
-
-def init_parameter(
-    name: str, shape: tuple[int, ...], architecture: Architecture, seed: int
-) -> Tensor:
-    """The whole initial tensor of a parameter: float32, on the CPU.
-
-    Norms are ones, everything else is normal(0, initializer_range). A pure function of its
-    arguments, so that every world size and strategy starts from the same weights.
-
-    Args:
-        name: FQN, as in `Decoder.named_parameters()`.
-        shape: global shape.
-        architecture: of the model.
-        seed: of the run.
-    """
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    generator = torch.Generator().manual_seed(stable_seed(seed, name))
-    return torch.empty(shape).normal_(0, architecture.initializer_range, generator=generator)

@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
-from trainer.models.family import Family
-from trainer.models.llama import LLAMA
-from trainer.models.qwen3 import QWEN3
+from trainer.models.family import Family, family_of
 from trainer.recipe.architecture import Architecture, RopeScaling
-
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
 
 _SIZES = (
     "vocab_size",
@@ -37,17 +33,18 @@ class ConfigError(ValueError):
     """A file beside the weights cannot be used; the message names the file and the key."""
 
 
-def read_config(path: str | Path) -> Architecture:
+def read_config(path: str | Path, family: Family | None = None) -> Architecture:
     """The architecture that a config.json describes.
 
     Takes what transformers 4 and 5 write (`rope_theta` and `rope_scaling`, or `rope_parameters`).
 
     Args:
         path: a checkpoint directory, or the file itself.
+        family: that it is to be of, unless of one that comes with Perdure.
 
     Raises:
         ConfigError: there is no such file, a key is missing or malformed, or the model computes
-            something that `Decoder` does not.
+            something that its family does not.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -61,16 +58,16 @@ def read_config(path: str | Path) -> Architecture:
     except ValueError as error:
         raise ConfigError(f"{file}: not a JSON object: {error}; copy the file again") from error
     try:
-        return _architecture(config)
+        return _architecture(config, family)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _architecture(config: dict[str, Any]) -> Architecture:
+def _architecture(config: dict[str, Any], family: Family | None) -> Architecture:
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise _unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
-    family = FAMILIES[model_type]
+    family = family or family_of(model_type)
+    if model_type != family.model_type:
+        raise _unsupported("model_type", model_type, repr(family.model_type))
     for key, value in family.fixed.items():
         if config.get(key, value) != value:
             raise _unsupported(key, config[key], repr(value))
@@ -88,15 +85,17 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     if not isinstance(config["tie_word_embeddings"], bool):
         raise _malformed("tie_word_embeddings", config["tie_word_embeddings"], "true or false")
     theta, scaling = _rope(config)
-    return Architecture(
-        model_type=model_type,
+    architecture = Architecture(
+        model_type=family.model_type,
         **{key: _positive(config, key, int) for key in _SIZES},
         rms_norm_eps=_positive(config, "rms_norm_eps", float),
         initializer_range=_positive(config, "initializer_range", float),
         tie_word_embeddings=config["tie_word_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
+        options={key: config[key] for key in family.options if key in config},
     )
+    return family.complete(architecture)
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -131,6 +130,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def config_json(
     architecture: Architecture,
+    family: Family | None = None,
     *,
     dtype: str = "float32",
     eos_id: int | list[int] | None = None,
@@ -141,7 +141,8 @@ def config_json(
     The rotary parameters stand in it twice, as transformers 4 and as transformers 5 names them.
 
     Args:
-        architecture: of the model.
+        architecture: of the model, all `options` of its family among them.
+        family: of the model, unless one that comes with Perdure.
         dtype: of the tensors in the checkpoint, such as "float32" or "bfloat16".
         eos_id: token that ends a document, or several.
         bos_id: token that begins one, if the tokenizer has such.
@@ -149,7 +150,7 @@ def config_json(
     Raises:
         ConfigError: transformers could not open a model of these sizes.
     """
-    family = FAMILIES[architecture.model_type]
+    family = family or family_of(architecture.model_type)
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads
     if family.heads_divide_hidden and hidden % heads:
         raise ConfigError(
@@ -167,6 +168,7 @@ def config_json(
         "initializer_range": architecture.initializer_range,
         "tie_word_embeddings": architecture.tie_word_embeddings,
         **family.fixed,
+        **(architecture.options or {}),
         "rope_theta": architecture.rope_theta,
         "rope_scaling": scaling_json,
         "rope_parameters": {

@@ -16,6 +16,7 @@ from typing import Any
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, TRAINER_STATE
 from checkpointing.format.untrusted import is_plain, read_object
 from trainer.data.tokenizer import parse_tokenizer, start_ids
+from trainer.models.family import Family
 from trainer.models.hf import ConfigError, config_json, generation_config_json, tokenizer_files
 from trainer.recipe.architecture import Architecture
 
@@ -34,7 +35,11 @@ MOST_BYTES = 64 << 20
 
 
 def files_beside(
-    architecture: Architecture, init_from: Path | None, data: Path, index: Mapping[str, Any]
+    architecture: Architecture,
+    init_from: Path | None,
+    data: Path,
+    index: Mapping[str, Any],
+    family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
     """(content by name, what a user should know) for the checkpoints of a run.
 
@@ -43,6 +48,7 @@ def files_beside(
         init_from: the checkpoint that the run begins with, if any.
         data: prepared data set, with the tokenizer.
         index: of this data set.
+        family: of the model, unless one that comes with Perdure.
 
     Raises:
         ConfigError, DataError: a file cannot be used.
@@ -53,7 +59,7 @@ def files_beside(
     if init_from is None:
         files = {
             **prepared,
-            CONFIG: _json(config_json(architecture, eos_id=eos)),
+            CONFIG: _json(config_json(architecture, family, eos_id=eos)),
             GENERATION_CONFIG: _json(generation_config_json(eos_id=eos)),
         }
     else:
@@ -83,7 +89,7 @@ def files_beside(
 
 
 def files_without_tokenizer(
-    architecture: Architecture, init_from: Path | None
+    architecture: Architecture, init_from: Path | None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
     """`files_beside` where the data knows of no tokenizer: that of `init_from` is kept.
 
@@ -91,7 +97,7 @@ def files_without_tokenizer(
         ConfigError: a file cannot be used.
     """
     if init_from is None:
-        return {CONFIG: _json(config_json(architecture))}, []
+        return {CONFIG: _json(config_json(architecture, family))}, []
     notes: list[str] = []
     files = _carried(init_from, notes)
     _say_float32(files, init_from)

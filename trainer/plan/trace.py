@@ -99,13 +99,13 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         RecipeError: it cannot be built.
         ConfigError: the config.json of `model.init_from` cannot be used.
     """
-    model, blocks, architecture, flops = bare_model(recipe)
+    model, blocks, flops = bare_model(recipe)
     model = model.to("meta")
     traced = model
-    if architecture and architecture.num_hidden_layers > DEPTH:
+    if isinstance(model, Decoder) and len(blocks) > DEPTH:
         with torch.device("meta"):
-            shallow = dataclasses.replace(architecture, num_hidden_layers=DEPTH)
-            traced = Decoder(shallow, recipe.model.attention)
+            shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
+            traced = Decoder(shallow, recipe.model.attention, model.family)
     in_blocks = {p for block in blocks for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks]
     units = [rest, *(list(block.parameters()) for block in blocks)]

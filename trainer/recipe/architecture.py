@@ -1,10 +1,17 @@
-"""The shape of a Llama 3 or Qwen3 dense decoder, in the words of a Hugging Face config.json.
+"""The shape of a decoder, in the words of a Hugging Face config.json.
 
 Stands apart from the model so that a recipe is read without importing torch.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any
+
+
+def bundled_families() -> list[str]:
+    """The `model_type` of each family that comes with Perdure."""
+    files = (Path(__file__).parents[1] / "models/families").glob("[!_]*.py")
+    return sorted(file.stem for file in files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +40,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A dense decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, arranged as its family does."""
 
-    model_type: Literal["llama", "qwen3"]
-    """llama, or qwen3 (which normalises queries and keys per head)."""
+    model_type: str
+    """llama, qwen3 (which normalises queries and keys per head), or that of `model.family`."""
 
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
@@ -76,6 +83,9 @@ class Architecture:
 
     initializer_range: float = 0.02
     """Standard deviation of fresh matrices."""
+
+    options: dict[str, Any] | None = None
+    """Keys of config.json that only this family has."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

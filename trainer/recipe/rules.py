@@ -1,7 +1,9 @@
 """Combinations that cannot work, and what to change."""
 
+import difflib
 from collections.abc import Iterator
 
+from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.sections import ZERO_STAGES, Recipe
 
@@ -19,14 +21,27 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
     yield from _graph_contradictions(recipe)
-    for section, factory in (
-        ("model", model.factory),
-        ("data", recipe.data.factory),
-        ("optimizer", recipe.optimizer.factory),
-        ("schedule", schedule.factory),
+    for key, factory in (
+        ("model.factory", model.factory),
+        ("model.family", model.family),
+        ("data.factory", recipe.data.factory),
+        ("optimizer.factory", recipe.optimizer.factory),
+        ("schedule.factory", schedule.factory),
     ):
         if factory and not PATTERN.fullmatch(factory):
-            yield f"{section}.factory", f"write it as package.module:function, not {factory!r}"
+            what = "NAME" if key == "model.family" else "function"
+            yield key, f"write it as package.module:{what}, not {factory!r}"
+    if model.family and (model.factory or model.kgat):
+        yield "model.family", "only for model.architecture and model.init_from; remove it"
+    known = bundled_families()
+    if model.architecture and not model.family and model.architecture.model_type not in known:
+        found, close = model.architecture.model_type, f"{', '.join(known)} come with Perdure"
+        for meant in difflib.get_close_matches(found, known, n=1, cutoff=0.5):
+            close = f"did you mean {meant!r}?"
+        yield (
+            "model.architecture.model_type",
+            f"no family {found!r} ({close}); a family of your own is named in model.family",
+        )
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
     if model.attention != "auto" and (model.factory or model.kgat):

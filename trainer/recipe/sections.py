@@ -59,8 +59,11 @@ class Model:
     with `init_from`."""
 
     architecture: Architecture | None = None
-    """A Llama 3 or Qwen3 decoder, in the words of a Hugging Face config.json, with fresh
-    weights."""
+    """A decoder, in the words of a Hugging Face config.json, with fresh weights."""
+
+    family: str | None = None
+    """`package.module:NAME` of a `Family`, for `architecture` or `init_from` of another family than
+    those that come with Perdure; see docs/extending.md."""
 
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose

@@ -5,6 +5,7 @@ A restart takes the same path as a start: it only finds state to load.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -58,9 +59,11 @@ def build(
             task.model, task.blocks, mesh, recipe, world.device, task.fill,
             cores=max(1, usable_cores() // world.local_world_size),
         )  # fmt: skip
+        rules = (*recipe.optimizer.groups, *task.groups)
         optimizer = build_optimizer(
-            model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like
-        )
+            model.optimized, replace(recipe.optimizer, groups=rules), exact=recipe.exact,
+            zeros_like=model.zeros_like,
+        )  # fmt: skip
         startup.mark("model")
         pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe, task)

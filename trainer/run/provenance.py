@@ -52,17 +52,16 @@ def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object
         )
     saved = state["recipe"]["model"]
     ours = resolved(recipe)["model"]
-    for key in ("architecture", "factory", "factory_options", "kgat"):
-        saved.setdefault(key)  # a checkpoint may be older than the key
-        if saved[key] != ours[key]:
-            names = [key]
-            if isinstance(saved[key], dict) and isinstance(ours[key], dict):
-                every = saved[key].keys() | ours[key].keys()
-                names = [
-                    f"{key}.{name} ({saved[key].get(name)} there, {ours[key].get(name)} here)"
-                    for name in sorted(every)
-                    if saved[key].get(name) != ours[key].get(name)
-                ]
+    for key in ("architecture", "family", "factory", "factory_options", "kgat"):
+        there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
+        names = [key] if there != here else []
+        if isinstance(there, dict) and isinstance(here, dict):
+            names = [
+                f"{key}.{name} ({there.get(name)} there, {here.get(name)} here)"
+                for name in sorted(there.keys() | here.keys())
+                if there.get(name) != here.get(name)
+            ]
+        if names:
             raise RecipeError(f"model: the checkpoint is of another model: {names[0]}; {way_out}")
     named, ours = state["recipe"]["optimizer"], resolved(recipe)["optimizer"]
     for key, default in (("name", "adamw"), ("factory", None)):

@@ -16,13 +16,10 @@ from trainer.data.stream import COUNTED, Stream
 from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.model import KGAT, Adjacency, initial_tensor
 from trainer.kgat.stream import GraphStream, UserStream
-from trainer.models import (
-    Decoder,
-    init_parameter,
-    read_config,
-)
+from trainer.models import Decoder, Family, read_config
+from trainer.models.family import family_of, find_family
 from trainer.models.model_files import files_beside, files_without_tokenizer
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
 from trainer.recipe.kgat_options import GraphData, Kgat
@@ -62,9 +59,7 @@ class Task:
     files: dict[str, bytes]
     """config.json, tokenizer.json and so on, for checkpoints."""
     flops_per_token: float
-    """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
-    product, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al. 2022,
-    appendix B; causality is not discounted)."""
+    """See `Family.flops_per_token`."""
     parameter_count: int
     pretrained: Collection[str] | None = None
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
@@ -77,6 +72,8 @@ class Task:
     """Something that the model can be called with, to try it."""
     notes: Sequence[str] = ()
     """What a user should know before training."""
+    groups: Sequence[ParameterGroup] = ()
+    """What the model says of how parameters are trained; the recipe's come first."""
     after_step: Callable[[Forward, int], None] | None = None
     """Called on all ranks after each step, with the parallel model and the samples consumed so far:
     for what changes in the model besides by the optimizer."""
@@ -110,13 +107,13 @@ def build_task(recipe: Recipe) -> Task:
             6.0 * parameters,
             parameters,
         )
-    architecture = recipe.model.architecture or _read_init_config(recipe)
+    decoder, fill = _decoder(recipe)
+    architecture, family = decoder.model.architecture, decoder.family
     _check_vocabulary(recipe, architecture)
-    decoder, fill = _decoder(recipe, architecture)
     source = Path(recipe.data.sources[0].path)
     start = recipe.model.init_from
     files, notes = files_beside(
-        architecture, Path(start) if start else None, source, read_index(source)
+        architecture, Path(start) if start else None, source, read_index(source), family
     )
     parameters = sum(p.numel() for p in decoder.parameters())
     return Task(
@@ -127,20 +124,34 @@ def build_task(recipe: Recipe) -> Task:
         stream,
         validation,
         files,
-        flops_per_token(parameters, architecture, recipe.data.seq_len),
+        family.flops_per_token(architecture, parameters, recipe.data.seq_len),
         parameters,
         notes=notes,
+        groups=family.groups,
     )
 
 
-def _decoder(recipe: Recipe, architecture: Architecture) -> tuple[Decoder, Fill]:
-    """The bundled model, on the meta device, and its initial weights."""
+def _decoder(recipe: Recipe) -> tuple[Decoder, Fill]:
+    """A model of `model.architecture` or `model.init_from`, on the meta device, and its initial
+    weights."""
+    family = find_family(recipe.model.family) if recipe.model.family else None
+    if given := recipe.model.architecture:
+        family = family or family_of(given.model_type)
+        if given.model_type != family.model_type:
+            raise RecipeError(
+                f"model.architecture.model_type: {given.model_type}, but {recipe.model.family} is "
+                f"{family.model_type}; write that"
+            )
+        architecture = family.complete(given)
+    else:
+        architecture = _read_init_config(recipe, family)
+        family = family or family_of(architecture.model_type)
     with torch.device("meta"):
-        decoder = Decoder(architecture, recipe.model.attention)
-    seed = recipe.run.seed
+        decoder = Decoder(architecture, recipe.model.attention, family)
+    draw, seed = family.draw, recipe.run.seed
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return init_parameter(name, shape, architecture, seed)
+        return draw(name, shape, architecture, seed)
 
     return decoder, fill
 
@@ -154,17 +165,18 @@ def _build_on_samples(recipe: Recipe) -> Task:
     files: dict[str, bytes] = {}
     notes: list[str] = []
     blocks: Sequence[nn.Module]
+    groups: Sequence[ParameterGroup] = ()
     values, fill = _named_values, None
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
         name = type(model).__name__
     else:
-        architecture = recipe.model.architecture or _read_init_config(recipe)
+        model, fill = _decoder(recipe)
+        architecture, family = model.model.architecture, model.family
         check_decoder_inputs(inputs, architecture.vocab_size)
-        model, fill = _decoder(recipe, architecture)
-        blocks, values = list(model.blocks), _loss_values
-        start = recipe.model.init_from
-        files, notes = files_without_tokenizer(architecture, Path(start) if start else None)
+        blocks, values, groups = list(model.blocks), _loss_values, family.groups
+        start = Path(recipe.model.init_from) if recipe.model.init_from else None
+        files, notes = files_without_tokenizer(architecture, start, family)
         name = f"{architecture.model_type} decoder"
     for names in (inputs, *([inputs_of(first_batch(held_out))] if held_out else [])):
         check_signature(recipe, model, names)
@@ -173,6 +185,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         name, model, blocks, fill, stream, validation, files, 0.0,
         sum(p.numel() for p in model.parameters()),
         unit="samples", notes=notes, usual_count=max(1.0, count / rows), inputs=inputs,
+        groups=groups,
     )  # fmt: skip
 
 
@@ -189,8 +202,8 @@ def check_plannable(recipe: Recipe) -> None:
         )
 
 
-def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture | None, float]:
-    """(model, its repeated parts, its architecture, `Task.flops_per_token`), without any data.
+def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
+    """(model, its repeated parts, `Task.flops_per_token`), without any data.
 
     Raises:
         RecipeError: the model cannot be built, or not planned.
@@ -198,28 +211,18 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], Architecture
     check_plannable(recipe)
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
-        return model, blocks, None, 6.0 * sum(p.numel() for p in model.parameters())
-    architecture = recipe.model.architecture or _read_init_config(recipe)
-    with torch.device("meta"):
-        decoder = Decoder(architecture, recipe.model.attention)
+        return model, blocks, 6.0 * sum(p.numel() for p in model.parameters())
+    decoder, _ = _decoder(recipe)
     parameters = sum(p.numel() for p in decoder.parameters())
-    flops = flops_per_token(parameters, architecture, recipe.data.seq_len)
-    return decoder, list(decoder.blocks), architecture, flops
+    architecture, length = decoder.model.architecture, recipe.data.seq_len
+    flops = decoder.family.flops_per_token(architecture, parameters, length)
+    return decoder, list(decoder.blocks), flops
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: of its lists of modules the one with most parameters."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=lambda m: sum(p.numel() for b in m for p in b.parameters()), default=[])
-
-
-def flops_per_token(parameters: int, architecture: Architecture, seq_len: int) -> float:
-    """`Task.flops_per_token` of a decoder with so many parameters."""
-    products = parameters
-    if not architecture.tie_word_embeddings:
-        products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
-    heads = architecture.num_attention_heads * architecture.head_dim
-    return 6.0 * products + 12 * architecture.num_hidden_layers * heads * seq_len
 
 
 def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
@@ -348,14 +351,14 @@ def documents_for(recipe: Recipe) -> Documents | None:
     return "document_ids" if recipe.model.factory else "cu_seqlens"
 
 
-def _read_init_config(recipe: Recipe) -> Architecture:
+def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
     directory = Path(recipe.model.init_from or "")
     if not (directory / "config.json").is_file():
         raise RecipeError(
             f"model.init_from: {directory} has no config.json; give the directory of a Hugging "
             "Face checkpoint"
         )
-    return read_config(directory)
+    return read_config(directory, family)
 
 
 def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:

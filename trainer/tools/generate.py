@@ -1,4 +1,4 @@
-"""Sample text from a checkpoint: one of ours, or any Hugging Face directory of Llama or Qwen3."""
+"""Sample text from a checkpoint: one of ours, or any Hugging Face directory of a known family."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,8 @@ from torch import Tensor
 from checkpointing import load_model
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
-from trainer.models import TIED_COPIES, Decoder, read_config
+from trainer.models import TIED_COPIES, Decoder, Family, read_config
+from trainer.models.family import find_family
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.recipe.architecture import Architecture
 
@@ -28,6 +29,7 @@ def generate(
     top_k: int | None = 50,
     seed: int = 0,
     device: str | torch.device = "cpu",
+    family: str | None = None,
 ) -> Iterator[str]:
     """Continue `prompt`, piece by piece as tokens are drawn.
 
@@ -44,6 +46,7 @@ def generate(
         top_k: draw among so many likeliest tokens; None among all.
         seed: of the draws, which are made on the CPU whatever the device.
         device: where the model runs.
+        family: `model.family` of the recipe that trained it.
 
     Returns:
         An iterator over the pieces of the continuation, without the prompt. Everything that can
@@ -53,6 +56,7 @@ def generate(
         GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
             prompt longer than the model's context.
         ConfigError: the architecture is none of ours, or generation_config.json no JSON object.
+        RecipeError: there is no such family.
         CheckpointError: the weights are damaged or of another model.
     """
     if temperature < 0 or max_new_tokens < 1 or (top_k is not None and top_k < 1):
@@ -65,7 +69,8 @@ def generate(
         raise GenerateError(f"device={device}: torch finds no GPU here; use device=cpu")
     directory = Path(checkpoint_dir)
     _check_directory(directory)
-    architecture = read_config(directory)
+    known = find_family(family) if family else None
+    architecture = read_config(directory, known)
     tokenizer = _read_tokenizer(directory, architecture)
     beside = [directory / name for name in (CONFIG, GENERATION_CONFIG)]
     eos_ids = stop_ids(
@@ -82,14 +87,15 @@ def generate(
             f"the prompt has {len(prompt_ids)} tokens, but {directory} takes {limit} "
             "(max_position_embeddings) with what follows; shorten it"
         )
-    model = load_decoder(directory, architecture, device)
+    model = load_decoder(directory, architecture, device, known)
 
     def new_ids() -> Iterator[int]:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.tensor([prompt_ids], device=device)
         for _ in range(min(max_new_tokens, limit - len(prompt_ids))):
             with torch.inference_mode():
-                logits = model.head(model.model(ids)[0, -1]).float().cpu()
+                hidden, _ = model.model(ids)
+                logits = model.head(hidden[0, -1]).float().cpu()
             logits = logits[: tokenizer.get_vocab_size()]  # the rest of the embedding is padding
             token = draw(logits, temperature, top_k, generator)
             if token in eos_ids:
@@ -100,10 +106,12 @@ def generate(
     return _decode_pieces(tokenizer, prompt_ids, new_ids())
 
 
-def load_decoder(directory: Path, architecture: Architecture, device: torch.device) -> Decoder:
+def load_decoder(
+    directory: Path, architecture: Architecture, device: torch.device, family: Family | None = None
+) -> Decoder:
     """The model of a checkpoint directory with its weights, float32 on the CPU, else bfloat16."""
     with torch.device("meta"):
-        model = Decoder(architecture)
+        model = Decoder(architecture, family=family)
     model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
     optional = TIED_COPIES if architecture.tie_word_embeddings else ()
     load_model(directory, dict(model.named_parameters()), optional=optional)

@@ -51,7 +51,7 @@ def recipe(tmp_path):
 )
 def test_a_single_rank_shards_only_what_needs_it(world, recipe, overrides, by_fsdp):
     alone = recipe(*overrides)
-    model, blocks, _, _ = bare_model(alone)
+    model, blocks, _ = bare_model(alone)
     names = list(dict(model.named_parameters()))
     threads = torch.get_num_threads()
     made = parallelize(
@@ -82,7 +82,8 @@ def test_weights_are_drawn_at_once_and_are_the_same(world, recipe, monkeypatch, 
     """Or one after the other, where memory is given for no two of them."""
     monkeypatch.setattr(parallelizing, "DRAWN_BYTES", 1 << 30 if at_once else 1)
     drawing = recipe("strategy.name=ddp")
-    model, blocks, architecture, _ = bare_model(drawing)
+    model, blocks, _ = bare_model(drawing)
+    architecture = model.model.architecture
     pair, now = Barrier(2), set()
 
     def fill(name, shape):

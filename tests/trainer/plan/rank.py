@@ -34,7 +34,8 @@ def held(tensors):
 def measure(recipe, world):
     """Bytes of this rank: of its state, its activations, and at the peak of the third step,
     from when on DDP's buckets stay the same."""
-    decoder, blocks, architecture, _ = bare_model(recipe)
+    decoder, blocks, _ = bare_model(recipe)
+    architecture = decoder.model.architecture
     model = parallelize(
         decoder, blocks, build_mesh(recipe, world), recipe, world.device,
         lambda name, shape: init_parameter(name, shape, architecture, 0),

@@ -1,9 +1,12 @@
 """Llama 3.x, as `LlamaConfig` of transformers writes it."""
 
+from trainer.models.decoder import MLP, Attention, Block
 from trainer.models.family import Family
 
-LLAMA = Family(
+FAMILY = Family(
+    model_type="llama",
     model_class="LlamaForCausalLM",
+    block=lambda architecture: Block(architecture, Attention(architecture), MLP(architecture)),
     fixed={
         "hidden_act": "silu",
         "attention_bias": False,
