@@ -9,8 +9,11 @@ import torch
 from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import ROOT, losses, records, soak
 from tests.distributed.test_resume import assert_same
+from trainer.optim import muon
+from trainer.optim.method import update
+from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import learning_rate
-from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe import Muon, Optimizer, RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
 
@@ -106,6 +109,31 @@ def worst(curve, wanted):
 def test_muon_follows_torchs_in_one_process(workspace, train, single, name, ranks, overrides):
     train(ranks, f"run.dir=muon-{name}", *MUON, *overrides)
     assert worst(losses(workspace, f"muon-{name}"), single) <= TOLERANCE
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_an_update_of_muon_has_the_bits_of_torchs(monkeypatch, nesterov, adjust):
+    """Where both multiply in bfloat16; gradients come doubled, and are halved by the factor."""
+    monkeypatch.setattr(muon, "_product_dtype", lambda device: torch.bfloat16)
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(24, 40), (40, 24), (7, 7)]
+    ours = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in shapes]
+    theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in ours]
+    settings = Muon(nesterov=nesterov, adjust_lr=adjust, momentum=0.9, ns_steps=4)
+    options = Optimizer(name="muon", lr=0.02, weight_decay=0.3, muon=settings)
+    optimizer = build_optimizer({f"{n}": weight for n, weight in enumerate(ours)}, options)
+    torchs = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov, ns_steps=4,
+        adjust_lr_fn=adjust,
+    )  # fmt: skip
+    for _ in range(4):
+        for one, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn(one.shape, generator=draw)
+            one.grad = other.grad * 2
+        update(optimizer, [optimizer.param_groups], 0.5)
+        torchs.step()
+    assert all(one.equal(other) for one, other in zip(ours, theirs, strict=True))
 
 
 @soak

@@ -28,17 +28,17 @@ HOST_BANDWIDTH = 200e9
 of DDR5-4800 give 307 GB/s."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
-UPDATE_ON_DISK = 32
-"""Bytes per parameter between memory and disk in an update: weight and two moments are read and
-written, the gradient is read for the norm and once more."""
+UPDATE_ON_DISK = 16
+"""Bytes per parameter between memory and disk in an update, besides the optimizer's state, which is
+read and written: so is the weight, and the gradient is read for the norm and once more."""
 PAGEABLE_SHARE = 0.5
 """Share of PCIe's bandwidth that copies to and from memory that is not pinned, as that of files,
 reach. Assumed: the driver copies everything once more, in NVIDIA's examples at half the speed."""
 DEFAULT_NET = 50e9
 """Bytes/s between a node and the others where nothing is said: 400 Gb/s."""
-UPDATE_TRAFFIC = 40
-"""Bytes per parameter: AdamW reads weight, gradient and two moments and writes three of them; the
-norm reads the gradient, clipping reads and writes it. All float32."""
+UPDATE_TRAFFIC = 24
+"""Bytes per parameter in an update, besides the optimizer's state, which is read and written: so is
+the weight, the update and the norm read the gradient, clipping reads and writes it. All float32."""
 
 ADDITION_TRAFFIC = 12
 """Bytes per parameter in host memory, where an offloaded gradient is added to that of the passes
@@ -243,22 +243,23 @@ def times_of(
     compute = layout.passes * work_seconds((*trace.forward, *trace.backward), machine)
     shapes = [shape for unit in blueprint.units for shape in unit]
     zero1 = recipe.sharding == "OPTIMIZER_STATE"
-    owned = _elements(shapes, layout.replicas if zero1 else layout.shards)
-    update = UPDATE_TRAFFIC * owned / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
+    cut = layout.replicas if zero1 else layout.shards
+    owned, state = _elements(shapes, cut), sum(shape.moment_bytes(cut) for shape in shapes)
+    traffic, on_disk = UPDATE_TRAFFIC * owned + 2 * state, UPDATE_ON_DISK * owned + 2 * state
+    update = traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
     communication = sum(c.seconds(machine) for c in collectives_of(blueprint, recipe, layout))
     late = communication / 3 if zero1 else 0.0  # the gather, which follows the update
     transfers, beside = 0.0, compute
     if recipe.strategy.offload != "none":
-        of_node = owned * machine.gpus_per_node
-        sums = ADDITION_TRAFFIC * (layout.reductions - 1)
-        update = (UPDATE_TRAFFIC + sums) * of_node / HOST_BANDWIDTH
+        sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
+        update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
         gathers = layout.passes * (2 if recipe.gathers_twice else 1)
         moved = 4 * owned * (gathers + layout.reductions)  # float32, as the shards are
         transfers = moved / machine.gpu.pcie
         if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
-            on_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
-            transfers = max(transfers / PAGEABLE_SHARE, on_disk)
-            update = max(update, UPDATE_ON_DISK * of_node / DISK_BANDWIDTH)
+            from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
+            transfers = max(transfers / PAGEABLE_SHARE, from_disk)
+            update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)
         if layout.shards == 1:  # FSDP's all-gather is a copy then, before what computes with it
             beside = 0.0
     moving = communication + transfers - late

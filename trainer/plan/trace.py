@@ -60,6 +60,10 @@ class Shape:
         """Of the optimizer's state on the first rank."""
         return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
 
+    def moment_bytes(self, ranks: int) -> int:
+        """Of that, what has the shape of the parameter."""
+        return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.like_parameter)
+
     @property
     def saved_bytes(self) -> int:
         """In a checkpoint, but for numbers of updates."""
