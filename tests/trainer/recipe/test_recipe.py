@@ -80,7 +80,6 @@ def test_zero_is_a_synonym(recipe_file):
         ("run.dir=${PERDURE_NO_SUCH_NAME}", "PERDURE_NO_SUCH_NAME is not set"),
         ("model.factory=a:b", "give exactly one of architecture, init_from, factory"),
         ("model.architecture.model_type=quen3", "no family 'quen3' (did you mean 'qwen3'?)"),
-        ("model.factory=a:b model.family=a:B", "model.family: only for model.architecture and"),
         ("model.family=olmo2", "model.family: write it as package.module:NAME, not 'olmo2'"),
         ("model.architecture.num_key_value_heads=3", "num_attention_heads=2 is not a multiple"),
         ("strategy.zero=5", "strategy.zero: input should be 0, 1, 2 or 3"),
