@@ -9,7 +9,8 @@ that a clock that is set does no harm.
 
     start   a `Start`: what was loaded, by which world, why
     phases  {phases: {name: seconds}}: the whole way to the first step, known after it
-    step    {step, sequences: [first, after_last], seconds, skipped?: true, consumed?: digest}
+    step    {step, sequences: [first, after_last], seconds, loss?, skipped?: true, consumed?}
+    validation  {step, values: {name: mean}}
     save    {step, ok, seconds, stall?, error?}
     notice  {why, …} somebody was told to go
     event   {event: …, …} free-form
@@ -18,6 +19,7 @@ that a clock that is set does no harm.
 
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -121,6 +123,7 @@ class Ledger:
         after_last: int,
         seconds: float,
         *,
+        loss: float | None = None,
         skipped: bool = False,
         consumed: str | None = None,
     ) -> None:
@@ -131,16 +134,22 @@ class Ledger:
             first: first sequence of the global order that it consumed.
             after_last: the one after the last.
             seconds: it took.
+            loss: of it; left out if it is not finite.
             skipped: it consumed its sequences and left the weights alone.
             consumed: digest of what all ranks really took for it, so that a rank that took
                 something else than these sequences can be found out.
         """
         self._step = step
-        mark: dict[str, Any] = {"skipped": True} if skipped else {}
+        mark: dict[str, Any] = {"loss": loss} if loss is not None and math.isfinite(loss) else {}
+        mark |= {"skipped": True} if skipped else {}
         mark |= {"consumed": consumed} if consumed else {}
         self._add(
             "step", step=step, sequences=[first, after_last], seconds=round(seconds, 4), **mark
         )
+
+    def validation(self, step: int, values: Mapping[str, float | None]) -> None:
+        """The weights after `step` were validated; `values` is null where one is not finite."""
+        self._add("validation", step=step, values=values)
 
     def save(
         self,

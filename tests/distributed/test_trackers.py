@@ -3,7 +3,11 @@
 import json
 import os
 import signal
+import sqlite3
+import threading
 import time
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from hypothesis import given
@@ -20,6 +24,7 @@ from trainer.run.trackers import Tail
 from trainer.tools.local_nodes import LocalNodes
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
+OWN = ["tracking.sinks=[own_sink:sink]", "tracking.hooks=[own_hook:tell]"]
 
 
 def points(run):
@@ -68,10 +73,27 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
     broken = ["class init:", " def __init__(self, **_): pass", " def log(self, *_, **__): 1 / 0"]
     (tmp_path / "wandb.py").write_text("\n".join([*broken, "Settings = dict"]))
-    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
-    code, output = start(1, "run.dir=tracked", "run.steps=9", *TRACKED).wait()
+    (tmp_path / "torn.py").write_text(
+        "class Torn:\n def record(self, step, values): exit(1)\n close = print\n"
+        "def sink(run_dir): return Torn()\n"
+        "def not_one(run_dir): return {}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT / "examples", ROOT))
+    monkeypatch.delenv("CHAT_URL", raising=False)
+    own = ["tracking.sinks=[torn:sink, torn:not_one]", OWN[1]]
+    code, output = start(1, "run.dir=tracked", "run.steps=9", *TRACKED, *own).wait()
     assert code == 0, output
-    assert output.count("W&B failed (ZeroDivisionError: division by zero)") == 1
+    told = [line for line in output.splitlines() if line.startswith("warning")]
+    assert sorted(line.replace(str(workspace), "") for line in told) == [
+        f"warning: W&B fails at {tmp_path}/wandb.py:3: ZeroDivisionError: division by zero; "
+        "training goes on, and /tracked/metrics.jsonl has all it would have",
+        f"warning: tracking.hooks: own_hook:tell, called with Start of step 0, fails at "
+        f"{ROOT}/examples/own_hook.py:27: KeyError: 'CHAT_URL'; training goes on",
+        "warning: tracking.sinks: torn:not_one returned dict, which has no record and no close; "
+        "training goes on, and /tracked/metrics.jsonl has all it would have",
+        f"warning: tracking.sinks: torn:sink fails at {tmp_path}/torn.py:2: SystemExit: 1; "
+        "training goes on, and /tracked/metrics.jsonl has all it would have",
+    ]
     assert points(workspace / "tracked") == list(range(1, 10))
 
 
@@ -92,15 +114,42 @@ def test_a_companion_that_hangs_is_not_waited_for(tmp_path, monkeypatch, caplog)
     assert "hangs did not end in time" in caplog.text
 
 
+@contextmanager
+def chat():
+    """Yields its URL, and what was posted so far."""
+    posted = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", posted
+        server.shutdown()
+        thread.join()
+
+
 def test_trackers_survive_the_ranks(workspace, tmp_path):
-    recipe = ["run.dir=tracked-on", "run.steps=60", "elastic.snapshot_every=1", *TRACKED]
-    with LocalNodes(
+    """With the sink and the hook of docs/extending.md."""
+    prom = tmp_path / "run.prom"
+    recipe = ["run.dir=tracked-on", "run.steps=60", "elastic.snapshot_every=1", *TRACKED, *OWN]
+    recipe += ["run.evaluate_every=30", f"tracking.prometheus={prom}"]
+    with chat() as (url, posted), LocalNodes(
         ["-m", "trainer", "recipe.yaml", *recipe],
         folder=workspace,
         nnodes="1",
         logs=tmp_path,
-        environment={"PYTHONPATH": python_path(ROOT, workspace)},
-    ) as nodes:
+        environment={
+            "PYTHONPATH": python_path(ROOT, workspace, ROOT / "examples"), "CHAT_URL": url,
+        },
+    ) as nodes:  # fmt: skip
         node, run = nodes.add(), workspace / "tracked-on"
         deadline = time.monotonic() + 60
         while max(losses(workspace, run.name), default=0) < 10:
@@ -113,7 +162,27 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
             time.sleep(0.01)
         assert node.running("trainer.run.trackers") == before
         assert nodes.wait(60) == [0], node.text()
-    assert len(before) == 2
+    assert len(before) == 5
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
     assert points(run) == list(range(1, 61))
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
+
+    with closing(sqlite3.connect(run / "metrics.sqlite")) as database:
+        rows = database.execute("SELECT step, value FROM metrics WHERE name = 'loss'").fetchall()
+    assert dict(rows) == losses(workspace, run.name)
+    assert len(rows) == 60
+    again = read_history(run).attempts[1].start
+    assert posted[0] == "training begins on 1 rank(s)"
+    assert posted[1].startswith(f"going on after step {again.step}, ")
+    assert "rank 0" in posted[1]
+    assert [text.split(":")[0] for text in posted[2:]] == [
+        "step 30",
+        "step 60",
+        "ended after step 60",
+    ]
+    found = dict(line.split(" ") for line in prom.read_text().splitlines() if line[0] != "#")
+    assert found['perdure_step{run="tracked-on"}'] == "60"
+    loss = float(found['perdure_loss{run="tracked-on"}'])
+    assert loss == losses(workspace, run.name)[60]
+    assert 'perdure_validation_loss{run="tracked-on"}' in found
+    assert list(tmp_path.glob("run.prom*")) == [prom]

@@ -2,6 +2,7 @@
 torch."""
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -77,6 +78,21 @@ def _is_wrong(error: Exception) -> bool:
     return plain or isinstance(error, _WRONG)
 
 
+def check_takes(key: str, name: str, given: str) -> None:
+    """That the function is there, and can be called with one argument, such as "an event".
+
+    Raises:
+        RecipeError: it is not, or cannot.
+    """
+    function = import_factory(key, name)
+    try:
+        inspect.signature(function).bind(given)
+    except ValueError:  # a builtin does not say what it takes
+        return
+    except TypeError as error:
+        raise RecipeError(f"{key}: {name} is called with {given} alone: {error}") from error
+
+
 def look_here_too() -> None:
     """Have modules of the user's be found in the working directory. Last: nothing in it is to be
     taken for a library."""
@@ -84,7 +100,7 @@ def look_here_too() -> None:
         sys.path.append(os.getcwd())
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """`fails at FILE:LINE: Kind: first line of what it says`, the place if it is in the user's
     code."""
     place = place_in(error)
@@ -92,7 +108,7 @@ def failure(error: Exception) -> str:
     return f"fails at {place}: {what}" if place else f"fails: {what}"
 
 
-def place_in(error: Exception) -> str:
+def place_in(error: BaseException) -> str:
     """File and line of the innermost frame of the user's code, which ours has called; empty if
     there is none."""
     torch = sys.modules.get("torch")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
-from trainer.recipe.sections import ZERO_STAGES, Recipe
+from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -42,6 +42,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "model.architecture.model_type",
             f"no family {found!r} ({close}); a family of your own is named in model.family",
         )
+    yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
     if model.attention != "auto" and (model.factory or model.kgat):
@@ -116,6 +117,20 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if schedule.name != "wsd" and schedule.decay_steps:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+
+
+def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
+    for key, names in (("sinks", tracking.sinks), ("hooks", tracking.hooks)):
+        for name in names:
+            if not PATTERN.fullmatch(name):
+                yield f"tracking.{key}", f"write it as package.module:function, not {name!r}"
+        if len(set(names)) < len(names):
+            yield f"tracking.{key}", "names one twice; each has a process of its own: remove it"
+    if tracking.prometheus and not tracking.prometheus.endswith(".prom"):
+        yield (
+            "tracking.prometheus",
+            f"the textfile collector reads files called NAME.prom, not {tracking.prometheus}",
+        )
 
 
 def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -300,13 +300,25 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Where metrics go besides the console and metrics.jsonl."""
+    """Where metrics and events go besides the console and metrics.jsonl."""
 
     tensorboard: bool = False
     """Write TensorBoard events to <run.dir>/tensorboard."""
 
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; a restarted run continues under the same run id."""
+
+    prometheus: str | None = None
+    """Path of a file, NAME.prom, for the textfile collector of Prometheus's node exporter. It is
+    replaced at each record, by rank 0."""
+
+    sinks: tuple[str, ...] = ()
+    """`package.module:function` of your own, which get what TensorBoard gets; see
+    docs/extending.md."""
+
+    hooks: tuple[str, ...] = ()
+    """`package.module:function` of your own, which are called when a run starts, steps, validates,
+    saves, restarts and ends; see docs/extending.md."""
 
     project: str = "perdure"
     """Weights & Biases project."""

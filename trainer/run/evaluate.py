@@ -8,7 +8,6 @@ from elastic.node.exchange import received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.parallelize import COUNT
-from trainer.run.metrics import validation_line
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.tasks.task import Evaluation
@@ -38,7 +37,7 @@ class Validation:
         self._owed = found is None
         if found is not None:
             run.progress.validation_loss = found.get("validation_loss")
-            run.log.record(run.progress.step, found, validation_line(found))
+            run.log.validation(run.progress.step, found)
             return asked
         when = "yet" if run.done else "at all"
         run.log.say(f"step {run.progress.step} is not validated {when}: a node leaves")
@@ -49,7 +48,7 @@ class Validation:
         run, evaluation = self._run, self._run.task.validation
         found = evaluate(run, evaluation, heed=False) if self._owed and evaluation else None
         if found:
-            run.log.record(run.progress.step, found, validation_line(found))
+            run.log.validation(run.progress.step, found)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ MACHINE_BOUND = (
     *("checkpoint.directory", "checkpoint.slot_directory", "checkpoint.max_bandwidth"),
     *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.best_by"),
     *("tracking.tensorboard", "tracking.wandb", "tracking.project", "tracking.name"),
+    *("tracking.prometheus", "tracking.sinks", "tracking.hooks"),
     *("tracking.peak_tflops", "checkpoint.trace"),
 )
 """Keys of a recipe that may differ between nodes: paths (what lies there is compared instead), and
@@ -90,6 +92,7 @@ def check_agreement(ours: Mapping[str, str]) -> None:
 
 
 def _decides(key: str) -> bool:
+    key = re.sub(r"\.\d+$", "", key)  # of a list
     return key not in MACHINE_BOUND and not (
         key.startswith("data.sources.") and key.endswith(".path")
     )

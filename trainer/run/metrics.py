@@ -20,6 +20,7 @@ from checkpointing import SaveOutcome
 from elastic import LEDGER, Ledger, Start
 from elastic.node.companion import accompany
 from trainer.recipe import Recipe
+from trainer.recipe.sections import Tracking
 from trainer.run.trackers import METRICS
 
 logger = logging.getLogger(__name__)
@@ -92,14 +93,9 @@ class Log:
             dynamic_ncols=True,
             leave=False,
         )
-        wanted = {
-            "tensorboard": recipe.tracking.tensorboard,
-            "wandb": recipe.tracking.wandb != "off",
-        }
         self._end_trackers = [
-            accompany(["trainer.run.trackers", kind, str(run_dir.absolute())])
-            for kind in wanted
-            if wanted[kind]
+            accompany(["trainer.run.trackers", str(run_dir.absolute()), *words])
+            for words in _trackers(recipe.tracking)
         ]
 
     def __enter__(self) -> Self:
@@ -149,6 +145,7 @@ class Log:
         first: int,
         after_last: int,
         seconds: float,
+        loss: float,
         skipped: bool,
         consumed: str | None,
     ) -> None:
@@ -157,7 +154,15 @@ class Log:
         if self.silent:
             return
         self._bar.update(step - self._bar.n)
-        self._ledger.step(step, first, after_last, seconds, skipped=skipped, consumed=consumed)
+        self._ledger.step(
+            step, first, after_last, seconds, loss=loss, skipped=skipped, consumed=consumed
+        )
+
+    def validation(self, step: int, values: Mapping[str, float]) -> None:
+        """The weights after `step` were validated."""
+        if not self.silent:
+            self.record(step, values, validation_line(values))
+            self._ledger.validation(step, _finite(values))
 
     def save(self, step: int, outcome: SaveOutcome, *, known: bool = False) -> None:
         """Tell, at `step`, how a checkpoint ended; not on the console, if it is `known` there."""
@@ -177,11 +182,9 @@ class Log:
         `event`, something that went wrong."""
         if self.silent:
             return
-        # JSON has no NaN: what is not finite is null there.
-        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         try:
-            record: dict[str, Any] = {"step": step, "time": self._latest, **finite}
+            record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
             record |= {"event": event} if event else {}
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -238,6 +241,25 @@ def validation_line(values: Mapping[str, float]) -> str:
         f"validation loss {values['validation_loss']:.4f}, "
         f"perplexity {values['validation_perplexity']:.2f}"
     )
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON has no NaN, what is not finite is null there."""
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+def _trackers(tracking: Tracking) -> list[list[str]]:
+    """What trackers.py is to be started with, besides the run directory."""
+    bundled = {
+        "tensorboard": tracking.tensorboard,
+        "wandb": tracking.wandb != "off",
+        "prometheus": tracking.prometheus,
+    }
+    return [
+        *([kind] for kind, asked in bundled.items() if asked),
+        *(["sinks", name] for name in tracking.sinks),
+        *(["hooks", name] for name in tracking.hooks),
+    ]
 
 
 def keep_records(path: Path, last_step: int) -> float:

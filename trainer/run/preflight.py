@@ -12,6 +12,7 @@ from trainer.data.shards import DataError
 from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import mesh_shape
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.factory import check_takes
 from trainer.run.provenance import check_resume
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, build_task
@@ -54,6 +55,8 @@ def check_inputs(
             "tracking.tensorboard: tensorboard is not installed; pip install tensorboard, or set "
             "tracking.tensorboard=false"
         )
+    if recipe.tracking.prometheus and rank == 0:
+        _check_prometheus(Path(recipe.tracking.prometheus))
     newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
     if newest:
         check_resume(read_state(newest), recipe, task, newest)
@@ -69,6 +72,10 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
     from trainer.optim.optimizer import state_of
     from trainer.optim.schedule import build_schedule
 
+    for name in recipe.tracking.sinks:
+        check_takes("tracking.sinks", name, "the run directory")
+    for name in recipe.tracking.hooks:
+        check_takes("tracking.hooks", name, "an event")
     task = build_task(recipe)
     check_inputs(recipe, task, 0, world_size, local_world_size)
     state_of(dict(task.model.named_parameters()), recipe.optimizer)
@@ -161,6 +168,14 @@ def _check_writable(directory: Path) -> None:
         raise RecipeError(
             f"run.dir: {directory} is not writable for this user (at {existing}); choose another "
             "run.dir or mend its permissions"
+        )
+
+
+def _check_prometheus(file: Path) -> None:
+    if not (file.parent.is_dir() and os.access(file.parent, os.W_OK | os.X_OK)):
+        raise RecipeError(
+            f"tracking.prometheus: no file can be written in {file.parent.absolute()}; name the "
+            "directory that the node exporter reads, and mend its permissions"
         )
 
 

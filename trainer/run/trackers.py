@@ -1,9 +1,9 @@
-"""W&B and TensorBoard: `python -m trainer.run.trackers wandb|tensorboard RUN_DIRECTORY`, each in a
+"""Sinks and hooks: `python -m trainer.run.trackers RUN_DIRECTORY KIND [module:function]`, each in a
 companion of rank 0 (elastic/node/companion.py).
 
-A tracker reads metrics.jsonl while it grows, and remembers up to where. So no step waits for one,
-none is started again with the ranks, and one that is slow, fails or hangs costs the run nothing;
-what a killed one has left undone the next one does.
+A sink gets metrics.jsonl, a hook the ledger, both read while they grow; where it is, it remembers.
+So no step waits for one, none is started again with the ranks, and one that is slow, fails or hangs
+costs the run nothing; what a killed one has left undone the next one does.
 """
 
 import json
@@ -13,107 +13,24 @@ import secrets
 import signal
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-import yaml
+from typing import Any
 
 from elastic.exits import SIGNALS
+from elastic.record.ledger import LEDGER
+from trainer.run.events import Reader
+from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
 
 METRICS = "metrics.jsonl"
 LOOK_SECONDS = 0.5
-NAMES = {"wandb": "W&B", "tensorboard": "TensorBoard"}
-
-
-class Tracker(Protocol):
-    """Where records go."""
-
-    def rewind(self, step: int) -> None:
-        """The run goes on before `step`: what was logged from there on counts no more."""
-
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
-        """One record; `moment` is Unix time."""
-
-    def flush(self) -> None:
-        """Keep what was logged, also if this process is killed now."""
-
-    def close(self) -> None:
-        """The last."""
-
-
-class TensorBoard:
-    """Event files in the run directory. Without torch, whose import takes seconds."""
-
-    def __init__(self, run_dir: Path) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
-
-    def rewind(self, step: int) -> None:
-        """See Tracker."""
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._writer.add_event(
-            self._events.Event(wall_time=time.time(), step=step, session_log=start)
-        )
-
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
-        """See Tracker."""
-        summary = self._summaries.Summary(
-            value=[
-                self._summaries.Summary.Value(tag=key, simple_value=value)
-                for key, value in values.items()
-            ]
-        )
-        self._writer.add_event(self._events.Event(wall_time=moment, step=step, summary=summary))
-
-    def flush(self) -> None:
-        """See Tracker."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """See Tracker."""
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """A W&B run. Its id is kept in the run directory, so that a restart continues it."""
-
-    def __init__(self, run_dir: Path) -> None:
-        import wandb
-
-        recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text(encoding="utf-8"))
-        tracking = recipe["tracking"]
-        id_file = run_dir / "wandb-run-id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        self._run = wandb.init(
-            id=id_file.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            mode=tracking["wandb"],
-            project=tracking["project"],
-            name=tracking["name"] or run_dir.name,
-            dir=str(run_dir),
-            config=recipe,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def rewind(self, step: int) -> None:
-        """W&B itself leaves out the steps that it has already."""
-
-    def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
-        """See Tracker."""
-        self._run.log(dict(values), step=step)
-
-    def flush(self) -> None:
-        """It writes by itself."""
-
-    def close(self) -> None:
-        """See Tracker."""
-        self._run.finish()
+SINKS: dict[str, Callable[[Path], Sink]] = {
+    "wandb": WeightsAndBiases,
+    "tensorboard": TensorBoard,
+    "prometheus": Prometheus,
+}
+NAMES = {"wandb": "W&B", "tensorboard": "TensorBoard", "prometheus": "tracking.prometheus"}
 
 
 class Tail:
@@ -159,25 +76,64 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and {"step", "time"} <= record.keys() else None
 
 
-def track(tracker: Tracker, run_dir: Path, kind: str, ended: threading.Event) -> None:
-    """Give a tracker all records, until there will be no more, or another process does this."""
-    mark, me = run_dir / f".tracker-{kind}.json", secrets.token_hex(4)
-    tail = Tail(run_dir / METRICS, _read_mark(mark)[1])
-    _write_mark(mark, me, tail.after)
-    last = False
+def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
+    """Give a sink all that is new at each turn; yields the moment of the last record given."""
+    tail, rewind = Tail(run_dir / METRICS, after), getattr(sink, "rewind", None)
+    while True:
+        again, records = tail.read()
+        if again is not None and rewind:
+            rewind(again)
+        for record in records:
+            step, _ = record.pop("step"), record.pop("event", None)
+            values = {key: math.nan if value is None else value for key, value in record.items()}
+            sink.record(step, values)
+        yield tail.after
+
+
+def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
+    """Call a hook with every event that is new at each turn; yields how many bytes of the ledger it
+    had. The first error is told; events that follow it come all the same."""
+    from trainer.recipe.factory import import_factory
+
+    hook, reader, told, offset = import_factory("tracking.hooks", name), Reader(), False, 0
+    while True:
+        with (run_dir / LEDGER).open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is just being written
+                    break
+                offset += len(line)
+                event = reader.event(line)
+                if not event or offset <= after:
+                    continue
+                try:
+                    hook(event)
+                except (Exception, SystemExit) as error:
+                    if not told:
+                        called = f"{name}, called with {type(event).__name__} of step {event.step},"
+                        print(
+                            f"warning: {_failure(f'tracking.hooks: {called}', error)}", flush=True
+                        )
+                    told = True
+        yield offset
+
+
+def keep_up(mark: Path, feed: Callable[[float], Iterator[float]], ended: threading.Event) -> None:
+    """Let a tracker take its turns, until there will be nothing new, or another process does this.
+
+    Args:
+        mark: file that keeps how far the tracker is.
+        feed: from how far it is; yields that again after each turn.
+        ended: no more will be written.
+    """
+    me, done = secrets.token_hex(4), _read_mark(mark)[1]
+    turns, last = feed(done), False
+    _write_mark(mark, me, done)
     while not last and _read_mark(mark)[0] == me:
         last = ended.wait(LOOK_SECONDS)
-        again, records = tail.read()
-        if again is not None:
-            tracker.rewind(again)
-        for record in records:
-            step, moment, _ = record.pop("step"), record.pop("time"), record.pop("event", None)
-            values = {key: math.nan if value is None else value for key, value in record.items()}
-            tracker.log(step, moment, values)
-        if records:
-            tracker.flush()
-            _write_mark(mark, me, tail.after)
-    tracker.close()
+        before, done = done, next(turns)
+        if done != before:
+            _write_mark(mark, me, done)
 
 
 def _read_mark(path: Path) -> tuple[str, float]:
@@ -195,7 +151,16 @@ def _write_mark(path: Path, owner: str, after: float) -> None:
     aside.replace(path)
 
 
-def main(kind: str, directory: str) -> None:
+def _failure(name: str, error: BaseException) -> str:
+    """What went wrong in a tracker, where, and what it costs the run."""
+    from trainer.recipe import RecipeError
+    from trainer.recipe.factory import failure
+
+    what = str(error) if isinstance(error, RecipeError) else f"{name} {failure(error)}"
+    return f"{what}; training goes on"
+
+
+def main(directory: str, kind: str, name: str = "") -> None:
     """Run a tracker until standard input ends."""
     for number in SIGNALS:  # Slurm's reach every process; there are still records to come
         signal.signal(number, signal.SIG_IGN)
@@ -209,13 +174,17 @@ def main(kind: str, directory: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     run_dir = Path(directory)
+    mark = run_dir / f".tracker-{'-'.join(filter(None, [kind, name]))}.json"
     try:
-        tracker = WeightsAndBiases(run_dir) if kind == "wandb" else TensorBoard(run_dir)
-        track(tracker, run_dir, kind, ended)
-    except Exception as error:
-        line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        text = f"warning: {NAMES[kind]} failed ({line}); {run_dir / METRICS} has all it would have"
-        print(text, flush=True)
+        if kind == "hooks":
+            keep_up(mark, partial(to_hook, name, run_dir), ended)
+        else:
+            sink = own_sink(name, run_dir) if kind == "sinks" else SINKS[kind](run_dir)
+            keep_up(mark, partial(to_sink, sink, run_dir), ended)
+            sink.close()
+    except (Exception, SystemExit) as error:
+        text = _failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
+        print(f"warning: {text}, and {run_dir / METRICS} has all it would have", flush=True)
         ended.wait()  # whoever finds no process would start another
 
 

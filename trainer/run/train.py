@@ -63,7 +63,7 @@ def train(run: Run, startup: Startup) -> int:
                 task.after_step(run.model, progress.sequences)
             run.log.step(
                 progress.step, progress.sequences - run.plan.global_batch, progress.sequences,
-                result.seconds, result.verdict.action != "keep", result.consumed,
+                result.seconds, result.loss, result.verdict.action != "keep", result.consumed,
             )  # fmt: skip
             speed.step(result, odd=first or profiler.active)
             if run.recall.settled:

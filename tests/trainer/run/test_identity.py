@@ -42,3 +42,10 @@ def test_our_code_counts_and_what_an_editor_hides_beside_it_does_not(said, tmp_p
     assert said() == before
     (ours / "step.py").touch()
     assert said()["code"] != before["code"]
+
+
+def test_sinks_and_hooks_may_differ_between_nodes(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    own = ["tracking.sinks=[a:b, c:d]", "tracking.hooks=[e:f]", "tracking.prometheus=a.prom"]
+    plain, tracked = (load_recipe(str(tmp_path / "recipe.yaml"), more) for more in ([], own))
+    assert identify(tracked, "data") == identify(plain, "data")
