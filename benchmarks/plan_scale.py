@@ -204,8 +204,8 @@ def _plan(layout: Layout, per_node: int) -> dict[str, Any]:
 def plan_rank(
     specs: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]], nodes: Nodes, rank: int
 ) -> tuple[PlanInput, str, dict[str, int], list[Piece]]:
-    """What a rank does before its first save, as the Checkpointer does it: the plan for all, its
-    digest, the owners of files, and what the rank contributes."""
+    """What a rank does before its first save, as TensorCheckpointer does it: the plan for all,
+    its digest, the owners of files, and what the rank contributes."""
     of_all: dict[str, TensorSpec] = {}
     files: list[TensorFile] = []
     indexes = {}

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.trace import Span, at_once, picture, read_trace, writes
-from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing import CheckpointOptions, TensorCheckpointer
 from checkpointing.storage.filesystems import filesystem
 from elastic import leave_world
 
@@ -70,7 +70,7 @@ def _rank(rank: int, folder: str, size: int, writers: int) -> None:
     }
     options = CheckpointOptions(max_writers=writers, max_shard_size=rows * columns * 4, trace=True)
     group = dist.group.WORLD
-    with Checkpointer(Path(folder) / "run", options, group) as checkpointer:
+    with TensorCheckpointer(Path(folder) / "run", options, group) as checkpointer:
         checkpointer.prepare(model=model, optimizer={})
         before = _collectives()
         for step in STEPS:

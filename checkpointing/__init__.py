@@ -9,6 +9,8 @@ from typing import Any
 
 _HOME = {
     "Checkpointer": "checkpointer",
+    "TensorCheckpointer": "tensor_checkpointer",
+    "Stateful": "state",
     "CheckpointOptions": "options",
     "load_model": "load.reader",
     "newest_checkpoint": "storage.steps",

@@ -1,506 +1,289 @@
-"""Checkpointer: the face that most callers see. Runs the phases of a save and of a load on all
-ranks, and makes every failure of one rank an error of all."""
+"""Checkpointer: the face for a loop of one's own. state.py takes apart what the loop gives it, and
+tensor_checkpointer.py saves and loads that."""
 
-import hmac
+import atexit
+import hashlib
+import json
 import logging
 import os
-import subprocess
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from checkpointing.errors import (
-    CheckpointError,
-    DamagedCheckpoint,
-    StorageError,
-    UnreadableCheckpoint,
-    explain,
-)
-from checkpointing.format.layout import (
-    step_name,
-)
-from checkpointing.format.sections import by_section
-from checkpointing.load.memory import make_token, token
-from checkpointing.load.restore import InStorage, find_memory, load_memory, load_step, survey_all
+from checkpointing.errors import CheckpointError, WrongModel
+from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks
-from checkpointing.save import messages as msg
-from checkpointing.save.link import END_SECONDS, Link, Spare, WriterGoneError, end, own_address
-from checkpointing.save.planning import Planner, SavePlan, signatures, unguarded
-from checkpointing.save.pulls import Puller
-from checkpointing.save.saves import Saves, checked_state
-from checkpointing.save.slots import Slots
-from checkpointing.save.staging import Staging
-from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.place import location
+from checkpointing.save.messages import SaveOutcome
+from checkpointing.state import Parts, State, put_back, take_apart
+from checkpointing.storage.place import Place
+from checkpointing.storage.steps import newest_checkpoint
+from checkpointing.tensor_checkpointer import TensorCheckpointer
 
 logger = logging.getLogger(__name__)
-
-LEAVE_SECONDS = 10.0
-"""How long a rank that leaves by an exception waits for what is being written, and for the others
-to leave too."""
 
 T = TypeVar("T")
 
 
 class Checkpointer:
-    """Saves and loads the steps of one run. Methods are called on all ranks of the group, unless
-    they say otherwise.
+    """Saves and loads what a training loop consists of. Methods are called on all ranks.
 
-    A save holds the caller up only until it is agreed on: tensors are copied while training goes
-    on, and a process of each node writes what was copied. `wait_staged` must be called before the
-    tensors change, that is, before the optimizer step.
+        checkpointer = Checkpointer("checkpoints", keep=2)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        step = checkpointer.load(state) or 0
+        checkpointer.guard(optimizer)
+        …
+        checkpointer.save(step, state)
+
+    A save holds the loop up until it is agreed on: what may change soon is copied then, and the
+    rest while training goes on, up to the next step of the optimizers that are guarded. A process
+    of each node writes what was copied. When the program ends, it waits for the last save.
 
     Args:
-        directory: holds the steps; made at the first save.
-        options: the `checkpoint:` section.
-        group: carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a single process. It
-            is used by `prepare` and `load`, from the calling thread; never during a save.
-        secret: by which the writers of nodes know each other, equal on all ranks; None: rank 0
-            draws one, and tells the others over the group.
-        spare: where writer processes are taken from.
+        directory: holds the steps: a path, or a URL such as "s3://bucket/folder". Made at the first
+            save.
+        group: of the ranks that save and load together; it carries CPU tensors. None: all of the
+            default process group, or this process alone where there is none.
+        options: fields of `CheckpointOptions`, such as keep=2. `when_busy` is "wait" here, unless
+            given.
+
+    Raises:
+        TypeError, ValueError: an option that there is not, or with a wrong value.
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        options: CheckpointOptions,
-        group: dist.ProcessGroup | None,
-        secret: bytes | None = None,
-        spare: Spare | None = None,
+        self, directory: str | Path, *, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        self.directory = location(directory).absolute()
-        self.options = options
+        if of_recipes := sorted({"directory", "every"} & options.keys()):
+            raise TypeError(f"{of_recipes[0]} is for recipes; the loop decides when it saves")
+        given = CheckpointOptions(**{"when_busy": "wait", **options})
+        group = group or _default_group()
         self._ranks = Ranks(group)
-        self._secret = secret
-        self._spare = spare or Spare()
-        self._plan: SavePlan | None = None
-        self._planner = Planner(self._ranks, options.max_shard_bytes)
-        self._link: Link | None = None
-        self._staging: Staging | None = None
-        self._note = ""
-        self._addresses: list[msg.Address] = []
-        self._saves = Saves(options, self._ranks, self._committed)
-        self._asked = 0
-        """How many saves were asked for."""
-        self._damaged: set[str] = set()
-        self._right: set[str] = set()
-        """Names of steps that were loaded, every byte of them checked."""
+        self._tensors = TensorCheckpointer(directory, given, group)
+        self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
-        """Newest step in storage, good or not, as far as is known here."""
-        self.loaded_from: Literal["memory", "storage"] | None = None
+        """The step that `load` would take now, once `_looked`."""
+        self._looked = False
+        self._outcomes: list[SaveOutcome] = []
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+
+    @property
+    def directory(self) -> Place:
+        """Of the steps, absolute; a path or the URL of an object store."""
+        return self._tensors.directory
+
+    @property
+    def loaded_from(self) -> Literal["memory", "storage"] | None:
         """Where `load` found what it loaded."""
-        self.newer_than_storage = False
-        """Whether `load` found a step in memory that is not committed: save it soon."""
-        self.memory_lasts = False
-        """Whether what `save` copies to memory outlives this process, on all ranks; known after
-        `prepare`."""
-        self._loaded = self._put_off = False
-        """Whether `load` was called, and whether `prepare` waits for that."""
-        self._has_token = False
-        """Whether a restart can tell whose memory it finds."""
-        self._process: subprocess.Popen[bytes] | None = None
-        if self._ranks.is_main:
-            try:
-                storage_of(self.directory).collect(self.directory)
-            except (OSError, CheckpointError) as error:
-                logger.warning("could not look for what dead runs left behind: %s", error)
+        return self._tensors.loaded_from
+
+    def load(self, state: State, step: int | None = None) -> int | None:
+        """Load into the objects of `state`, in place: the newest good checkpoint, or what the last
+        run left in memory if that is newer. From whatever number of ranks it was saved.
+
+        Args:
+            state: modules, optimizers, tensors, and objects with state_dict and load_state_dict, by
+                what they are called. Those that were saved.
+            step: load this one, from storage.
+
+        Returns:
+            The step; None if there is no checkpoint, and nothing was changed.
+
+        Raises:
+            WrongModel: the checkpoint is of other objects, names, shapes or dtypes. Tensors may
+                have been loaded.
+            DamagedCheckpoint: there are checkpoints, but no good one.
+            StorageError: a checkpoint cannot be read.
+            CheckpointError: there is no such step.
+            ValueError: the state cannot be loaded into.
+        """
+        parts = self._all(lambda: take_apart(state))
+        found = self._tensors.load(model=parts.model, optimizer=parts.optimizer, step=step)
+        if step is None:
+            self._newest, self._looked = (int(found["step"]) if found else None), True
+        if found is None:
+            return None
+        self._all(lambda: put_back(state, self._own(found)))
+        if self._tensors.newer_than_storage:  # memory may be lost with its machine
+            self.save(found["step"], state)
+        return int(found["step"])
+
+    def guard(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Have each step of these optimizers wait until their tensors are copied. `save` then
+        returns before they are, if all optimizers of its state are guarded; else it waits."""
+        for optimizer in optimizers:
+            if optimizer not in self._guarded:
+                self._guarded.add(optimizer)
+                optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        wait: bool = False,
+        files: Mapping[str, bytes] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Begin to save; what is saved is what the state is now, whatever happens to it afterwards.
+
+        Args:
+            step: names the checkpoint.
+            state: as for `load`. Objects whose state differs among ranks have all of it saved.
+            wait: return when the checkpoint is in storage.
+            files: others that are to lie beside the tensors, such as config.json, by name.
+            metrics: such as {"validation_loss": 2.1}, for `keep_best`.
+
+        Returns:
+            False if it is not saved: an earlier one is still being saved and `when_busy` is "skip",
+            or the writer process is gone. `outcomes` has the reason.
+
+        Raises:
+            ValueError: the state cannot be saved, on whatever rank; says what and why.
+            CheckpointError: storage has a newer step, which the next `load` would take.
+            SaveFailed: with `wait`.
+        """
+        optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+        guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
+        parts = self._all(lambda: take_apart(state, self._guarded if guarded else ()))
+        self._look()
+        if self._newest is not None and step < self._newest:
+            raise CheckpointError(
+                f"step {step} is older than step {self._newest} in {self.directory}, which the "
+                "next load would take: call load before training, move newer steps away, or save "
+                "elsewhere"
+            )
+        saved = self._tensors.save(
+            step,
+            model=parts.model,
+            optimizer=parts.optimizer,
+            state={**(metrics or {}), "step": step, **self._agreed(parts)},
+            files=files or {},
+            wait=wait,
+        )
+        if saved:
+            self._newest = step
+        if not guarded:
+            self.wait_staged()
+        if wait:
+            self.wait()
+        self._hear()
+        return saved
+
+    def wait_staged(self) -> None:
+        """Until everything may change again. `guard` sees to it; it is for a loop that changes
+        parameters otherwise than by an optimizer. Asks no other rank."""
+        self._tensors.wait_staged()
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """Saves that ended since the last call, good or bad. Does not wait. Failures are logged as
+        warnings, too."""
+        self._hear()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self) -> None:
+        """Until nothing is being saved.
+
+        Raises:
+            SaveFailed: the last save failed; the checkpoints before it are untouched.
+        """
+        self._tensors.wait()
+
+    def close(self) -> None:
+        """Wait for the save that is being written, and end the writer processes."""
+        atexit.unregister(self._at_exit)
+        self._tensors.close()
+        self._hear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """As `close`. After an exception of one rank alone, the others may wait for it where they
-        are: it waits for them no longer than LEAVE_SECONDS."""
-        together = kind is None or len(self._ranks.all) == 1
-        self._close(kind is not None, None if together else LEAVE_SECONDS)
+        """As `close`; after an exception, which others may not have, it waits 10 s at most."""
+        atexit.unregister(self._at_exit)
+        self._tensors.__exit__(kind)
+        self._hear()
 
-    def start_early(self) -> None:
-        """Start the writer process of this node, which takes a moment, while the caller makes what
-        there is to save and load; otherwise that happens when it is needed."""
-        self._ranks.nodes()
-        if self._ranks.first_of_node and not self._process and not self._link:
-            with suppress(OSError):  # `_start` tries again, and all ranks learn of it
-                self._process = self._spare.take()
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # no fork of it
+            # What ended the interpreter stands there.
+            self.__exit__(getattr(sys, "last_type", None))
 
-    def start_spare(self) -> None:
-        """Have a writer process for this node's next checkpointer. Once this one has started."""
-        if self._ranks.first_of_node:
-            self._spare.start()
+    def _hear(self) -> None:
+        """Take note of saves that have ended."""
+        for outcome in self._tensors.outcomes():
+            self._outcomes.append(outcome)
+            if outcome.error and self._ranks.is_main:
+                logger.warning("%s", outcome.error)
 
-    def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
-        """Plan saves of these tensors, start the writers, and make the memory that saves are copied
-        into; the first `save` does it otherwise. Returns what to tell people about that memory.
+    def _look(self) -> None:
+        """Learn the newest step in storage, before this run saves any."""
+        if self._looked:
+            return
 
-        If the run before has left memory that `load` is yet to read, `load` does all this.
+        def newest() -> int | None:
+            path = newest_checkpoint(self.directory)
+            return parse_step(path.name) if path else None
 
-        Raises:
-            StorageError: there is not enough memory.
-            ValueError: the tensors cannot be saved, on whatever rank; says which and why.
-        """
-        try:
-            self._put_off = self._staging is None and not self._loaded and self._finds_memory()
-        except RankError as failed:
-            raise failed.kind(failed.message) from failed.__cause__
-        if self._put_off:
-            return "checkpoint slots are made when what the run before left in memory is loaded"
-        self._prepared(model, optimizer)
-        return self._note
+        self._newest, self._looked = self._main(newest), True
 
-    def _finds_memory(self) -> bool:
-        """Whether the run before has left any. On all ranks."""
-        run = self._ranks.on_main(lambda: token(self.directory))
-        with ExitStack() as held:
-            return run is not None and bool(survey_all(self._ranks, self.directory, run, held))
+    def _agreed(self, parts: Parts) -> dict[str, Any]:
+        """The values of all ranks, once where they are equal."""
+        digest = hashlib.sha256(json.dumps(parts.values, sort_keys=True).encode()).digest()
+        if len(set(self._ranks.together(lambda: digest))) == 1:
+            return {"values": parts.values}
+        ranks = self._ranks.together(lambda: parts.values)
+        differing = {key for key in parts.values if any(one[key] != ranks[0][key] for one in ranks)}
+        return {
+            "values": {key: one for key, one in parts.values.items() if key not in differing},
+            "values_by_rank": {key: [one[key] for one in ranks] for key in sorted(differing)},
+        }
 
-    def save(
-        self,
-        step: int,
-        *,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        files: Mapping[str, bytes],
-        wait: bool = False,
-        memory_only: bool = False,
-    ) -> bool:
-        """Begin to save; returns as soon as the copy has begun. `outcomes` tells how it ended.
-
-        Args:
-            step: names the checkpoint.
-            model: by Hugging Face's names, in module order: plain tensors, equal on all ranks, or
-                DTensors on any mesh, on any device.
-            optimizer: likewise, such as `<fqn>.exp_avg`.
-            state: JSON values; taken from rank 0.
-            files: other files by name, such as config.json; taken from rank 0.
-            wait: if an earlier step is still being saved, wait for it to end, whatever
-                `options.when_busy` says.
-            memory_only: leave it at the copy in memory, for a restart to begin from; has no
-                outcome, and is skipped in silence while another save goes on.
-
-        Returns:
-            False, on all ranks, if the step is not saved, because an earlier one is still being
-            saved or because a writer is gone; `outcomes` has the reason.
-
-        Raises:
-            ValueError: the tensors, the state or the files cannot be saved, on whatever rank; says
-                which and why. On all ranks alike; of an error of another rank than 0 some may hear
-                by the outcome instead.
-        """
-        self._asked += 1
-        key = step, self._asked
-        contents = None
-        try:
-            plan, staging = self._prepared(model, optimizer)
-            if memory_only and not self.memory_lasts:
-                return False
-            staging.wait()
-            if self._ranks.is_main:
-                taken = {*plan.shared.indexes, *(file.name for file in plan.shared.files)}
-                data = checked_state(state, files, taken)
-                known = sorted(self._damaged), sorted(self._right), self._newest
-                contents = msg.Contents(data, dict(files), *known, memory_only)
-        except Exception as error:
-            self._refuse(key, error)
-            raise
-        wait = wait or (self.options.when_busy == "wait" and not memory_only)
-        try:
-            answer = self._ask(plan, staging, msg.Begin(key, wait, contents))
-        except (WriterGoneError, StorageError) as gone:
-            answer = msg.Skip(key, str(gone))
-        match answer:
-            case msg.Refused(_, failure):
-                failed = RankError(*failure)
-                raise failed.kind(failed.message)
-            case msg.Skip(_, reason):
-                if not memory_only:
-                    self._saves.skipped(step, reason)
-                return False
-        self._saves.begun(step, memory_only)
-        try:
-            tensors, at_once = by_section(model, optimizer), unguarded(model, optimizer)
-            staging.copy(answer.slot, tensors, at_once, lambda told: self._copied(key, told))
-        except Exception as error:  # the others have begun, and hear of it by the outcome
-            self._copied(key, error)
-        return True
-
-    def _refuse(self, key: msg.Key, error: Exception) -> None:
-        """Have a save fail on all ranks that fails on this one before it has begun."""
-        with suppress(WriterGoneError):  # then the others find that, too
-            if self._link:
-                self._link.send(msg.Refuse(key, RankError.of(self._ranks.rank, error).arguments))
-
-    def wait_staged(self) -> None:
-        """Until the tensors of the last `save` may change. On each rank; asks no other."""
-        if self._staging:
-            self._staging.wait()
-
-    def outcomes(self) -> list[msg.SaveOutcome]:
-        """Saves that ended since the last call, good or bad. On any rank; does not wait."""
-        return self._saves.outcomes(self._link)
-
-    def wait(self) -> None:
-        """Until nothing is being saved. On each rank.
-
-        Raises:
-            SaveFailed: the last save failed, on all ranks alike, whether or not `outcomes` has said
-                so; the checkpoints before it are untouched.
-        """
-        self.wait_staged()
-        self._saves.end(self._link)
-        self._saves.raise_last()
-
-    def give_up(self) -> None:
-        """End what waits for the writer of this node, by errors or as if it had died. From any
-        thread; to be followed by `abandon`."""
-        if self._link:
-            self._link.give_up()
-
-    def abandon(self) -> None:
-        """Give up what is being written, and leave what was copied last in memory, for this process
-        or another to begin from. On each rank by itself; asks no other."""
-        self.wait_staged()
-        if self._staging:
-            self._staging.release()
-            self._staging = None
-        if self._link:
-            self._link.kill()
-            self._link.end(0)
-        elif self._process:
-            self._process.kill()
-            end(self._process, END_SECONDS)
-        self._link = self._plan = self._process = None
-
-    def close(self, *, keep_memory: bool = False) -> None:
-        """Wait for the save that is being written, and end the writer processes. On each rank.
-
-        Args:
-            keep_memory: leave what was copied last in memory, for a restart to begin from.
-        """
-        self._close(keep_memory, None)
-
-    def _close(self, keep_memory: bool, seconds: float | None) -> None:
-        self.wait_staged()
-        if self._link:
-            closed = self._saves.close(self._link, keep_memory, seconds)
-            self._link.end(END_SECONDS if closed else 0)
-        elif self._process:
-            end(self._process, END_SECONDS)
-        self._link = self._plan = None
-        if self._staging and seconds is None:  # else the process ends, which takes less time
-            self._staging.release()
-            self._staging = None
-
-    def load(
-        self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-    ) -> dict[str, Any] | None:
-        """Load the newest good checkpoint into the given tensors, in place; or what the last run
-        left in memory, if that is as new or newer (`newer_than_storage` tells).
-
-        A damaged one is logged and passed over for the one before. Every byte of every target is
-        read exactly once from a checkpoint whose tensors are exactly those of the targets, from
-        whatever world size and strategy it was saved.
-
-        Returns:
-            The `state` that was saved, equal on all ranks; None if there is no checkpoint, and the
-            targets are as they were.
-
-        Raises:
-            WrongModel: the newest good checkpoint has other tensors.
-            DamagedCheckpoint: there are checkpoints, but no good one; or memory was lost while it
-                was loaded, and there is no checkpoint. The targets may hold parts of it.
-            StorageError: a checkpoint cannot be read, and is not known to be damaged.
-        """
-        self.wait_staged()  # a save holds what was there when it was asked for
-        with ExitStack() as held:
-            state = self._load((model, optimizer), held)
-        self._loaded = True
-        if self._put_off:
-            self._put_off = False
-            self._prepared(model, optimizer)
-        return state
-
-    def _load(
-        self, targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], held: ExitStack
-    ) -> dict[str, Any] | None:
-        damage: list[DamagedCheckpoint] = []
-        torn = ""
-        try:
-            described = self._planner.describe(signatures(*targets), *targets)
-            specs = described.specs
-            storage = self._ranks.on_main(lambda: InStorage.look(self.directory))
-            self._newest = storage.newest
-            if self._staging is None:  # else its memory is for saves; nothing else was there
-                memory = find_memory(
-                    self._ranks, self.directory, storage, lambda: described.layout, held
+    def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of what `_agreed` gave."""
+        if "values" not in saved:
+            raise WrongModel(
+                f"{self.directory} holds checkpoints of another program, such as Perdure's trainer"
+            )
+        values, size = dict(saved["values"]), len(self._ranks.all)
+        for key, of_ranks in saved.get("values_by_rank", {}).items():
+            if len(of_ranks) != size:
+                raise WrongModel(
+                    f"{key}: its state differed among the {len(of_ranks)} ranks that saved it, and "
+                    f"{size} load it; load with as many ranks, or let its state_dict be the same "
+                    "on all"
                 )
-                if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
-                    self._start()
-                pull = Puller(self._addresses, self._link.secret if self._link else b"")
-                try:
-                    if memory and load_memory(self._ranks, memory, pull, specs, targets):
-                        self.loaded_from = "memory"
-                        self.newer_than_storage = memory.step != memory.newest
-                        return memory.state
-                except RankError as failed:
-                    torn = f"what was left in memory was lost while it was loaded: {failed.message}"
-                    if self._ranks.is_main:
-                        logger.warning("%s; going on from storage", torn)
-            for path in storage.paths:
-                try:
-                    state = load_step(self._ranks, path, specs, targets, self.options.verify)
-                    self.loaded_from = "storage"
-                    if self.options.verify:
-                        self._right.add(path.name)
-                    return state
-                except RankError as failed:
-                    if not issubclass(failed.kind, DamagedCheckpoint):
-                        raise
-                    damage.append(DamagedCheckpoint(failed.message))
-                    if failed.kind is not UnreadableCheckpoint:
-                        self._damaged.add(path.name)
-                    if self._ranks.is_main:
-                        logger.warning(
-                            "checkpoint %s is damaged and passed over: %s",
-                            path.name,
-                            failed.message,
-                        )
+            values[key] = of_ranks[self._ranks.place]
+        return values
+
+    def _all(self, work: Callable[[], T]) -> T:
+        """work() on every rank; an error of one is one of all."""
+        try:
+            return self._ranks.each(work)
         except RankError as failed:
             raise failed.kind(failed.message) from failed.__cause__
-        if damage:
-            raise DamagedCheckpoint(
-                f"{self.directory}: all checkpoints are damaged, the newest so: {damage[0]}; "
-                "bring a good copy back, or move them away to start afresh"
-            )
-        if torn:  # nothing has overwritten its parts
-            raise DamagedCheckpoint(f"{torn}; {self.directory} has no checkpoint: start again")
+
+    def _main(self, work: Callable[[], T]) -> T:
+        """work() on the first rank; its result, or its error, on all."""
+        try:
+            return self._ranks.on_main(work)
+        except RankError as failed:
+            raise failed.kind(failed.message) from failed.__cause__
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    """All ranks, over a group that carries CPU tensors; None without a process group. On all
+    ranks."""
+    if not dist.is_initialized():
         return None
-
-    # --- saving ------------------------------------------------------------------------------
-
-    def _prepared(
-        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-    ) -> tuple[SavePlan, Staging]:
-        signature = signatures(model, optimizer, strict=self._plan is not None)
-        if self._plan and self._staging and self._plan.signature == signature:
-            return self._plan, self._staging
-        self.wait_staged()
-        self._saves.end(self._link)  # its bytes are in the slots that are given up now
-        if self._staging:
-            self._staging.release()
-        try:
-            self._plan = plan = self._planner.plan(signature, model, optimizer)
-            link = self._start()
-            devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
-            device = next(devices, torch.device("cpu"))
-            files = [file.name for file in plan.shared.files]
-            made: list[Staging] = []
-
-            def take() -> bool:
-                slots = self._take_slots(link, plan)
-                made.append(Staging(slots, plan.pieces, files, device))
-                self._note = slots.note
-                return slots.lasting
-
-            lasting = self._ranks.together(take)
-        except RankError as failed:
-            self._plan = self._staging = None
-            raise failed.kind(failed.message) from failed.__cause__
-        self.memory_lasts = self._has_token and all(lasting)
-        self._staging = made[0]
-        return plan, made[0]
-
-    def _start(self) -> Link:
-        """Tell the writer of each node what to be, and connect to it, once."""
-        if self._link:
-            return self._link
-        secret, name, run = self._ranks.on_main(
-            lambda: (os.urandom(32), os.urandom(8).hex(), self._token())
-        )
-        if self._secret:  # who listens in on the group does not know it
-            secret = hmac.digest(self._secret, secret, "sha256")
-        self._has_token = bool(run)
-        nodes, node = self._ranks.nodes(), self._ranks.node
-        name = f"\0perdure-{name}-{node}"
-        host = own_address() if len(nodes) > 1 else ""
-        directory = str(self.directory)
-        setup = msg.Setup(0, node, nodes, directory, run, self.options, name, host, 0, secret)
-        started: list[Link] = []
-
-        def start() -> tuple[str, int]:
-            started.append(Link(setup, self._ranks.rank, self._take_process()))
-            return started[0].start()
-
-        addresses = self._ranks.together(start)
-        by_rank = dict(zip(self._ranks.all, addresses, strict=True))
-        self._addresses = [by_rank[ranks[0]] for ranks in nodes]
-        link = started[0]
-        self._ranks.together(link.connect)
-        self._link = link
-        return link
-
-    def _token(self) -> str:
-        """By which a restart knows that what is in memory is of this run; on rank 0."""
-        try:
-            return make_token(self.directory)
-        except (OSError, CheckpointError) as error:
-            logger.warning(
-                "%s cannot be written, so a restart cannot use memory: %s", self.directory, error
-            )
-            return ""
-
-    def _take_process(self) -> "subprocess.Popen[bytes] | None":
-        """The node's writer process, on its first rank."""
-        process, self._process = self._process, None
-        if self._ranks.first_of_node and process is None:
-            process = self._spare.take()
-        return process
-
-    def _take_slots(self, link: Link, plan: SavePlan) -> Slots:
-        """Give the node's writer the plan, and get the slots that it makes. A writer that is gone
-        is started again once."""
-        addresses = msg.Addresses(self._addresses)
-        want = msg.WantSlots(plan.digest, plan.shared if self._ranks.first_of_node else None)
-        try:
-            return self._saves.slots(link, addresses, want)
-        except WriterGoneError:
-            self._saves.lost_writer()
-        link.restart()
-        return self._saves.slots(link, addresses, want)
-
-    def _ask(self, plan: SavePlan, staging: Staging, begin: msg.Begin) -> msg.RankAnswer:
-        """Send a request about a step to the node's writer, and wait for its answer. A writer that
-        is gone is started again once; should its slots be refused, the next request tries again."""
-        link = self._link
-        if link is None:
-            raise WriterGoneError("closed")
-        if staging.has_slots:
-            try:
-                return self._saves.ask(link, begin)
-            except WriterGoneError:
-                self._saves.lost_writer()
-            staging.release()
-            link.restart()
-        staging.move(self._take_slots(link, plan))
-        return self._saves.ask(link, begin)
-
-    def _committed(self, step: int) -> None:
-        """A save of this rank was."""
-        self._newest = max(step, self._newest or 0)
-        self._damaged.discard(step_name(step))
-        self._right.discard(step_name(step))
-
-    def _copied(self, key: msg.Key, progress: msg.Position | Exception) -> None:
-        """How far a copy is. In the copying thread."""
-        with suppress(WriterGoneError):  # whoever asks next finds out
-            if self._link is None:
-                return
-            if isinstance(progress, Exception):
-                self._link.send(msg.CopyFailed(key, explain(progress)))
-            else:
-                self._link.send(msg.Staged(key, progress))
+    world = dist.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        return world
+    return dist.new_group(backend="gloo")

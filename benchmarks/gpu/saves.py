@@ -20,7 +20,7 @@ from benchmarks.gpu.setting import (
     device_memory,
     free_host_memory,
 )
-from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing import CheckpointOptions, TensorCheckpointer
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 BYTES = 4 * len(KINDS)
@@ -42,7 +42,7 @@ def save(setting: Setting, model: str, to_disk: bool) -> dict[str, Any]:
     state, step = State(parameters, setting.place()), Step(setting)
     options = CheckpointOptions(keep=1, slots=1, max_shard_size="2 GB")
     directory = setting.scratch / "run" / "checkpoints"
-    with closing(Checkpointer(directory, options, None)) as checkpointer:
+    with closing(TensorCheckpointer(directory, options, None)) as checkpointer:
         checkpointer.prepare(**state.sections())
         for number in range(1, LAST):  # meanwhile memory is touched and pinned
             one_save(checkpointer, state, step, number, to_disk)
@@ -52,7 +52,7 @@ def save(setting: Setting, model: str, to_disk: bool) -> dict[str, Any]:
     beyond = sum(max(0.0, seconds - usual) for seconds in found.steps)
     lost = found.call + beyond
     state.wipe()
-    with closing(Checkpointer(directory, options, None)) as checkpointer:
+    with closing(TensorCheckpointer(directory, options, None)) as checkpointer:
         began = time.monotonic()
         loaded = checkpointer.load(**state.sections())
         load_seconds = time.monotonic() - began
@@ -104,7 +104,7 @@ class State:
             tensor.copy_(expected)
 
     def sections(self) -> dict[str, dict[str, Tensor]]:
-        """As a Checkpointer takes them."""
+        """As a TensorCheckpointer takes them."""
         model = {n: t for n, t in self.tensors.items() if n.endswith(".weight")}
         return {
             "model": model,
@@ -157,7 +157,7 @@ class Saved:
 
 
 def one_save(
-    checkpointer: Checkpointer, state: State, step: Step, number: int, to_disk: bool
+    checkpointer: TensorCheckpointer, state: State, step: Step, number: int, to_disk: bool
 ) -> Saved:
     """Save, and take steps until the save has ended."""
     found, began = Saved(), time.perf_counter()

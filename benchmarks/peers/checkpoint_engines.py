@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks.support.sharded_state import ShardedState
-from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing import CheckpointOptions, TensorCheckpointer
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Perdure(Engine):
     def __init__(self, state: ShardedState, directory: Path, slots: int = 1) -> None:
         self._tensors: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
         options = CheckpointOptions(keep=0, slots=slots)
-        self._checkpointer = Checkpointer(directory, options, dist.new_group(backend="gloo"))
+        self._checkpointer = TensorCheckpointer(directory, options, dist.new_group(backend="gloo"))
 
     def prepare(self) -> None:
         self._checkpointer.prepare(**self._tensors)

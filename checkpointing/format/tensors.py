@@ -60,7 +60,7 @@ def _layout(name: str, tensor: DTensor, known: set[int]) -> Layout:
         tuple(_split(name, placement) for placement in tensor.placements),
     )
     if not known.issuperset(layout.ranks):
-        raise ValueError(f"{name}: lives on ranks outside the group of this Checkpointer")
+        raise ValueError(f"{name}: lives on ranks outside the group that saves or loads")
     return layout
 
 

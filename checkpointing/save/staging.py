@@ -123,7 +123,20 @@ class Staging:
                 views[number].copy_(self._parts[number].of(sources[number]), non_blocking=True)
         written = torch.cuda.current_stream().record_event() if self._stream is not None else None
         left = sorted(set(range(len(sources))).difference(first))
-        thread = threading.Thread(target=self._copy, args=(views, sources, left, written, copied))
+        # Of what `tensors` holds: a DTensor's own part has another counter, which stands still.
+        changing = [tensors[self._parts[number].piece.name] for number in left]
+        versions = [_version(tensor) for tensor in changing]
+
+        def unchanged() -> None:
+            for number, tensor, version in zip(left, changing, versions, strict=True):
+                if _version(tensor) != version:
+                    raise RuntimeError(
+                        f"{self._parts[number].piece.name} was changed while it was being copied; "
+                        "guard the optimizer, or call wait_staged before"
+                    )
+
+        work = views, sources, left, written, copied, unchanged
+        thread = threading.Thread(target=self._copy, args=work)
         thread.start()
         self._thread = thread
 
@@ -134,6 +147,7 @@ class Staging:
         left: list[int],
         written: Any,
         copied: Callable[[Position | Exception], None],
+        unchanged: Callable[[], None],
     ) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -149,6 +163,8 @@ class Staging:
                         )
                     if self._stream is not None:
                         self._stream.synchronize()
+                    if end is self._ends[-1]:  # what is told then may be committed
+                        unchanged()
                     copied(end)
         except Exception as error:
             copied(error)
@@ -158,6 +174,11 @@ class Staging:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts changes in place, of the tensor and of what shares its memory."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 PORTION_BYTES = 64 << 20

@@ -185,8 +185,8 @@ def import_checkpoint(
 
     It serves `model.init_from`, `perdure generate` and every `perdure ckpt` command. It is no point
     for the trainer to resume from: it knows no position in any data. A DCP directory's optimizer
-    state comes along, by our names, for `Checkpointer.load` in a loop of your own; that takes the
-    directory that holds `out`, if `out` is called as a step is.
+    state comes along, by our names, for `TensorCheckpointer.load` in a loop of your own; that
+    takes the directory that holds `out`, if `out` is called as a step is.
 
     Args:
         path: directory with model.safetensors, or several files and their index; or with DCP's

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpointing import Checkpointer
+from checkpointing import TensorCheckpointer
 from checkpointing.load.memory import TOKEN
 from checkpointing.storage.folders import dead_folders, living_folders
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
@@ -39,7 +39,9 @@ def parts(step: int, strategy: str = "replicated", bulk: int = 0) -> dict[str, A
     return {"model": model, "optimizer": optimizer, "state": {"step": step}, "files": files}
 
 
-def load(checkpointer: Checkpointer, strategy: str = "replicated", bulk: int = 0) -> int | None:
+def load(
+    checkpointer: TensorCheckpointer, strategy: str = "replicated", bulk: int = 0
+) -> int | None:
     """The step that is loaded, None without one; it must be that step's state to the bit."""
 
     def zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

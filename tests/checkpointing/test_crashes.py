@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, newest_checkpoint
+from checkpointing import CheckpointOptions, SaveFailed, TensorCheckpointer, newest_checkpoint
 from checkpointing.format.layout import COMMIT_RECORD
 from checkpointing.load.memory import TOKEN
 from checkpointing.save import staging
@@ -48,7 +48,7 @@ def log_of(path: Path) -> list[list[str]]:
 def before(tmp_path_factory):
     """A run with step 1."""
     run = tmp_path_factory.mktemp("before") / "run"
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         save_now(checkpointer, 1, **parts(1))
     return run
 
@@ -61,7 +61,7 @@ def points(before, tmp_path_factory):
     shutil.copytree(before, folder / "run")
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch, root=str(folder / "run"), log=str(folder / "log"))
-        with Checkpointer(folder / "run", OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(folder / "run", OPTIONS, None) as checkpointer:
             save_now(checkpointer, 2, **parts(2))
     labels = [label for label, *_ in log_of(folder / "log")]
     return [(label, labels[: place + 1].count(label)) for place, label in enumerate(labels)]
@@ -93,7 +93,7 @@ def test_killed_at_any_system_call_of_the_writer(who, before, points, tmp_path, 
             assert newest == 4, point
         else:
             assert os.WIFSIGNALED(status), point
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             step = load(checkpointer)
             from_memory = checkpointer.newer_than_storage
             assert step == newest or (from_memory and step == newest + 1), point
@@ -111,7 +111,7 @@ def _save_some(run: Path) -> int:
     machine a writer deletes an old step, where it is killed, as late as that."""
     failed = 0
     try:
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             for step in (2, 3, 4):
                 try:
                     save_now(checkpointer, step, **parts(step))
@@ -129,7 +129,7 @@ def test_bytes_reach_the_disk_before_the_names_that_lead_to_them(tmp_path, monke
     """After a power cut a name may be there without what was not synced before it."""
     plant(monkeypatch, root=str(tmp_path), log=str(tmp_path / "log"))
     run = tmp_path / "new" / "run"
-    with Checkpointer(run, CheckpointOptions(max_shard_size=700), None) as checkpointer:
+    with TensorCheckpointer(run, CheckpointOptions(max_shard_size=700), None) as checkpointer:
         for step in (1, 2):
             save_now(checkpointer, step, **parts(step))
     unsynced: set[str] = set()
@@ -207,7 +207,7 @@ def test_a_rank_killed_at_any_moment_of_a_save(moment, nodes, victim, tmp_path, 
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank * (nodes - 1))
-        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, **parts(1, strategy))
             what = parts(2, strategy)
             dist.barrier()
@@ -231,7 +231,7 @@ def test_a_rank_killed_at_any_moment_of_a_save(moment, nodes, victim, tmp_path, 
             assert error is None or "step 2" in error
     assert not verify(run).problems
     newest = int(newest_checkpoint(run).name[5:])
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         step = load(checkpointer)
         assert step == newest or (checkpointer.newer_than_storage and step == newest + 1)
         save_now(checkpointer, 3, **parts(3))
@@ -242,9 +242,9 @@ def test_a_rank_killed_at_any_moment_of_a_save(moment, nodes, victim, tmp_path, 
 def test_who_comes_back_from_the_dead_commits_nothing(tmp_path):
     """A run that was frozen or cut off while another went on from its checkpoints."""
     run = tmp_path / "run"
-    with Checkpointer(run, OPTIONS, None) as frozen:
+    with TensorCheckpointer(run, OPTIONS, None) as frozen:
         save_now(frozen, 1, **parts(1))
-        with Checkpointer(run, OPTIONS, None) as other:
+        with TensorCheckpointer(run, OPTIONS, None) as other:
             assert load(other) == 1
             save_now(other, 2, **parts(2))
             frozen.save(3, **parts(3))
@@ -270,7 +270,7 @@ def train(run: Path, nodes: int, world_size: int, slots: int, loaded: Path) -> N
     rank, strategy = dist.get_rank(), STRATEGIES[world_size]
     os.environ["GROUP_RANK"] = str(rank * (nodes - 1))
     options = CheckpointOptions(keep=2, slots=slots, max_shard_size=9_000_000)
-    with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+    with TensorCheckpointer(run, options, dist.group.WORLD) as checkpointer:
         step = load(checkpointer, strategy, BULK) or 0
         if rank == 0:
             loaded.with_suffix(".part").write_text(f"{step} {checkpointer.newer_than_storage}")
@@ -326,7 +326,7 @@ def test_killed_at_random_moments(seed, tmp_path):
         problems = verify(run).problems if committed(run) else []
         assert not problems, f"{story}: {problems}"
         assert committed(run) >= before, story
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         step = load(checkpointer, bulk=BULK) or 0
         save_now(checkpointer, step + 1, **parts(step + 1, bulk=BULK))
     assert names(run) == ["latest", f"step-{step + 1:08}"]

@@ -4,7 +4,7 @@ optimizer of torch."""
 import pytest
 import torch
 
-from checkpointing import Checkpointer, CheckpointOptions, optimizer_tensors
+from checkpointing import CheckpointOptions, TensorCheckpointer, optimizer_tensors
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread
 
 OPTIMIZERS = {
@@ -71,7 +71,7 @@ def test_an_update_does_not_tell_that_its_state_was_asked_for_saved_or_loaded(na
         live = {**tensors["model"], **tensors["optimizer"]}
         assert all(same_bits(live[key], wanted[key]) for key in wanted)
 
-    with Checkpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
         parameters, optimizer = start(name)
         tensors = parts(parameters, optimizer)
         assert checkpointer.load(**tensors) is None
@@ -82,7 +82,7 @@ def test_an_update_does_not_tell_that_its_state_was_asked_for_saved_or_loaded(na
         train(parameters, optimizer, [3, 4])
         check(parameters, optimizer, tensors)
     for begin in (2, 0):
-        with Checkpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
+        with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
             parameters, optimizer = start(name)
             tensors = parts(parameters, optimizer)
             assert checkpointer.load(**tensors) is not None

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, optimizer_tensors
+from checkpointing import CheckpointOptions, SaveFailed, TensorCheckpointer, optimizer_tensors
 from checkpointing.format.tensors import as_bytes
 from checkpointing.save import staging
 from checkpointing.tools.inspect import verify
@@ -24,7 +24,7 @@ def save_and_go_on(tmp_path):
         "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
     }
     inputs = torch.arange(8.0).reshape(2, 4)
-    with Checkpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
         checkpointer.prepare(**parts)
         moments = {}
         for step in (1, 2, 3):
@@ -81,7 +81,7 @@ def test_what_fails_on_one_rank_fails_on_all(prepared, tmp_path):
     def work(rank):
         told = []
         group = torch.distributed.group.WORLD
-        with Checkpointer(tmp_path, CheckpointOptions(), group) as checkpointer:
+        with TensorCheckpointer(tmp_path, CheckpointOptions(), group) as checkpointer:
             if prepared:
                 checkpointer.prepare(model=good["model"], optimizer={})
             for step, what in enumerate(("state", "circle", "files", "name", "tensor"), 1):
@@ -122,7 +122,7 @@ def test_no_copy_of_a_tensor_in_another_order_is_larger_than_a_portion(tmp_path,
         "c": values.float().transpose(1, 2)[:, ::2],
         "d": values[0].bfloat16().T,
     }
-    with Checkpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
         checkpointer.save(1, model=model, optimizer={}, state={}, files={}, wait=True)
         checkpointer.wait()
         loaded = {name: torch.zeros_like(tensor) for name, tensor in model.items()}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from checkpointing import Checkpointer, CheckpointOptions, load_model
+from checkpointing import CheckpointOptions, TensorCheckpointer, load_model
 from checkpointing.format.layout import BLOCK_BYTES, MODEL, OPTIMIZER
 from checkpointing.storage.steps import open_step
 from tests.checkpointing.worlds import (
@@ -39,7 +39,7 @@ WORLDS = {
 def save(folder: Path, strategy: str, world_size: int) -> Path:
     def work(rank):
         model, optimizer = (spread(part, strategy) for part in whole_state())
-        with Checkpointer(folder / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(folder / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             state, files = {"step": 7}, {"config.json": b"{}\n"}
             return save_now(
                 checkpointer, 7, model=model, optimizer=optimizer, state=state, files=files
@@ -77,7 +77,7 @@ def test_every_world_writes_the_same_bytes_and_reads_those_of_one_process(world,
         targets = [
             {name: torch.zeros_like(tensor) for name, tensor in part.items()} for part in wanted
         ]
-        with Checkpointer(saved.parent, OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(saved.parent, OPTIONS, dist.group.WORLD) as checkpointer:
             state = checkpointer.load(model=targets[0], optimizer=targets[1])
         assert state == {"step": 7}
         for target, want in zip(targets, wanted, strict=True):
@@ -109,7 +109,7 @@ def test_meshes_side_by_side_and_tensors_that_only_some_ranks_hold(saved, tmp_pa
         }
         stage = [name for name in optimizer if (rank >= 2) == ("norm" in name)]
         mine = {name: optimizer[name] for name in stage}
-        with Checkpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             path = save_now(
                 checkpointer, 7, model=columns, optimizer=mine, state={"step": 7}, files={}
             )
@@ -139,7 +139,7 @@ def test_tensors_larger_than_a_block_are_cut_between_replicas(tmp_path):
         pwrite, mine = storage.os.pwrite, []
         storage.os.pwrite = lambda *call: mine.append(pwrite(*call)) or mine[-1]
         options = CheckpointOptions()
-        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, model=model, optimizer={}, state={}, files={})
             zeros = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
             checkpointer.load(model=zeros, optimizer={})
@@ -164,7 +164,7 @@ def test_damage_that_one_rank_sees_makes_all_ranks_fall_back(tmp_path):
 
     def work(rank):
         model = spread(whole, "rows-2")
-        with Checkpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             for step in (1, 2):
                 path = save_now(
                     checkpointer, step, model=model, optimizer={}, state={"step": step}, files={}
@@ -188,7 +188,7 @@ def test_a_partial_tensor_is_refused_on_all_ranks(tmp_path):
     def work(rank):
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-        with Checkpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, model={"gradient": partial}, optimizer={}, state={}, files={})
 
     for error in run_ranks(2, work, tmp_path / "ranks"):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from checkpointing import Checkpointer
+from checkpointing import TensorCheckpointer
 
 DEADLINE = 60
 
@@ -76,7 +76,7 @@ def fork_rank(
         os._exit(0)
 
 
-def save_now(checkpointer: Checkpointer, step: int, **parts: Any) -> Path:
+def save_now(checkpointer: TensorCheckpointer, step: int, **parts: Any) -> Path:
     """Save and wait for the commit; its directory."""
     checkpointer.save(step, **parts)
     checkpointer.wait()

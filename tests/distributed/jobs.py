@@ -1,5 +1,6 @@
 """One job of a tiny model, and what it left behind."""
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -120,7 +121,11 @@ def become_rank(
     path = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [str(folder), *filter(None, path)]
     sys.argv = list(arguments)
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    atexit._clear()
+    try:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    finally:  # as a process that was not forked, which this one would not do
+        atexit._run_exitfuncs()
 
 
 def records(folder: Path, run: str) -> list[dict]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, Spare, optimizer_tensors
+from checkpointing import Spare, TensorCheckpointer, optimizer_tensors
 from elastic import Pulse, Start, World, describe_failure, job_secret
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
@@ -49,7 +49,7 @@ def build(
     plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
     secret = job_secret("checkpoints")
     with (
-        Checkpointer(
+        TensorCheckpointer(
             recipe.checkpoint_directory, recipe.checkpoint, group, secret, spare
         ) as checkpointer,
         given_up(checkpointer, recall),
@@ -96,7 +96,7 @@ def build(
 
 
 @contextmanager
-def given_up(checkpointer: Checkpointer, recall: Recall) -> Iterator[None]:
+def given_up(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]:
     """When this process is recalled, its checkpointer waits for nobody: what is in memory is what
     the next attempt begins from."""
     recall.stop = checkpointer.give_up

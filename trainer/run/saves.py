@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from checkpointing import Checkpointer, SaveFailed, SaveOutcome, load_model, optimizer_tensors
+from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model, optimizer_tensors
 from elastic import SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
@@ -21,7 +21,7 @@ from trainer.tasks.task import Task
 
 
 def restore(
-    checkpointer: Checkpointer,
+    checkpointer: TensorCheckpointer,
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpointing import Checkpointer
+from checkpointing import TensorCheckpointer
 from elastic import Pulse, Start, World
 from elastic.node.recall import Recall
 from trainer.optim.optimizer import LossScale
@@ -53,7 +53,7 @@ class Run:
     rate: Rate
     """The learning-rate schedule."""
     progress: Progress
-    checkpointer: Checkpointer
+    checkpointer: TensorCheckpointer
     start: Start
     """What this attempt began with."""
     log: Log

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from checkpointing import (
-    Checkpointer,
     CheckpointOptions,
     DamagedCheckpoint,
+    TensorCheckpointer,
     newest_checkpoint,
     read_state,
 )
@@ -25,7 +25,7 @@ MODEL_2 = "model-00002-of-00002.safetensors"
 def save(directory, step):
     model, optimizer = whole_state(seed=step)
     files = {"config.json": b'{"a": 1}\n'}
-    with Checkpointer(directory, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(directory, OPTIONS, None) as checkpointer:
         return save_now(
             checkpointer,
             step,
@@ -50,7 +50,7 @@ def run(tmp_path):
     """Steps 1 and 2."""
     for step in (1, 2):
         save(tmp_path, step)
-    with Checkpointer(tmp_path, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(tmp_path, OPTIONS, None) as checkpointer:
         assert load(checkpointer) == 2
     assert not verify(tmp_path).problems
     return tmp_path
@@ -120,7 +120,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(damage, run, caplog
     name, change = DAMAGES[damage]
     change(run / "step-00000002" / name)
     assert any(name in problem.message for problem in verify(run).problems)
-    with Checkpointer(run, OPTIONS, None) as checkpointer, caplog.at_level(logging.WARNING):
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer, caplog.at_level(logging.WARNING):
         assert load(checkpointer) == 1
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("checkpoint step-00000002 is damaged and passed over: ")
@@ -137,7 +137,7 @@ def test_a_pointer_to_nowhere_is_named_and_nobody_follows_it(run):
     (run / "latest").write_text("step-00000009\n")
     (problem,) = verify(run).problems
     assert problem.message == f"{run / 'latest'}: names 'step-00000009', which is no checkpoint"
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         assert load(checkpointer) == 2
     (run / "latest").write_text("")
     assert "latest" in verify(run).problems[0].message
@@ -154,10 +154,10 @@ def test_a_flipped_bit_anywhere_is_found(run):
         if path.name == "index.json" and position == len(whole) - 1:
             continue  # the line end
         path.write_bytes(changed)
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             assert load(checkpointer) == 1, (path, position)
         path.write_bytes(whole)
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         assert load(checkpointer) == 2
 
 
@@ -165,7 +165,7 @@ def test_no_good_checkpoint_left_is_an_error_and_not_a_fresh_start(run):
     for step in run.glob("step-*"):
         flip(step / MODEL_2, -1)
     with (
-        Checkpointer(run, OPTIONS, None) as checkpointer,
+        TensorCheckpointer(run, OPTIONS, None) as checkpointer,
         pytest.raises(DamagedCheckpoint, match=f"all checkpoints are damaged.*2/{MODEL_2}: checks"),
     ):
         load(checkpointer)
@@ -185,7 +185,7 @@ def test_without_verify_only_the_bytes_of_tensors_go_unchecked(run):
     options = CheckpointOptions(verify=False)
     flip(run / "step-00000002" / MODEL_2, -1)
     targets = [{name: torch.zeros_like(t) for name, t in part.items()} for part in whole_state()]
-    with Checkpointer(run, options, None) as checkpointer:
+    with TensorCheckpointer(run, options, None) as checkpointer:
         assert checkpointer.load(model=targets[0], optimizer=targets[1])["step"] == 2
         (run / "step-00000002" / MODEL_2).unlink()
         assert checkpointer.load(model=targets[0], optimizer=targets[1])["step"] == 1

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import (
-    Checkpointer,
     CheckpointOptions,
     DamagedCheckpoint,
     SaveFailed,
     StorageError,
+    TensorCheckpointer,
 )
-from checkpointing import checkpointer as checkpointer_module
+from checkpointing import tensor_checkpointer as checkpointer_module
 from checkpointing.load import restore
 from checkpointing.load.memory import TOKEN, LeftSlot, check, make_token, newest_whole, token
 from checkpointing.save.link import Link
@@ -63,10 +63,10 @@ def leave(run: Path, ranks: Path, nodes: int = 1, *, peer_copy: bool = False) ->
     def work(rank):
         if nodes > 1:
             os.environ["GROUP_RANK"] = str(rank % nodes)
-        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, **parts(1, "rows-2"))
         slow = replace(SLOW, peer_copy=peer_copy)
-        with Checkpointer(run, slow, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, slow, dist.group.WORLD) as checkpointer:
             checkpointer.load(**{key: parts(0, "rows-2")[key] for key in ("model", "optimizer")})
             checkpointer.save(2, **parts(2, "rows-2"))
             deadline = time.monotonic() + 10
@@ -97,7 +97,7 @@ def load(run: Path, ranks: Path, strategy: str, world_size: int) -> list[tuple[i
             spread({name: torch.zeros_like(t) for name, t in part.items()}, strategy)
             for part in whole_state()
         ]
-        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
             step = checkpointer.load(model=targets[0], optimizer=targets[1])["step"]
             newer = checkpointer.newer_than_storage
         for target, wanted in zip(targets, whole_state(seed=step), strict=True):
@@ -126,7 +126,7 @@ def test_a_rank_that_raises_waits_for_nobody_and_keeps_memory(nodes, victim, tmp
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank % nodes)
-        with Checkpointer(run, SLOW, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, SLOW, dist.group.WORLD) as checkpointer:
             checkpointer.save(2, **parts(2, "rows-2"))
             assert until(lambda: in_memory(run) == [2] * nodes, 10)
             dist.barrier()
@@ -156,7 +156,7 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
     # Somebody has deleted the run meanwhile, and begins anew.
     leave(tmp_path / "again", ranks)
     shutil.rmtree(tmp_path / "again")
-    with Checkpointer(tmp_path / "again", OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(tmp_path / "again", OPTIONS, None) as checkpointer:
         model, optimizer = whole_state()
         assert checkpointer.load(model=model, optimizer=optimizer) is None
 
@@ -168,7 +168,7 @@ def test_a_step_that_was_deleted_does_not_come_back_from_memory(peer_copy, tmp_p
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank)
-        with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, options, dist.group.WORLD) as checkpointer:
             for step in (1, 2):
                 save_now(checkpointer, step, **parts(step, "replicated"))
             assert until(lambda: in_memory(run).count(2) == nodes * nodes, 10)
@@ -188,7 +188,7 @@ def test_memory_is_there_for_load_if_slots_are_prepared_before(tmp_path):
     def work(rank):
         what = parts(0, "rows-2")
         targets = {key: what[key] for key in ("model", "optimizer")}
-        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
             note = checkpointer.prepare(**targets)
             assert checkpointer.load(**targets) == {"step": 2}
             assert checkpointer.memory_lasts, "the slots are made"
@@ -205,7 +205,7 @@ def test_memory_that_is_lost_while_it_is_loaded_leaves_no_mixture(committed, tmp
     run = tmp_path / "run"
 
     def work(rank):
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             if committed:
                 save_now(checkpointer, 1, **parts(1, "replicated"))
             checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
@@ -220,7 +220,7 @@ def test_memory_that_is_lost_while_it_is_loaded_leaves_no_mixture(committed, tmp
     left_behind(run, 1)
     monkeypatch.setattr(restore, "check", check_and_lose)
     model, optimizer = whole_state()
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         if not committed:
             with pytest.raises(
                 DamagedCheckpoint, match=r"lost while .* no checkpoint: start again"
@@ -238,7 +238,7 @@ def test_a_copy_is_there_for_a_restart_though_it_could_not_be_written(tmp_path):
     run, away = tmp_path / "run", tmp_path / "away"
 
     def work(rank):
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             save_now(checkpointer, 1, **parts(1, "replicated"))
             key = token(run)
             run.rename(away)
@@ -263,7 +263,7 @@ def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
     run = tmp_path / "run"
 
     def work(rank):
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
             deadline = time.monotonic() + 10
             while not in_memory(run) and time.monotonic() < deadline:
@@ -272,7 +272,7 @@ def test_memory_of_a_removed_run_without_a_checkpoint_is_not_used(tmp_path):
 
     def found() -> dict | None:
         model, optimizer = whole_state()
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             return checkpointer.load(model=model, optimizer=optimizer)
 
     assert run_ranks(1, work, tmp_path / "ranks") == [None]
@@ -338,7 +338,7 @@ def test_memory_of_a_killed_container_is_found(tmp_path):
         if not become_another_host():
             shut.touch()
             return
-        with Checkpointer(run, OPTIONS, None) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
             checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
             assert until(lambda: in_memory(run), 10)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -347,7 +347,7 @@ def test_memory_of_a_killed_container_is_found(tmp_path):
     if shut.exists():
         pytest.skip("makes namespaces")
     assert load(run, tmp_path / "ranks", "replicated", 1) == [(2, True)]
-    with Checkpointer(run, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         save_now(checkpointer, 3, **parts(3, "replicated"))
     assert not dead_folders(str(run)), "it is given back"
 
@@ -355,7 +355,7 @@ def test_memory_of_a_killed_container_is_found(tmp_path):
 def test_a_token_that_a_power_cut_has_emptied_is_replaced(tmp_path, caplog):
     (tmp_path / TOKEN).touch(0o600)
     what = parts(1, "replicated")
-    with Checkpointer(tmp_path, OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(tmp_path, OPTIONS, None) as checkpointer:
         checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
         assert checkpointer.memory_lasts
     assert f"{tmp_path / TOKEN} is replaced: a power cut" in caplog.text
@@ -394,7 +394,7 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank)
-        with Checkpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             checkpointer.prepare(**{key: parts(1, "rows-2")[key] for key in ("model", "optimizer")})
             monkeypatch.setattr(Link, "send", send)
             assert checkpointer.save(1, **parts(1, "rows-2"), memory_only=True)

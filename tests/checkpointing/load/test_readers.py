@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from checkpointing import (
-    Checkpointer,
     CheckpointOptions,
     DamagedCheckpoint,
     StorageError,
+    TensorCheckpointer,
     WrongModel,
     load_model,
 )
@@ -54,7 +54,7 @@ def checkpoint(weights, tmp_path_factory) -> Path:
 
     def work(rank):
         options = CheckpointOptions(max_shard_size=10_000)
-        with Checkpointer(folder / "run", options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(folder / "run", options, dist.group.WORLD) as checkpointer:
             return save_now(
                 checkpointer,
                 1,

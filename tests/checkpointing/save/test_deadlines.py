@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from checkpointing import Checkpointer, CheckpointOptions, SaveFailed
+from checkpointing import CheckpointOptions, SaveFailed, TensorCheckpointer
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.faults import children, load, names, parts, plant, until
 from tests.checkpointing.worlds import run_ranks
@@ -27,7 +27,7 @@ def save_through(rank: int, run: Path, stopped: int | None) -> tuple[str, float,
     seconds, what it then loads, and whether its writer is another one by then."""
     os.environ["GROUP_RANK"] = str(rank // PER_NODE)
     options = CheckpointOptions(deadline=SECONDS, max_bandwidth="1 MB")
-    with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+    with TensorCheckpointer(run, options, dist.group.WORLD) as checkpointer:
         checkpointer.save(1, **parts(1, bulk=1 << 20))
         checkpointer.wait()
         checkpointer.outcomes()
@@ -51,7 +51,7 @@ def save_through(rank: int, run: Path, stopped: int | None) -> tuple[str, float,
             checkpointer.outcomes()
             dist.barrier()
         anew = writers != children(os.getpid())
-    with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+    with TensorCheckpointer(run, options, dist.group.WORLD) as checkpointer:
         return str(told[0].error), seconds, load(checkpointer, bulk=1 << 20), anew
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.support.trace import at_once, read_trace, writes
-from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, StorageError
+from checkpointing import CheckpointOptions, SaveFailed, StorageError, TensorCheckpointer
 from checkpointing.save.channel import welcome
 from checkpointing.save.pulls import Puller, serve_pulls
 from checkpointing.storage.posix_step import NewPosixStep, PosixWriter
@@ -93,7 +93,7 @@ def by_one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
 
     def work(rank):
-        with Checkpointer(folder / "run", OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(folder / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             return {
                 step: digests(save_now(checkpointer, step, **parts(step, "replicated")))
                 for step in (1, 3)
@@ -113,7 +113,7 @@ def test_two_writers_at_a_time_one_for_each_file_and_no_collective(
     def work(rank):
         live_on_node(rank, run)
         step = parts(1, strategy)
-        with Checkpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, OPTIONS, dist.group.WORLD) as checkpointer:
             checkpointer.prepare(model=step["model"], optimizer=step["optimizer"])
             before = collectives()
             save_now(checkpointer, 1, **step)
@@ -168,7 +168,7 @@ def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_pa
         tensors = (*step["model"].values(), *step["optimizer"].values())
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         slow = replace(OPTIONS, max_bandwidth=nbytes)  # a second for each save, to be killed in
-        with Checkpointer(run, slow, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, slow, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, **step)
             dist.barrier()
             assert checkpointer.save(2, **step)

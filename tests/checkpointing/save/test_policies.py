@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointing import Checkpointer, CheckpointOptions, StorageError
+from checkpointing import CheckpointOptions, StorageError, TensorCheckpointer
 from checkpointing.save import room
 from checkpointing.save.room import RESERVE
 from checkpointing.storage import folders
@@ -26,7 +26,7 @@ SLOW = {"max_bandwidth": "10 KB", "max_shard_size": 700}
 
 
 def test_a_save_that_comes_too_early_is_skipped_unless_it_is_to_wait(tmp_path):
-    with Checkpointer(tmp_path, CheckpointOptions(**SLOW), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, CheckpointOptions(**SLOW), None) as checkpointer:
         assert checkpointer.save(1, **parts(1))
         assert not checkpointer.save(2, **parts(2))
         (skipped,) = checkpointer.outcomes()
@@ -45,7 +45,7 @@ def test_a_save_that_comes_too_early_is_skipped_unless_it_is_to_wait(tmp_path):
 @pytest.mark.parametrize("number", [1, 2])
 def test_with_when_busy_wait_no_save_is_lost(number, tmp_path):
     options = CheckpointOptions(**SLOW, when_busy="wait", slots=number, keep=0)
-    with Checkpointer(tmp_path, options, None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options, None) as checkpointer:
         what = parts(1)
         note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
         assert note.startswith(f"{number} checkpoint slot(s) of ")
@@ -53,7 +53,7 @@ def test_with_when_busy_wait_no_save_is_lost(number, tmp_path):
         checkpointer.wait()
         assert [outcome.step for outcome in checkpointer.outcomes() if outcome.path] == [1, 2, 3]
     for step in (3, 2, 1):  # each has its own bytes, though slots were used again
-        with Checkpointer(tmp_path, options, None) as checkpointer:
+        with TensorCheckpointer(tmp_path, options, None) as checkpointer:
             assert load(checkpointer) == step
         (tmp_path / f"step-{step:08}").rename(tmp_path / f"seen-{step}")
 
@@ -63,7 +63,7 @@ def test_ranks_that_are_not_quite_in_step_hear_the_same_answer(tmp_path):
 
     def work(rank):
         options = CheckpointOptions(**SLOW)
-        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
             answers = [checkpointer.save(1, **parts(1, "rows-2"))]
             what = parts(2, "rows-2")
             dist.barrier()
@@ -82,14 +82,14 @@ def test_a_save_ends_before_its_slots_are_made_anew_for_other_placements(tmp_pat
     run, options = tmp_path / "run", CheckpointOptions(**SLOW, keep=0)
 
     def work(rank):
-        with Checkpointer(run, options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(run, options, dist.group.WORLD) as checkpointer:
             assert checkpointer.save(1, **parts(1, "rows-2"))
             save_now(checkpointer, 2, **parts(2, "columns-2"))
             return [outcome.error for outcome in checkpointer.outcomes()]
 
     assert run_ranks(2, work, tmp_path / "ranks") == [[None, None]] * 2
     for step in (2, 1):
-        with Checkpointer(run, options, None) as checkpointer:
+        with TensorCheckpointer(run, options, None) as checkpointer:
             assert load(checkpointer) == step
         (run / f"step-{step:08}").rename(run / f"seen-{step}")
 
@@ -97,7 +97,7 @@ def test_a_save_ends_before_its_slots_are_made_anew_for_other_placements(tmp_pat
 def test_bandwidth_is_kept(tmp_path):
     options = CheckpointOptions(max_bandwidth="50 MB", max_writers=2, max_shard_size="8 MB")
     model = {name: torch.ones(1_500_000) for name in "abcd"}  # 24 MB
-    with Checkpointer(tmp_path, options, None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options, None) as checkpointer:
         save_now(checkpointer, 1, model=model, optimizer={}, state={}, files={})
         (outcome,) = checkpointer.outcomes()
     assert outcome.nbytes == pytest.approx(24e6, rel=0.01)
@@ -138,7 +138,7 @@ def test_little_shared_memory_does_for_one_slot(small_memory, tmp_path, monkeypa
     no restart begins from it; saves do well without."""
     (small_memory / "filler").write_bytes(bytes(48 << 10))
     plant(monkeypatch, shared_memory=str(small_memory))
-    with Checkpointer(tmp_path / "run", CheckpointOptions(), None) as checkpointer:
+    with TensorCheckpointer(tmp_path / "run", CheckpointOptions(), None) as checkpointer:
         what = parts(1)
         note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
         assert note.startswith("1 checkpoint slot(s) of ")
@@ -160,7 +160,9 @@ def test_without_shared_memory_slots_are_anonymous(
     plant(monkeypatch, shared_memory=str(small_memory))
 
     def work(rank):
-        with Checkpointer(tmp_path / "run", CheckpointOptions(), dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(
+            tmp_path / "run", CheckpointOptions(), dist.group.WORLD
+        ) as checkpointer:
             what = parts(1, "rows-2")
             note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
             for step in (1, 2):
@@ -188,7 +190,7 @@ def test_slots_may_lie_on_a_disk(tmp_path):
     def work(rank):
         options = CheckpointOptions(slot_directory=str(disk))
         what = parts(1, "rows-2")
-        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
             note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
             for step in (1, 2):
                 save_now(checkpointer, step, **parts(step, "rows-2"))
@@ -196,7 +198,7 @@ def test_slots_may_lie_on_a_disk(tmp_path):
             assert load(checkpointer, "rows-2") == 2
         options = CheckpointOptions(slot_directory=str(disk / "absent"))
         with (
-            Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer,
+            TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer,
             pytest.raises(StorageError, match=r"slot_directory: .*absent: No such file"),
         ):
             checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
@@ -215,7 +217,7 @@ def test_without_slots_a_save_takes_room_and_gives_it_back(on_disk, small_memory
     def work(rank):
         options = CheckpointOptions(**SLOW, slots=0, slot_directory=place)
         before = set(children(os.getpid()))
-        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
             what = parts(1, "rows-2")
             note = checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])
             writers = set(children(os.getpid())) - before
@@ -281,7 +283,7 @@ def test_memory_that_is_still_coming_free_is_waited_for(steps, enough):
 def test_slots_that_are_made_anew_leave_no_file_open(tmp_path):
     options = CheckpointOptions(slot_directory=str(tmp_path))
     opened, others = [], children(os.getpid())
-    with Checkpointer(tmp_path / "run", options, None) as checkpointer:
+    with TensorCheckpointer(tmp_path / "run", options, None) as checkpointer:
         for step, bulk in enumerate((0, 5000, 0)):
             save_now(checkpointer, step, **parts(step, bulk=bulk))
             (writer,) = set(children(os.getpid())) - set(others)
@@ -296,7 +298,7 @@ def test_slots_that_are_refused_to_a_new_writer_are_asked_for_again(small_memory
 
     def work(rank):
         options = CheckpointOptions(slot_directory=str(small_memory))
-        with Checkpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
             save_now(checkpointer, 1, **parts(1, "rows-2"))
             checkpointer.outcomes()
             what = parts(2, "rows-2")
@@ -323,7 +325,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_it_takes(tmp_path, mon
     plant(monkeypatch, shared_memory=str(tmp_path / "shm"), free=RESERVE + 1000)
     what = parts(1)
     with (
-        Checkpointer(tmp_path / "run", CheckpointOptions(), None) as checkpointer,
+        TensorCheckpointer(tmp_path / "run", CheckpointOptions(), None) as checkpointer,
         pytest.raises(StorageError, match=r"takes 0\.00 GB on this node; only 0\.27 GB are free"),
     ):
         checkpointer.prepare(model=what["model"], optimizer=what["optimizer"])

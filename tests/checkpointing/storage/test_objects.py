@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing import Checkpointer, CheckpointOptions
+from checkpointing import CheckpointOptions, TensorCheckpointer
 from checkpointing.errors import SaveFailed, StorageError
 from checkpointing.format.layout import (
     BLOCK_BYTES,
@@ -559,7 +559,7 @@ def test_the_engine_saves_and_loads(directory: ObjectPath, store: Proxy, tmp_pat
 
     def saves(rank: int) -> list[str | None]:
         model, optimizer = (spread(part, "rows-2") for part in whole_state())
-        with Checkpointer(str(directory), options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(str(directory), options, dist.group.WORLD) as checkpointer:
             for step in (1, 2, 3):
                 checkpointer.save(
                     step, model=model, optimizer=optimizer, state={"step": step}, files={}
@@ -579,7 +579,7 @@ def test_the_engine_saves_and_loads(directory: ObjectPath, store: Proxy, tmp_pat
         for part in parts:
             for tensor in part.values():
                 local(tensor).zero_()
-        with Checkpointer(str(directory), options, dist.group.WORLD) as checkpointer:
+        with TensorCheckpointer(str(directory), options, dist.group.WORLD) as checkpointer:
             state = checkpointer.load(model=parts[0], optimizer=parts[1])
         expected = [spread(part, "rows-3") for part in whole]
         return state == {"step": 3} and all(

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing import (
-    Checkpointer,
     CheckpointOptions,
     DamagedCheckpoint,
+    TensorCheckpointer,
     WrongModel,
     newest_checkpoint,
 )
@@ -237,10 +237,10 @@ def test_a_step_that_could_not_be_loaded_is_not_deleted(tmp_path, monkeypatch):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return opened(storage, path)
 
-    with Checkpointer(tmp_path, options(keep=0), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options(keep=0), None) as checkpointer:
         for step in (1, 2):
             save(checkpointer, step)
-    with Checkpointer(tmp_path, options(keep=2), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options(keep=2), None) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(PosixStorage, "open", failing)
             assert checkpointer.load(model=model, optimizer={}) == {"step": 1}
@@ -380,7 +380,7 @@ def engine_save(checkpointer, step, **state):
 
 
 def test_an_engine_that_saves_also_deletes(tmp_path):
-    with Checkpointer(tmp_path, options(1, keep_best=1), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options(1, keep_best=1), None) as checkpointer:
         for step, loss in ((1, 0.5), (2, 0.25), (3, 1.0), (4, 2.0)):
             engine_save(checkpointer, step, validation_loss=loss)
     assert steps(tmp_path) == [2, 4]
@@ -391,11 +391,11 @@ def test_a_step_goes_only_when_a_later_one_was_read_back_and_found_right(tmp_pat
     """The disk changes what is written to it, from step 2 on; so step 1 stays."""
     with monkeypatch.context() as patch:
         plant(patch, root=str(tmp_path), flip=["step-00000002", "step-00000003"])
-        with Checkpointer(tmp_path, options(1), None) as checkpointer:
+        with TensorCheckpointer(tmp_path, options(1), None) as checkpointer:
             for step in (1, 2, 3):
                 engine_save(checkpointer, step)
     assert {1, 3} <= set(steps(tmp_path))  # 2 goes if 3 came before it was looked at
-    with Checkpointer(tmp_path, options(1), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options(1), None) as checkpointer:
         target = {"w": torch.zeros(3)}
         assert checkpointer.load(model=target, optimizer={}) == {"step": 1}
         engine_save(checkpointer, 4)
@@ -420,7 +420,7 @@ def test_prune_reads_what_it_relies_upon(tmp_path):
 
 
 def test_a_committed_step_is_not_written_again(tmp_path):
-    with Checkpointer(tmp_path, options(), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options(), None) as checkpointer:
         path = engine_save(checkpointer, 1)
         before = {file: file.stat() for file in (path, *path.rglob("*"))}
         engine_save(checkpointer, 1)
@@ -428,7 +428,7 @@ def test_a_committed_step_is_not_written_again(tmp_path):
 
 
 def test_another_model_is_an_error_and_no_reason_to_take_an_older_step(tmp_path):
-    with Checkpointer(tmp_path, options(), None) as checkpointer:
+    with TensorCheckpointer(tmp_path, options(), None) as checkpointer:
         assert checkpointer.load(model={}, optimizer={}) is None
         engine_save(checkpointer, 1)
         engine_save(checkpointer, 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing import Checkpointer, CheckpointOptions, SaveFailed, SaveOutcome
+from checkpointing import CheckpointOptions, SaveFailed, SaveOutcome, TensorCheckpointer
 from tests.checkpointing.worlds import same_bits
 
 SIZE = 1 << 20
@@ -28,13 +28,13 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.rand(SIZE // 4, generator=generator)}
 
 
-def begin(checkpointer: Checkpointer, step: int) -> bool:
+def begin(checkpointer: TensorCheckpointer, step: int) -> bool:
     return checkpointer.save(
         step, model=tensors(step), optimizer={}, state={"step": step}, files={}
     )
 
 
-def save(checkpointer: Checkpointer, step: int) -> SaveOutcome:
+def save(checkpointer: TensorCheckpointer, step: int) -> SaveOutcome:
     """Save, and wait for the end, good or bad."""
     begin(checkpointer, step)
     deadline = time.monotonic() + 40
@@ -44,7 +44,7 @@ def save(checkpointer: Checkpointer, step: int) -> SaveOutcome:
     return outcomes[-1]
 
 
-def newest(checkpointer: Checkpointer) -> int:
+def newest(checkpointer: TensorCheckpointer) -> int:
     """The step that loads; it must be that step's state to the bit."""
     model = {"weight": torch.zeros(SIZE // 4)}
     step = checkpointer.load(model=model, optimizer={})["step"]
@@ -94,7 +94,7 @@ def set_faults(control: Path, **faults: dict) -> None:
 
 
 def test_a_full_disk(small_disk):
-    with Checkpointer(small_disk / "run", OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(small_disk / "run", OPTIONS, None) as checkpointer:
         assert save(checkpointer, 1).path
         (small_disk / "filler").write_bytes(bytes(5 * SIZE // 2))
         outcome = save(checkpointer, 2)
@@ -114,7 +114,7 @@ def test_a_full_disk(small_disk):
 
 
 def test_a_disk_that_turns_read_only(small_disk):
-    with Checkpointer(small_disk / "run", OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(small_disk / "run", OPTIONS, None) as checkpointer:
         assert save(checkpointer, 1).path
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
         outcome = save(checkpointer, 2)
@@ -127,7 +127,7 @@ def test_a_disk_that_turns_read_only(small_disk):
 
 def test_the_directory_disappears_during_a_save(tmp_path):
     options = CheckpointOptions(keep=0, max_bandwidth="1 MB")
-    with Checkpointer(tmp_path / "run", options, None) as checkpointer:
+    with TensorCheckpointer(tmp_path / "run", options, None) as checkpointer:
         begin(checkpointer, 1)
         deadline = time.monotonic() + 10
         while not list(tmp_path.glob("run/*.tmp-*/model-*")) and time.monotonic() < deadline:
@@ -143,7 +143,7 @@ def test_the_directory_disappears_during_a_save(tmp_path):
 
 def test_an_error_that_passes_is_tried_again_and_one_that_stays_ends_the_save(faulty):
     mount, control = faulty
-    with Checkpointer(mount / "run", OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(mount / "run", OPTIONS, None) as checkpointer:
         set_faults(control, write={"errno": "EIO", "times": 2})
         assert save(checkpointer, 1).path
         assert newest(checkpointer) == 1
@@ -162,7 +162,7 @@ def test_an_error_that_passes_is_tried_again_and_one_that_stays_ends_the_save(fa
 
 def test_a_slow_fsync_and_a_slow_disk_do_not_hold_up_training(faulty):
     mount, control = faulty
-    with Checkpointer(mount / "run", OPTIONS, None) as checkpointer:
+    with TensorCheckpointer(mount / "run", OPTIONS, None) as checkpointer:
         assert save(checkpointer, 1).path
         for step, fault in (
             (2, {"fsync": {"seconds": 5, "times": 1}}),

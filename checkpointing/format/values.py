@@ -1,0 +1,75 @@
+"""Plain values ↔ JSON, exactly: what JSON would change (tuples, keys that are no strings) or not
+take (bytes, tensors) is written as an object with one key that begins with "$"."""
+
+import base64
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def to_json(value: Any, name: str) -> Any:
+    """A value as JSON takes it; `from_json` gives it back, with equal types.
+
+    Args:
+        value: numbers, strings, None, bytes, CPU or GPU tensors, numpy arrays; and lists, tuples,
+            dictionaries and Counters of such.
+        name: what the value is called in an error.
+
+    Raises:
+        ValueError: there is something else in it; says where and what.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.generic):
+        return to_json(value.item(), name)
+    if isinstance(value, list):
+        return [to_json(one, f"{name}[{place}]") for place, one in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": to_json(list(value), name)}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) is Tensor or isinstance(value, np.ndarray):
+        array = torch.as_tensor(value).detach().cpu().contiguous()
+        kind = "$tensor" if isinstance(value, Tensor) else "$array"
+        data = array.reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(array.dtype).removeprefix("torch.")
+        return {kind: [dtype, list(array.shape), base64.b64encode(data).decode()]}
+    if isinstance(value, Mapping):
+        items = {key: to_json(one, f"{name}[{key!r}]") for key, one in value.items()}
+        if isinstance(value, Counter):
+            return {"$counter": [[to_json(key, name), one] for key, one in items.items()]}
+        if all(type(key) is str and not key.startswith("$") for key in items):
+            return items
+        return {"$dict": [[to_json(key, name), one] for key, one in items.items()]}
+    raise ValueError(
+        f"{name} is a {type(value).__name__}, which cannot be saved: let state_dict() give "
+        "numbers, strings, bytes, tensors, and lists, tuples and dictionaries of such"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given; tensors are on the CPU."""
+    if isinstance(value, list):
+        return [from_json(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    match next(iter(value.items()), None):
+        case ("$tuple", items):
+            return tuple(from_json(items))
+        case ("$bytes", data):
+            return base64.b64decode(data)
+        case ("$tensor" | "$array" as kind, (dtype, shape, data)):
+            held = bytearray(base64.b64decode(data))
+            # torch takes no memory that is empty.
+            flat = torch.frombuffer(held or bytearray(1), dtype=torch.uint8)[: len(held)]
+            tensor = flat.view(getattr(torch, dtype)).reshape(shape)
+            return tensor if kind == "$tensor" else tensor.numpy()
+        case ("$counter", items):
+            return Counter({from_json(key): from_json(one) for key, one in items})
+        case ("$dict", items):
+            return {from_json(key): from_json(one) for key, one in items}
+    return {key: from_json(one) for key, one in value.items()}

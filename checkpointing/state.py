@@ -1,0 +1,189 @@
+"""What a loop calls its state, as a checkpoint holds it: modules, optimizers, tensors and Stateful
+objects ↔ named tensors and JSON.
+
+The module called `model` keeps its own names, so that Hugging Face opens the checkpoint. Names of
+another module begin with what it is called. The state of an optimizer is `<parameter>.exp_avg` and
+so on.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpointing.errors import WrongModel
+from checkpointing.format.tensors import optimizer_tensors
+from checkpointing.format.values import from_json, to_json
+
+MODEL = "model"
+"""What the module is called that keeps its own names."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What says its state by itself, in plain values (see `to_json`): a learning-rate schedule, a
+    data loader, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+State = Mapping[str, nn.Module | torch.optim.Optimizer | Tensor | Stateful]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A state taken apart. The tensors are the live ones, not copies."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    values: dict[str, Any]
+    """JSON, by what the object is called: all that is not in tensors."""
+
+
+def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> Parts:
+    """The tensors and values of a state. A tensor that no optimizer of `guarded` updates is no
+    `nn.Parameter` here, so that `save` copies it before it returns.
+
+    Raises:
+        ValueError: something in it cannot be saved; says what and why.
+    """
+    model: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    names: dict[Tensor, str] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for key, value in state.items():
+        tensors: dict[str, Tensor] = {}
+        if isinstance(value, nn.Module):
+            tensors, extra = _of_module(key, value)
+            if extra:
+                values[key] = to_json(extra, key)
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers[key] = value
+        elif isinstance(value, Tensor):
+            tensors = {key: value}
+        elif isinstance(value, Stateful):
+            values[key] = to_json(value.state_dict(), key)
+        else:
+            raise ValueError(
+                f"{key} is a {type(value).__name__}: give a module, an optimizer, a tensor, or an "
+                "object with state_dict and load_state_dict"
+            )
+        if twice := sorted(tensors.keys() & model.keys()):
+            raise ValueError(f"{key}: there are two tensors called {twice[0]}; call one otherwise")
+        model |= {name: tensor for name, tensor in tensors.items() if tensor not in names}
+        names |= {tensor: name for name, tensor in tensors.items() if tensor not in names}
+    optimizer: dict[str, Tensor] = {}
+    kept: set[Tensor] = set()
+    for key, value in optimizers.items():
+        own = _of_optimizer(key, value, names)
+        if twice := sorted(own.keys() & optimizer.keys()):
+            raise ValueError(f"{key}: another optimizer has state called {twice[0]}, too")
+        optimizer |= own
+        values[key] = to_json(_groups(value), key)
+        if value in guarded:
+            kept.update(_parameters(value))
+    live = {name: value if value in kept else value.detach() for name, value in model.items()}
+    return Parts(live, optimizer, values)
+
+
+def put_back(state: State, values: Mapping[str, Any]) -> None:
+    """Give the objects of a state their values; the tensors have theirs.
+
+    Raises:
+        WrongModel: there are values of other objects than these; nothing was changed.
+    """
+    expected = set()
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            has_values = bool(_of_module(key, value)[1])
+        else:
+            has_values = not isinstance(value, Tensor)
+        if has_values:
+            expected.add(key)
+    if expected != values.keys():
+        missing, unused = sorted(expected - values.keys()), sorted(values.keys() - expected)
+        raise WrongModel(
+            f"the checkpoint has nothing for {', '.join(missing) or '-'}, and what nobody asks for "
+            f"of {', '.join(unused) or '-'}: load into the same objects that were saved"
+        )
+    for key, value in values.items():
+        target, found = state[key], from_json(value)
+        if isinstance(target, torch.optim.Optimizer):
+            _set_groups(key, target, found)
+        elif isinstance(target, nn.Module):
+            target.load_state_dict(found, strict=False)
+        else:
+            target.load_state_dict(found)  # type: ignore[union-attr]
+
+
+def _of_module(key: str, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Its tensors by their names in a checkpoint, and what else is in its state_dict."""
+    while True:  # neither changes what is trained
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
+            module = inner
+        else:
+            break
+    tensors, extra = {}, {}
+    prefix = "" if key == MODEL else f"{key}."
+    state = module.state_dict(keep_vars=True)
+    live = {*module.parameters(), *module.buffers()}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+        elif value in live:
+            tensors[prefix + name] = value
+        else:
+            raise ValueError(
+                f"{key}: its state_dict gives a copy for {name}, which nothing can be loaded into; "
+                "give the module that holds the tensor itself"
+            )
+    return tensors, extra
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _of_optimizer(
+    key: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> dict[str, Tensor]:
+    parameters = _parameters(optimizer)
+    if any(parameter not in names for parameter in parameters):
+        raise ValueError(
+            f"{key} trains a parameter that is in no module of this state: add the module. After "
+            "fully_shard or .to(), make the optimizer anew"
+        )
+    try:
+        return optimizer_tensors(optimizer, {names[one]: one for one in parameters})
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _set_groups(key: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise WrongModel(
+            f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(groups)} in the "
+            "checkpoint: make it as it was saved"
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in saved.items():
+            held = group.get(name)
+            if isinstance(held, Tensor):  # compiled code may hold it
+                held.copy_(torch.as_tensor(value))
+            else:
+                group[name] = value

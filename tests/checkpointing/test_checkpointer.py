@@ -1,0 +1,229 @@
+"""The face for a loop of one's own: whatever a state consists of comes back as it was when `save`
+was called, and what is forgotten costs time, never truth."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from checkpointing import Checkpointer, CheckpointError, WrongModel
+from checkpointing.format.values import from_json, to_json
+from tests.checkpointing.worlds import run_ranks, same_bits, spread
+
+
+class Ensemble(nn.Module):
+    """A batch norm, whose buffers change in forward, and enough bytes for a copy to take a
+    while."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.bulk = nn.Parameter(torch.ones(width, 4096))
+
+    def forward(self, x):
+        return self.norm(self.layer(x)) @ self.bulk
+
+
+def bits(*objects):
+    """All that they hold now, as copies."""
+    return copy.deepcopy([one.state_dict() for one in objects])
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return same_bits(left, right)
+    if isinstance(left, dict) and type(left) is type(right):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and (
+            len(left) == len(right) and all(map(same, left, right))
+        )
+    return type(left) is type(right) and left == right
+
+
+def make(width=16):
+    torch.manual_seed(0)
+    model = Ensemble(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9))
+    schedule = lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    return model, optimizer, schedule
+
+
+def state_of(model, optimizer, schedule):
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_save_is_one_moment_in_time(tmp_path, guarded):
+    model, optimizer, schedule = make(width=4096)  # 64 MB of parameters
+    mean = copy.deepcopy(model)
+    state = {**state_of(model, optimizer, schedule), "mean": mean}
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        assert checkpointer.load(state) is None
+        if guarded:
+            checkpointer.guard(optimizer)
+        for step in (1, 2):
+            model(torch.randn(4, 8)).square().mean().backward()
+            saved = bits(model, optimizer, schedule, mean)
+            checkpointer.save(step, state)
+            model.norm(torch.ones(4, 4096))  # at once
+            with torch.no_grad():
+                for average, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+                    average.lerp_(parameter, 0.1)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    model, optimizer, schedule = make(width=4096)
+    mean = copy.deepcopy(model)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load({**state_of(model, optimizer, schedule), "mean": mean}) == 2
+    assert same(bits(model, optimizer, schedule, mean), saved)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)  # MultiStepLR knows its steps
+
+
+def test_what_changes_a_guarded_parameter_besides_the_optimizer_is_never_half_saved(tmp_path):
+    model, optimizer, schedule = make(width=8192)
+    state = state_of(model, optimizer, schedule)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(state)
+        checkpointer.guard(optimizer)
+        checkpointer.save(1, state, wait=True)
+        before = model.layer.bias.detach().clone()
+        checkpointer.save(2, state)
+        with torch.no_grad():
+            model.layer.bias.add_(1)  # mostly while the bulk is still being copied
+        checkpointer.wait_staged()
+    outcomes = {outcome.step: outcome for outcome in checkpointer.outcomes()}
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(state) == (1 if outcomes[2].error else 2)
+    assert same_bits(model.layer.bias.detach(), before)
+    assert "was changed while it was being copied" in (outcomes[2].error or "changed") or (
+        not outcomes[2].error
+    )
+
+
+def test_several_of_each_kind(tmp_path):
+    def made():
+        torch.manual_seed(1)
+        maker, judge = nn.Linear(3, 4), nn.Linear(4, 1)
+        ema = copy.deepcopy(maker)
+        optimizers = [
+            torch.optim.SGD(maker.parameters(), lr=0.1),
+            torch.optim.RMSprop(judge.parameters(), lr=torch.tensor(0.2)),
+        ]
+        keys = ("maker", "judge", "ema", "slow", "fast", "scale")
+        return dict(zip(keys, (maker, judge, ema, *optimizers, torch.zeros(2)), strict=True))
+
+    one, other = made(), made()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(one)
+        checkpointer.guard(one["slow"], one["fast"])
+        one["judge"](one["maker"](torch.ones(2, 3))).sum().backward()
+        one["slow"].step()
+        one["fast"].step()
+        one["scale"] += 3
+        one["slow"].param_groups[0]["lr"] = 0.05
+        one["fast"].param_groups[0]["lr"].fill_(0.5)
+        checkpointer.save(7, one, wait=True, files={"note.txt": b"hello"})
+        one["ema"].weight.data.zero_()
+        checkpointer.save(8, one, wait=True)
+        rate = other["fast"].param_groups[0]["lr"]
+        assert checkpointer.load(other, step=7) == 7
+        assert not same_bits(other["ema"].weight.detach(), one["ema"].weight.detach())
+        assert checkpointer.load(other) == 8
+    names = ("maker", "judge", "ema", "slow", "fast")
+    assert same(bits(*(one[name] for name in names)), bits(*(other[name] for name in names)))
+    assert same_bits(one["scale"], other["scale"])
+    assert rate is other["fast"].param_groups[0]["lr"]
+    assert (tmp_path / "step-00000007" / "note.txt").read_bytes() == b"hello"
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(WrongModel):
+        checkpointer.load({key: value for key, value in made().items() if key != "ema"})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda one: lr_scheduler.OneCycleLR(one, 0.2, 10),
+        lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=1),
+        lambda one: lr_scheduler.SequentialLR(
+            one, [lr_scheduler.ConstantLR(one), lr_scheduler.MultiStepLR(one, [1])], [2]
+        ),
+        lambda one: torch.Generator().manual_seed(3),
+    ],
+)
+def test_values_come_back_exactly(kind):
+    one = kind(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+    said = one.get_state() if isinstance(one, torch.Generator) else one.state_dict()
+    assert same(from_json(to_json(said, "it")), said)
+
+
+def test_what_is_wrong_is_told(tmp_path):
+    model, optimizer, schedule = make()
+    state = state_of(model, optimizer, schedule)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    class Odd:
+        def state_dict(self):
+            return {"call": [len]}
+
+        def load_state_dict(self, state_dict):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="every is for recipes"):
+        Checkpointer(tmp_path, every=3)
+    with Checkpointer(tmp_path) as checkpointer:
+        for wrong, why in [
+            ({**state, "n": 3}, "n is a int: give a module"),
+            ({**state, "odd": Odd()}, r"odd\['call'\]\[0\] is a builtin_function"),
+            ({**state, "other": other}, "other trains a parameter that is in no module"),
+            ({**state, "layer.weight": torch.zeros(1)}, "two tensors called layer.weight"),
+        ]:
+            with pytest.raises(ValueError, match=why):
+                checkpointer.save(1, wrong)
+        checkpointer.save(5, state, wait=True)
+    with Checkpointer(tmp_path) as checkpointer:  # load is forgotten
+        with pytest.raises(CheckpointError, match="step 1 is older than step 5"):
+            checkpointer.save(1, state)
+        with pytest.raises(CheckpointError, match="no step 3; it has 5"):
+            checkpointer.load(state, step=3)
+        with pytest.raises(WrongModel, match="nothing for more"):
+            checkpointer.load({**state, "more": schedule})
+
+
+class Position:
+    """A data loader's, which may differ by rank."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"at": self.value}
+
+    def load_state_dict(self, state_dict):
+        self.value = state_dict["at"]
+
+
+def test_what_differs_by_rank_is_not_taken_from_rank_0(tmp_path):
+    weight = {"weight": torch.arange(12.0).reshape(6, 2)}
+
+    def save(rank):
+        state = {**spread(weight, "rows-2"), "data": Position(rank), "clock": Position((7, 8))}
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(3, state, wait=True)
+
+    def load(rank):
+        empty = {"weight": torch.zeros(6, 2)}
+        target = spread(empty, f"rows-{torch.distributed.get_world_size()}")
+        state = {**target, "data": Position(None), "clock": Position(None)}
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.load(state)
+        return state["data"].value, state["clock"].value
+
+    assert run_ranks(2, save, tmp_path) == [None, None]
+    assert run_ranks(2, load, tmp_path) == [(0, (7, 8)), (1, (7, 8))]
+    (error,) = run_ranks(1, load, tmp_path)
+    assert "data: its state differed among the 2 ranks" in str(error)
