@@ -1,0 +1,1 @@
+"""The engine behind other libraries' ways to save. Each imports its library itself."""

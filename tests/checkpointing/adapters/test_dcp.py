@@ -1,0 +1,82 @@
+"""Code that was written for torch.distributed.checkpoint: one line is another."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from checkpointing import CheckpointError, WrongModel
+from checkpointing.adapters import dcp as ours
+from tests.checkpointing.worlds import run_ranks
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 9])
+
+
+def train(model, optimizer, schedule):
+    model(torch.ones(2, 5)).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+
+
+def whole(model):
+    return [parameter.full_tensor().tolist() for parameter in model.parameters()]
+
+
+def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path):
+    def save(_rank):
+        parts = build()
+        train(*parts)
+        model, optimizer = get_state_dict(parts[0], parts[1])
+        state = {"model": model, "optimizer": optimizer, "schedule": parts[2], "n": {"step": 1}}
+        ours.save(state, checkpoint_id=tmp_path / "one")
+        train(*parts)
+        return whole(parts[0]), parts[1].param_groups[0]["lr"]
+
+    def load(_rank):
+        parts = build()
+        train(*parts)  # other weights, and state for the optimizer
+        train(*parts)
+        model, optimizer = get_state_dict(parts[0], parts[1])
+        state = {"model": model, "optimizer": optimizer, "schedule": parts[2], "n": {"step": 0}}
+        ours.load(state, checkpoint_id=tmp_path / "one")
+        set_state_dict(
+            *parts[:2], model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        train(*parts)
+        return whole(parts[0]), parts[1].param_groups[0]["lr"], state["n"]["step"]
+
+    (weights, rate), _ = run_ranks(2, save, tmp_path / "ranks")
+    for found, loaded_rate, step in run_ranks(3, load, tmp_path / "ranks"):
+        assert step == 1
+        assert loaded_rate == rate
+        for one, other in zip(found, weights, strict=True):
+            assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    state = {"a": torch.ones(2), "more": [{"b": torch.zeros(3), "k": (1, 2)}], "c": {"d": "text"}}
+    ours.save(state, checkpoint_id=tmp_path / "it")
+    target = {"a": torch.zeros(2), "more": [{"b": torch.ones(3), "k": None}], "c": {}}
+    ours.load(target, checkpoint_id=tmp_path / "it")
+    assert target["more"][0]["k"] == (1, 2)
+    assert target["c"] == {"d": "text"}
+    assert target["a"].tolist() == [1, 1]
+    with pytest.raises(WrongModel, match=r"this state_dict has e$"):
+        ours.load({**target, "e": 1}, checkpoint_id=tmp_path / "it")
+    with pytest.raises(WrongModel):
+        ours.load({"a": torch.zeros(2)}, checkpoint_id=tmp_path / "it")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        ours.load(target, checkpoint_id=tmp_path / "other")
+    twice = {"x.y": torch.ones(1), "x": {"y": torch.ones(1)}}
+    with pytest.raises(ValueError, match=r"called x\.y"):
+        ours.save(twice, checkpoint_id=tmp_path / "twice")
