@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import sqlite3
 import threading
@@ -20,7 +21,7 @@ from elastic.record.history import read_history
 from tests.distributed.jobs import RECIPE, ROOT, losses
 from trainer.recipe import load_recipe
 from trainer.run.metrics import Log, keep_records
-from trainer.run.trackers import Tail
+from trainer.run.trackers import Tail, to_sink
 from trainer.tools.local_nodes import LocalNodes
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
@@ -68,6 +69,22 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
         log.record(2, {"loss": 1.0})
         log.record(2, {"validation_loss": 2.0})
     assert [record["step"] for record in tail.read()[1]] == [2, 2]
+
+
+def test_a_sink_is_told_what_counts_no_more(tmp_path):
+    """The sink of docs/extending.md: steps 2 and 3 come again, and a new process goes on."""
+    path, sink = tmp_path / "metrics.jsonl", runpy.run_path(ROOT / "examples/own_sink.py")["sink"]
+    line = '{{"step": {}, "time": {}, "loss": {}}}\n'
+    path.write_text("".join(line.format(n, n, "null") for n in (1, 2, 3)))
+    with closing(sink(tmp_path).database) as database:
+        turns = to_sink(sink(tmp_path), tmp_path, 0.0)
+        assert next(turns) == 3.0
+        keep_records(path, 1)
+        with path.open("a") as file:
+            file.write(line.format(2, 4, 0.5))
+        assert next(turns) == next(to_sink(sink(tmp_path), tmp_path, 4.0)) == 4.0
+        query = "SELECT step, value FROM metrics WHERE name = 'loss'"
+        assert database.execute(query).fetchall() == [(1, None), (2, 0.5)]
 
 
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
