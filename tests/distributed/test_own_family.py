@@ -1,0 +1,115 @@
+"""examples/own_family.py as a user has it: in from Hugging Face, train, out to Hugging Face."""
+
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
+
+from tests.distributed.jobs import ROOT, losses
+from trainer.data.loader import TokenStream
+from trainer.models import read_config
+from trainer.models.family import find_family
+from trainer.recipe import RecipeError, load_recipe
+from trainer.tasks.task import build_task
+from trainer.tools.generate import generate, load_decoder
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+OURS = ("model.architecture=null", "model.family=own_family:OLMO2", "model.init_from=olmo2")
+FRESH = (
+    "model.family=own_family:OLMO2",
+    "model.architecture.model_type=olmo2",
+    "model.architecture.head_dim=12",
+)
+
+
+@pytest.fixture(scope="module")
+def published(workspace):
+    """With norms away from one and wide weights, so that a norm in another place shows."""
+    shutil.copy(ROOT / "examples/own_family.py", workspace)
+    torch.manual_seed(3)
+    model = Olmo2ForCausalLM(Olmo2Config(**SIZES, initializer_range=0.2, rope_theta=5e5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
+    model.save_pretrained(workspace / "olmo2")
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def there(workspace, published, monkeypatch):
+    monkeypatch.chdir(workspace)
+    monkeypatch.syspath_prepend(workspace)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(workspace, published):
+    family, folder = find_family("own_family:OLMO2"), workspace / "olmo2"
+    decoder = load_decoder(folder, read_config(folder, family), torch.device("cpu"), family)
+    tokens = torch.randint(0, 257, (2, 100), generator=torch.Generator().manual_seed(1))
+    expected = published(tokens).logits
+    assert expected.std() > 0.5
+    # float32 rounding through two layers
+    torch.testing.assert_close(decoder(tokens), expected, atol=1e-5, rtol=0, check_stride=False)
+
+
+def test_there_and_back(workspace, train, published):
+    output = train(
+        2, "run.dir=olmo", "run.steps=3", "schedule={}", "data.document_mask=false", *OURS
+    )
+    assert "olmo2 decoder" in output
+    stream = TokenStream.open(
+        [(workspace / "data", 1.0)], split="train", seq_len=32, seed=7, shuffle=True
+    )
+    batch = stream.fetch(range(8))
+    with torch.no_grad():
+        logits = published(batch["input_ids"]).logits
+    expected = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+    assert losses(workspace, "olmo")[1] == pytest.approx(expected, rel=1e-5)
+
+    checkpoint = workspace / "olmo/checkpoints/step-00000003"
+    trained, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert isinstance(trained, Olmo2ForCausalLM)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    prompt = "to be"
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    expected_ids = trained.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    options = {"max_new_tokens": 8, "temperature": 0, "family": "own_family:OLMO2"}
+    text = "".join(generate(checkpoint, prompt, **options))
+    assert prompt + text == tokenizer.decode(expected_ids[0].tolist())
+
+
+def test_fresh_weights(workspace, train):
+    train(1, "run.dir=fresh", "run.steps=2", "schedule={}", *FRESH)
+    checkpoint = workspace / "fresh/checkpoints/step-00000002"
+    _, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["model.family=own_family:Block"], "own_family:Block is a type, not a trainer.models.Fam"),
+        (["model.family=own_family:NONE"], "model.family: cannot import own_family:NONE"),
+        (["model.architecture.model_type=qwen3"], "qwen3, but own_family:OLMO2 is olmo2"),
+        (["model.architecture.options={depth: 3}"], "olmo2 has no depth; known: none"),
+    ],
+)
+def test_what_is_no_family_is_told_in_a_line(change, message):
+    with pytest.raises(RecipeError) as refusal:
+        build_task(load_recipe("recipe.yaml", [*FRESH, *change]))
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
