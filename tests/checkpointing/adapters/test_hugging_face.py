@@ -1,0 +1,75 @@
+"""transformers' Trainer, stopped and resumed through this engine."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from checkpointing import CheckpointError  # noqa: E402
+from checkpointing.adapters.hugging_face import CheckpointCallback  # noqa: E402
+
+STEPS, SIZE = 14, 24  # a bit more than two epochs of six steps
+
+
+class StopNow(Exception):  # noqa: N818
+    """As if it had been killed."""
+
+
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise StopNow
+
+
+def train(folder, callbacks, resume=None):
+    """Losses by step of a tiny Llama with dropout."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.3,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(1)
+    items = [torch.randint(64, (8,), generator=draw) for _ in range(SIZE)]
+    arguments = transformers.TrainingArguments(
+        output_dir=folder / "out", max_steps=STEPS, per_device_train_batch_size=4, seed=3,
+        learning_rate=1e-2, save_strategy="no", report_to=[], logging_steps=1, use_cpu=True,
+        disable_tqdm=True, logging_nan_inf_filter=False,
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model=transformers.LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=[{"input_ids": item, "labels": item} for item in items],
+        callbacks=callbacks,
+    )
+    with suppress(StopNow):
+        trainer.train(resume_from_checkpoint=resume)
+    logs = trainer.state.log_history
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return {log["step"]: log["loss"] for log in logs if "loss" in log}, weights
+
+
+def test_a_trainer_stops_and_goes_on_as_if_it_had_not(tmp_path):
+    whole, weights = train(tmp_path, [])
+    first = CheckpointCallback(tmp_path / "run", every=4, keep=2)
+    assert first.resume() is None
+    train(tmp_path, [first, StopAt(11)])
+    first._checkpointer.close()
+
+    forgotten = CheckpointCallback(tmp_path / "run", every=4)
+    with pytest.raises(CheckpointError, match="has step 8, and the Trainer begins at step 0"):
+        train(tmp_path, [forgotten])
+    forgotten._checkpointer.close()
+
+    second = CheckpointCallback(tmp_path / "run", every=4, keep=2)
+    losses, end = train(tmp_path, [second], second.resume())
+    del whole[8]  # logged after it was saved
+    assert losses == whole
+    assert all(torch.equal(end[name], weights[name]) for name in weights)
+    steps = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert steps == ["step-00000012", "step-00000014"]
