@@ -43,7 +43,8 @@ class Architecture:
     """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, arranged as its family does."""
 
     model_type: str
-    """llama, qwen3 (which normalises queries and keys per head), or that of `model.family`."""
+    """llama, qwen3 (which normalises queries and keys per head), qwen3_moe (the same with experts),
+    or that of `model.family`."""
 
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""

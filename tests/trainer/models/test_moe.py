@@ -1,0 +1,81 @@
+"""Experts: what transformers computes, and what counts of them."""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from trainer.models import Decoder, config_json, init_parameter, read_config
+from trainer.models.family import family_of
+from trainer.recipe.architecture import Architecture
+
+FAMILY = family_of("qwen3_moe")
+ARCHITECTURE = FAMILY.complete(
+    Architecture(
+        model_type="qwen3_moe",
+        vocab_size=131,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        options={
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.01,
+        },
+    )
+)
+
+
+def drawn() -> Decoder:
+    decoder = Decoder(ARCHITECTURE)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(init_parameter(name, tuple(parameter.shape), ARCHITECTURE, 3))
+    return decoder
+
+
+def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path):
+    decoder = drawn()
+    weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config_json(ARCHITECTURE)))
+    assert read_config(tmp_path) == ARCHITECTURE
+    reference, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+
+    tokens = torch.randint(0, 131, (2, 101), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    expected = reference(inputs).logits
+    # float32 rounding through two layers
+    torch.testing.assert_close(decoder(inputs), expected, atol=1e-5, rtol=0, check_stride=False)
+
+    theirs = reference(
+        inputs, labels=inputs, shift_labels=labels.contiguous(), output_router_logits=True
+    )
+    ours = decoder(inputs, labels)
+    torch.testing.assert_close(ours["loss"], theirs.loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours["balance_loss"], theirs.aux_loss, atol=1e-5, rtol=0)
+    ours["loss"].backward()
+    theirs.loss.backward()
+    named = dict(reference.named_parameters())
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, named[name].grad, atol=1e-5, rtol=1e-4)
+    decoder.eval()
+    held_out = decoder(inputs, labels)
+    assert held_out["loss"] == held_out["cross_entropy"]
+
+
+def test_a_token_costs_the_experts_it_meets():
+    parameters = sum(p.numel() for p in Decoder(ARCHITECTURE).parameters())
+    expert, embedding = 3 * 48 * 24, 131 * 48
+    met = parameters - embedding - 2 * (8 - 2) * expert
+    attention = 12 * 2 * 64 * 32
+    assert FAMILY.flops_per_token(ARCHITECTURE, parameters, 32) == 6 * met + attention
