@@ -74,6 +74,7 @@ docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/perdure recipe schema > recipes/schema.json
 	$(BIN)/python docs/rooms.py
 	$(BIN)/python docs/included.py
+	$(BIN)/python docs/api.py
 
 clean:           ## remove .venv, data/ and runs/
 	rm -rf .venv data runs

@@ -19,7 +19,7 @@ import torch
 import yaml
 from safetensors.torch import save
 
-from docs import included, rooms
+from docs import api, included, rooms
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
@@ -85,6 +85,10 @@ def test_the_picture_of_the_rooms_is_of_today():
 @pytest.mark.parametrize("page", PAGES)
 def test_examples_are_shown_as_they_are(page):
     assert included.with_examples(PAGES[page]) == PAGES[page], "make docs"
+
+
+def test_the_public_names_are_those_of_today():
+    assert api.page() == api.PAGE.read_text(encoding="utf-8"), "make docs"
 
 
 def test_rooms_in_a_circle_are_refused():
