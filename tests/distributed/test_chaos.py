@@ -22,9 +22,7 @@ FAULTS = (
     Fault(what="nan", at=5, node=1),
     Fault(what="kill_worker", at=10, node=1),
     CUT if network_possible() else replace(CUT, what="stop_node"),
-    Fault(what="storage", at=40, during="save", seconds=1.0),
-    Fault(what="kill_agent", at=60, node=1),
-    Fault(what="kill_node", at=80),
+    Fault(what="kill_node", at=40),
 )
 """On three nodes of which one is left."""
 STEADY = [

@@ -171,24 +171,20 @@ def assert_nothing_left(runs):
 
 
 def test_command(workspace):
-    names = "ddp,zero3+full_ac,ddp+offload,hybrid"
+    names = "zero3+full_ac,ddp+offload,hybrid"
     process = perdure_compare(workspace, "--strategies", names, "--steps", "4", "--out", "compared")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     folder = workspace / "compared"
     result = json.loads((folder / "compare.json").read_text())
-    ddp, zero3, offload, hybrid = result["strategies"]
+    zero3, offload, hybrid = result["strategies"]
     assert result["recipe"]["precision"]["dtype"] == "fp32"
-    for one in ddp, zero3:
-        assert len(one["step_seconds"]) == 4
-        rate = 8 * 32 / sorted(one["step_seconds"])[2]
-        assert one["rate"] >= rate  # a median of four lies below the third
-        assert one["checkpoint_bytes"] > 3 * ddp["parameters"]
-        assert one["difference"] <= 1e-4
-        assert f" {one['rate']:,.0f} |" in output
-    assert ddp["losses"].keys() == zero3["losses"].keys()
-    assert zero3["parameters"] < 0.6 * ddp["parameters"]
-    assert zero3["peak"] < ddp["peak"]
+    assert len(zero3["step_seconds"]) == 4
+    rate = 8 * 32 / sorted(zero3["step_seconds"])[2]
+    assert zero3["rate"] >= rate  # a median of four lies below the third
+    assert zero3["checkpoint_bytes"] > 5 * zero3["parameters"]
+    assert f" {zero3['rate']:,.0f} |" in output
+    assert len(zero3["losses"]) == 4
     assert "cannot run" in offload["problem"]
     assert "strategy.name: fsdp" in offload["problem"]
     assert "there are 2" in hybrid["problem"]
@@ -196,20 +192,17 @@ def test_command(workspace):
     assert hybrid["problem"] in (folder / "compare.md").read_text()
     rows = list(csv.DictReader((folder / "compare.csv").open()))
     assert [row["name"] for row in rows] == names.split(",")
-    assert int(rows[1]["peak"]) == zero3["peak"]
-    for name, one in ("ddp", ddp), ("zero3+full_ac", zero3):
-        planned = one["predicted"]
-        assert one["communication_bytes"] == pytest.approx(planned["communication_bytes"], rel=0.01)
-        more = one["checkpoint_bytes"] - planned["checkpoint_bytes"]
-        assert 0 <= more < 20_000  # the trainer's own state: cursors, guard, random streams
-        cell = f" {one['gradients'] / 1e6:.1f} ({planned['gradients'] / 1e6:.1f}) |"
-        for text in output, (folder / "compare.md").read_text():
-            beside = text.split("MB, measured (planned)")[1]
-            assert cell in next(
-                line for line in beside.splitlines() if line.startswith(f"| {name} ")
-            )
+    assert int(rows[0]["peak"]) == zero3["peak"]
+    planned = zero3["predicted"]
+    assert zero3["communication_bytes"] == pytest.approx(planned["communication_bytes"], rel=0.01)
+    more = zero3["checkpoint_bytes"] - planned["checkpoint_bytes"]
+    assert 0 <= more < 20_000  # the trainer's own state: cursors, guard, random streams
+    cell = f" {zero3['gradients'] / 1e6:.1f} ({planned['gradients'] / 1e6:.1f}) |"
+    for text in output, (folder / "compare.md").read_text():
+        beside = text.split("MB, measured (planned)")[1]
+        assert cell in next(line for line in beside.splitlines() if line.startswith("| zero3"))
     words = [element.text for element in ET.parse(folder / "compare.svg").iter()]
-    assert {"ddp", "zero3+full_ac", f"{ddp['peak'] / 1e6:,.1f}"} <= set(words)
+    assert {"zero3+full_ac", f"{zero3['peak'] / 1e6:,.1f}"} <= set(words)
     assert_nothing_left(folder / "runs")
 
 

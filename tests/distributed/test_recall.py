@@ -147,6 +147,7 @@ def test_who_does_not_let_go_is_forked_anew(job, workspace):
     assert node.text().count("did not let go") == 2
 
 
+@soak
 @pytest.mark.timeout(240)
 def test_a_lost_node_costs_the_others_no_process(job, workspace):
     nodes = job("rounds", "1:2", 2, "run.steps=100000", "checkpoint.peer_copy=true")

@@ -77,7 +77,7 @@ def ask(node, folder, kind):
     ]
     if kind == "orphan":
         command = ["setsid", "--fork", *command]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=30, stdout=subprocess.PIPE)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200, stdout=subprocess.PIPE)
     return where.exists()
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.distributed.jobs import soak
 from trainer.data.order import BLOCK, Order, Permutation
 
-SIZES = [2**10, 10_007, 100_003, pytest.param(10**6, marks=soak), 2**20]
+SIZES = [2**10, 10_007, 2**17, *(pytest.param(size, marks=soak) for size in (10**6, 2**20))]
 seeds = st.integers(-(2**63), 2**63)
 
 GOLDEN_10 = [8, 0, 9, 1, 7, 3, 2, 4, 5, 6]
@@ -85,16 +85,16 @@ def test_the_scores_see_a_weak_permutation(size):
 
 
 def test_every_order_of_few_samples_is_as_likely():
-    """24 permutations of 4 samples over 9,600 keys, and 12 places of 12 samples over 3,000."""
+    """24 permutations of 4 samples over 4,800 keys, and 12 places of 12 samples over 1,200."""
     every = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
     counts = np.zeros(24)
-    for key in range(9600):
+    for key in range(4800):
         counts[every[tuple(Permutation(4, key)(np.arange(4)).tolist())]] += 1
-    assert chi_square(counts, 400) < 5
+    assert chi_square(counts, 200) < 5
     table = np.zeros((12, 12))
-    for key in range(3000):
+    for key in range(1200):
         table[np.arange(12), Permutation(12, key)(np.arange(12))] += 1
-    assert abs(chi_square(table, 250)) < 5
+    assert abs(chi_square(table, 100)) < 5
 
 
 def test_frozen():
