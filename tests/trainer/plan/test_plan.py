@@ -101,7 +101,7 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
         return [measure(recipe, world_of(ranks, rank)) for recipe in recipes.values()]
 
     everyone = run_ranks(ranks, work, recipe_file.parent)
-    assert all(isinstance(measured, list) for measured in everyone)
+    assert all(isinstance(measured, list) for measured in everyone), everyone
     for number, (case, recipe) in enumerate(recipes.items()):
         measured = {kind: max(m[number][kind] for m in everyone) for kind in everyone[0][number]}
         predicted = dataclasses.asdict(predict(recipe, ranks, ranks))
