@@ -5,7 +5,25 @@ Imports neither trainer nor elastic. Public names load on first use, so that
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpointing.checkpointer import Checkpointer
+    from checkpointing.errors import (
+        CheckpointError,
+        DamagedCheckpoint,
+        SaveFailed,
+        StorageError,
+        WrongModel,
+    )
+    from checkpointing.format.tensors import optimizer_tensors
+    from checkpointing.load.reader import load_model
+    from checkpointing.options import CheckpointOptions
+    from checkpointing.save.link import Spare
+    from checkpointing.save.messages import SaveOutcome
+    from checkpointing.state import Stateful
+    from checkpointing.storage.steps import newest_checkpoint, read_state
+    from checkpointing.tensor_checkpointer import TensorCheckpointer
 
 _HOME = {
     "Checkpointer": "checkpointer",

@@ -4,7 +4,38 @@ Public names load on first use, so that `elastic.options` is read without import
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.exits import (
+        EXIT_DO_NOT_REQUEUE,
+        EXIT_DONE,
+        EXIT_FAILED,
+        EXIT_INTERRUPTED,
+        EXIT_MENDED,
+        EXIT_PAUSED,
+        EXIT_PEER_GONE,
+        EXIT_REQUEUE,
+        EXIT_WRONG_INPUT,
+    )
+    from elastic.group.secret import job_secret
+    from elastic.node.notice import watch_signals
+    from elastic.node.progress import PAUSE_TO_LEAVE, Pulse
+    from elastic.node.watchdog import register_dumps
+    from elastic.options import ElasticOptions
+    from elastic.process import die_with_parent, usable_cores
+    from elastic.record.goodput import reliability
+    from elastic.record.history import LedgerError, describe_failure, read_history
+    from elastic.record.interval import SaveClock, expected_mtbf
+    from elastic.record.ledger import LEDGER, Ledger, Start
+    from elastic.world import (
+        World,
+        join_world,
+        leave_world,
+        read_environment,
+        refuse_stale_store,
+        supervised,
+    )
 
 _HOME = {
     "EXIT_DONE": "exits",

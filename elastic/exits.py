@@ -6,7 +6,9 @@ import sys
 from typing import NoReturn
 
 EXIT_DONE = 0
+"""All steps are done."""
 EXIT_FAILED = 1
+"""Of anything else: an error, with its traceback in the log."""
 EXIT_WRONG_INPUT = 2
 """Wrong recipe or input, found before any rendezvous."""
 EXIT_REQUEUE = 75

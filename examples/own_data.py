@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.data import Samples
+from trainer import Samples
 
 
 class Stripes:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from trainer.models import MLP, Attention, Family, RMSNorm
+from trainer import MLP, Attention, Family, RMSNorm
 
 
 class NormOfAllHeads(RMSNorm):

@@ -4,7 +4,7 @@ import json
 import os
 import urllib.request
 
-from trainer.run.events import End, Restart, Save, Start, Validation
+from trainer import End, Restart, Save, Start, Validation
 
 
 def tell(event):

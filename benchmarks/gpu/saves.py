@@ -103,7 +103,7 @@ class State:
         for tensor, expected in self._with_expected():
             tensor.copy_(expected)
 
-    def sections(self) -> dict[str, dict[str, Tensor]]:
+    def sections(self) -> dict[str, Any]:
         """As a TensorCheckpointer takes them."""
         model = {n: t for n, t in self.tensors.items() if n.endswith(".weight")}
         return {

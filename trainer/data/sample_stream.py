@@ -23,7 +23,7 @@ Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
 
 
 class SampleStream(Dataset):
-    """Micro-batches of a data set with `__len__` and `__getitem__`. See `trainer.data.Samples`.
+    """Micro-batches of a data set with `__len__` and `__getitem__`. See `trainer.Samples`.
 
     Whatever an item draws from torch, numpy.random or random is a function of its position: it does
     not know the ranks, nor what was restarted.
@@ -54,7 +54,7 @@ class SampleStream(Dataset):
             parts = ", ".join(map(str, dataset))
             raise DataError(
                 f"{name} is a {type(dataset).__name__} of {parts}; choose, as in "
-                "trainer.data.Samples(train=…, validation=…)"
+                "trainer.Samples(train=…, validation=…)"
             )
         self._dataset, self._collate = dataset, collate or stack
         self._seed, self._shuffle = seed, shuffle

@@ -140,6 +140,6 @@ def find_family(name: str) -> Family:
     family = import_factory("model.family", name)
     if not isinstance(family, Family):
         raise RecipeError(
-            f"model.family: {name} is a {type(family).__name__}, not a trainer.models.Family"
+            f"model.family: {name} is a {type(family).__name__}, not a trainer.Family"
         )
     return family

@@ -40,7 +40,7 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
         return train, None
     if samples.validation is None:
         raise RecipeError(
-            f"run.evaluate_every: {name} gives no validation set; return trainer.data.Samples("
+            f"run.evaluate_every: {name} gives no validation set; return trainer.Samples("
             "train, validation=…), or set run.evaluate_every=0"
         )
     return train, stream(samples.validation, "validation", False)
