@@ -1,0 +1,155 @@
+"""Strategies of Lightning Fabric whose `fabric.save` and `fabric.load` are this engine's.
+
+They are strategies, as Fabric gives its CheckpointIO plugins rank 0's copies alone, and none of
+what is sharded.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from checkpointing.checkpointer import Checkpointer
+from checkpointing.errors import CheckpointError, WrongModel
+from checkpointing.format.layout import parse_step
+from checkpointing.state import Stateful
+
+VALUES = "values"
+"""What stands for all that is no object."""
+
+
+class Checkpointed:
+    """Stands before a strategy of Fabric among the bases of a class.
+
+    A path that `fabric.save` gets is DIRECTORY/step-00000100. It returns when the state may change
+    again; a process of each node writes. `fabric.load` takes such a path, or DIRECTORY: the newest
+    good checkpoint, from whatever number of ranks it was saved.
+
+    Args:
+        checkpoint: options of `Checkpointer`, such as {"keep": 2}.
+        args, kwargs: those of the strategy.
+    """
+
+    def __init__(
+        self, *args: Any, checkpoint: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = dict(checkpoint or {})
+        self._checkpointers: dict[str, Checkpointer] = {}
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,
+    ) -> None:
+        """What `fabric.save` calls, on all ranks: modules, optimizers, tensors, objects with
+        state_dict, and plain values.
+
+        Raises:
+            ValueError: the path names no step, or something cannot be saved; says what and why.
+        """
+        if storage_options is not None or filter is not None:
+            raise ValueError("fabric.save: storage_options and filter are not for this strategy")
+        directory, step = _split(path)
+        if step is None:
+            raise ValueError(f"fabric.save({str(path)!r}): name it DIRECTORY/step-00000100")
+        checkpointer = self._checkpointer(directory)
+        optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+        checkpointer.guard(*optimizers)  # their steps wait until they are copied; `save` need not
+        checkpointer.save(step, _objects(state))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """What `fabric.load` calls, on all ranks; `fabric.load_raw` reads files of torch as ever.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or no good one.
+            SaveFailed: the save before failed.
+            WrongModel: the checkpoint is of another state than this.
+            ValueError: there is no state to load into, or strict is false.
+        """
+        if isinstance(state, nn.Module | torch.optim.Optimizer):
+            found: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
+                path, state, strict, weights_only
+            )
+            return found
+        if not state or not strict:
+            raise ValueError("fabric.load: give the state that was saved; no part is loaded alone")
+        directory, step = _split(path)
+        checkpointer, objects = self._checkpointer(directory), _objects(state)
+        checkpointer.wait()  # what this program has just saved can be loaded
+        if checkpointer.load(objects, step) is None:
+            raise CheckpointError(f"{directory} has no checkpoint; save one first")
+        state.update(objects[VALUES].values)
+        return {}
+
+    def close_checkpoints(self) -> None:
+        """Wait until all is written. The end of the program does so, too.
+
+        Raises:
+            SaveFailed: a last save failed.
+        """
+        while self._checkpointers:
+            _, checkpointer = self._checkpointers.popitem()
+            with checkpointer:
+                checkpointer.wait()
+
+    def _checkpointer(self, directory: str) -> Checkpointer:
+        if directory not in self._checkpointers:
+            self._checkpointers[directory] = Checkpointer(directory, **self._options)
+        return self._checkpointers[directory]
+
+
+class CheckpointedSingleDevice(Checkpointed, SingleDeviceStrategy):
+    """One process."""
+
+
+class CheckpointedDDP(Checkpointed, DDPStrategy):
+    """The weights whole on each rank."""
+
+
+class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
+    """FSDP2 and tensor parallel."""
+
+
+class _Values:
+    """All of a state that is no object: Fabric puts it back by key."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.keys() != self.values.keys():
+            names = ", ".join(sorted(state_dict.keys() ^ self.values.keys()))
+            raise WrongModel(f"only the checkpoint or only this state has {names}")
+        self.values = state_dict
+
+
+def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    """As `Checkpointer` takes it."""
+    kinds = (nn.Module, torch.optim.Optimizer, Tensor, Stateful)
+    objects = {key: value for key, value in state.items() if isinstance(value, kinds)}
+    if VALUES in state:
+        raise ValueError(f"state[{VALUES!r}]: call it otherwise; all plain values are called so")
+    plain = {key: value for key, value in state.items() if key not in objects}
+    return {**objects, VALUES: _Values(plain)}
+
+
+def _split(path: str | Path) -> tuple[str, int | None]:
+    """(the directory of the steps, the step), or (path, None)."""
+    directory, _, name = str(path).rstrip("/").rpartition("/")
+    step = parse_step(name)
+    return (str(path), None) if step is None else (directory or ".", step)
