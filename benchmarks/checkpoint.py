@@ -1,7 +1,8 @@
 """What a checkpoint costs the trainer: this engine against torch's and plain files.
 
-Two ranks hold the same FSDP2 decoder with AdamW state (fp32, gloo) and take proxy training steps
-(forward, backward, all-reduce of 4 MB, update; none of the saved tensors) while each engine saves.
+Two ranks hold the same FSDP2 decoder with AdamW state (fp32, gloo), or one rank holds it whole
+where that is said. They take proxy training steps (forward, backward, all-reduce of 4 MB, update;
+none of the saved tensors) while each engine saves.
 Right after a save has returned, and staging has been waited for, all saved tensors are changed; the
 last save is loaded again and compared bit for bit. Every engine runs in processes of its own, in
 turn, several rounds, and gets the same tensors.
@@ -22,7 +23,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.peers.checkpoint_engines import ENGINES
+from benchmarks.peers.checkpoint_engines import ENGINES, SINGLE
 from benchmarks.support import (
     ROOT,
     arguments,
@@ -36,7 +37,7 @@ from benchmarks.support import (
 from benchmarks.support.checkpoint_rank import Task
 from benchmarks.support.processes import MemoryWatch
 
-TITLE = "Checkpoints of 2 ranks: this engine, torch's, plain files"
+TITLE = "Checkpoints: this engine, torch's, other libraries', plain files"
 LEGEND = """\
 lost       seconds of the trainer that a save costs: held up, plus what the steps (and the change of
            the saved tensors) that ran during the save took beyond what they take without one
@@ -71,17 +72,22 @@ def main() -> None:
     figures = []
     with TemporaryDirectory(prefix="perdure-bench-", dir=options.dir) as scratch:
         for size in sizes:
-            rounds = _save(names, size, options.rounds, options.saves, Path(scratch))
-            summary = _summary(rounds)
-            _print_saves(rounds, summary)
-            loads = _load(loaders, size, options.rounds, Path(scratch))
-            _print_loads(loads)
-            figures.append({"rounds": rounds, "summary": summary, "loads": loads})
-            write_json(TITLE, figures, options.json)
+            for ranks in (2, 1):
+                here = [name for name in names if (name in SINGLE) == (ranks == 1)]
+                if not here:
+                    continue
+                rounds = _save(here, ranks, size, options.rounds, options.saves, Path(scratch))
+                summary = _summary(rounds)
+                _print_saves(ranks, rounds, summary)
+                loading = loaders if ranks == 2 else []
+                loads = _load(loading, size, options.rounds, Path(scratch))
+                _print_loads(loads)
+                figures.append({"rounds": rounds, "summary": summary, "loads": loads})
+                write_json(TITLE, figures, options.json)
 
 
 def _save(
-    names: Sequence[str], size: float, rounds: int, times: int, scratch: Path
+    names: Sequence[str], ranks: int, size: float, rounds: int, times: int, scratch: Path
 ) -> list[dict[str, Any]]:
     """Engine → what its ranks measured, one dict a round."""
     results = []
@@ -90,7 +96,7 @@ def _save(
         # Another order every round, so that nobody always follows the same one.
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
             with MemoryWatch() as memory:
-                result = _run(2, "save", name, size, times, scratch)
+                result = _run(ranks, "save", name, size, times, scratch)
             for save in result.get("saves", ()):
                 save["extra_bytes"] = memory.extra(save["before"], save["start"], save["end"])
             of_round[name] = result
@@ -190,13 +196,16 @@ def _figures(saves: Sequence[tuple[Result, float]]) -> dict[str, list[float]]:
     }
 
 
-def _print_saves(rounds: Sequence[Mapping[str, Result]], summary: Mapping[str, Any]) -> None:
+def _print_saves(
+    ranks: int, rounds: Sequence[Mapping[str, Result]], summary: Mapping[str, Any]
+) -> None:
     results = [result for of in rounds for result in of.values() if "saves" in result]
     saves = list(chain(*(result["saves"] for result in results)))
     if saves:
         raw = spread([result["raw_seconds"] for result in results])
         base = spread([1000 * save["base"] for save in saves], 0)
-        print(f"\n{results[0]['state_bytes'] / 1e9:.2f} GB of tensors; raw {raw} s; ", end="")
+        size = results[0]["state_bytes"] / 1e9
+        print(f"\n{size:.2f} GB of tensors on {ranks} rank(s); raw {raw} s; ", end="")
         print(f"a step without a save {base} ms\n")
     times, rest = [], []
     for name, figures in summary.items():

@@ -24,7 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks.support.sharded_state import ShardedState
-from checkpointing import CheckpointOptions, TensorCheckpointer
+from checkpointing import Checkpointer, CheckpointOptions, TensorCheckpointer
+from checkpointing.adapters import dcp as ours
 
 
 @dataclass
@@ -89,16 +90,7 @@ class Perdure(Engine):
         state = {"step": number}
         if not self._checkpointer.save(number, **self._tensors, state=state, files={}):
             raise RuntimeError(f"save {number} was skipped: {self._checkpointer.outcomes()}")
-        ended: list[float] = []
-
-        def committed_at() -> float | None:
-            for outcome in self._checkpointer.outcomes():
-                if outcome.error is not None:
-                    raise RuntimeError(outcome.error)
-                ended.append(asked + outcome.seconds)  # it may be a step ago
-            return ended[0] if ended else None
-
-        return Running(self._checkpointer.wait_staged, committed_at)
+        return _begun(self._checkpointer, asked)
 
     def load(self, number: int) -> int:
         state = self._checkpointer.load(**self._tensors)
@@ -108,6 +100,20 @@ class Perdure(Engine):
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def _begun(checkpointer: TensorCheckpointer | Checkpointer, asked: float) -> Running:
+    """A save that was asked for at `asked`, by time.monotonic()."""
+    ended: list[float] = []
+
+    def committed_at() -> float | None:
+        for outcome in checkpointer.outcomes():
+            if outcome.error is not None:
+                raise RuntimeError(outcome.error)
+            ended.append(asked + outcome.seconds)  # it may be a step ago
+        return ended[0] if ended else None
+
+    return Running(checkpointer.wait_staged, committed_at)
 
 
 class Dcp(Engine):
@@ -185,6 +191,130 @@ def _when_done(future: Future[Any]) -> Callable[[], float | None]:
         return ended[0]
 
     return committed_at
+
+
+class DcpAdapter(Dcp):
+    """The same by checkpointing.adapters.dcp."""
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"step-{number:08}"
+
+    def save(self, number: int) -> Running:
+        ours.save(self._state.flat(), checkpoint_id=self._path(number), process_group=self._group)
+        return _Done()
+
+    def load(self, number: int) -> int:
+        state = self._state.flat()
+        ours.load(state, checkpoint_id=self._path(number), process_group=self._group)
+        return 0
+
+
+class LightningFabric(Engine):
+    """fabric.save of a module and an optimizer, by Fabric's own strategy for FSDP2, or by that of
+    checkpointing.adapters.fabric."""
+
+    def __init__(self, state: ShardedState, directory: Path, *, adapter: bool = False) -> None:
+        from lightning_fabric import Fabric
+        from lightning_fabric.strategies import ModelParallelStrategy
+
+        from checkpointing.adapters.fabric import CheckpointedModelParallel
+
+        ranks = dist.get_world_size()
+        layout: dict[str, Any] = {"data_parallel_size": ranks, "tensor_parallel_size": 1}
+        strategy = (
+            CheckpointedModelParallel(_sharded_already, checkpoint={"keep": 0}, **layout)
+            if adapter
+            else ModelParallelStrategy(_sharded_already, **layout)
+        )
+        self.asynchronous = adapter
+        self._fabric = Fabric(accelerator="cpu", strategy=strategy, devices=ranks)
+        self._fabric.launch()
+        self._strategy: Any = strategy
+        self._objects = {"model": state.module, "optimizer": state.adamw}
+        self._directory = directory
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"step-{number:08}"
+
+    def save(self, number: int) -> Running:
+        asked = time.monotonic()
+        self._fabric.save(self._path(number), self._objects)
+        if not self.asynchronous:
+            return _Done()
+        return _begun(self._strategy.checkpointer(str(self._directory)), asked)
+
+    def load(self, number: int) -> int:
+        self._fabric.load(self._path(number), dict(self._objects))
+        return 0
+
+    def close(self) -> None:
+        if self.asynchronous:
+            self._strategy.close_checkpoints()
+
+
+def _sharded_already(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    return module
+
+
+class HFTrainer(Engine):
+    """What transformers' Trainer saves, by itself, and its files are fsynced; or by the callback of
+    checkpointing.adapters.hugging_face. In one process."""
+
+    def __init__(self, state: ShardedState, directory: Path, *, adapter: bool = False) -> None:
+        from transformers import Trainer, TrainingArguments
+
+        from checkpointing.adapters.hugging_face import CheckpointCallback
+
+        self._state, self._directory, self.asynchronous = state, directory, adapter
+        constant = torch.optim.lr_scheduler.LambdaLR(state.adamw, lambda _: 1.0)
+        arguments = TrainingArguments(
+            output_dir=str(directory), report_to=[], use_cpu=True, max_steps=1000
+        )
+        self._trainer: Any = Trainer(state.module, arguments, optimizers=(state.adamw, constant))
+        self._parts = {"model": state.module, "optimizer": state.adamw, "lr_scheduler": constant}
+        self._callback = CheckpointCallback(directory, every=1, keep=0)
+        self._begun = False
+
+    def _begin(self, step: int) -> None:
+        """What the callback does before the Trainer trains from a step on."""
+        self._trainer.state.global_step = step
+        self._call("on_train_begin")
+        self._begun = True
+
+    def _call(self, event: str) -> None:
+        trainer = self._trainer
+        getattr(self._callback, event)(trainer.args, trainer.state, trainer.control, **self._parts)
+
+    def prepare(self) -> None:
+        if self.asynchronous:
+            self._begin(0)
+
+    def save(self, number: int) -> Running:
+        asked = time.monotonic()
+        self._trainer.state.global_step = number
+        if self.asynchronous:
+            self._call("on_step_end")
+            return _begun(self._callback.checkpointer, asked)
+        self._trainer._save_checkpoint(self._state.module, None)
+        for file in sorted(self._path(number).iterdir()):
+            sync(file)
+        sync(self._path(number))
+        return _Done()
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"checkpoint-{number}"
+
+    def load(self, number: int) -> int:
+        if self.asynchronous:
+            self._begin(number)
+        else:
+            self._trainer._load_from_checkpoint(str(self._path(number)))
+            self._trainer._load_optimizer_and_scheduler(str(self._path(number)))
+        return 0
+
+    def close(self) -> None:
+        if self._begun:
+            self._call("on_train_end")
 
 
 class HuggingFace(Dcp):
@@ -364,6 +494,16 @@ ENGINES: dict[str, Callable[[ShardedState, Path], Engine]] = {
     ),
     "safetensors.save_file": lambda state, directory: PerRank(state, directory, safetensors=True),
     "torch.save": lambda state, directory: PerRank(state, directory, safetensors=False),
+    "dcp.save by our adapter": DcpAdapter,
+    "fabric.save": LightningFabric,
+    "fabric.save by our adapter": lambda state, directory: LightningFabric(
+        state, directory, adapter=True
+    ),
+    "HF Trainer": HFTrainer,
+    "HF Trainer by our adapter": lambda state, directory: HFTrainer(state, directory, adapter=True),
 }
 """By the name under which it is shown. The process has the shared-memory stager, reused, with which
 it is fastest."""
+
+SINGLE = ("HF Trainer", "HF Trainer by our adapter")
+"""Those that are measured in one process, which holds all."""

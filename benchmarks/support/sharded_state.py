@@ -40,7 +40,8 @@ class _Decoder(nn.Module):
 
 
 class ShardedState:
-    """About `gigabytes` (10^9 bytes) of fp32 parameters and AdamW state, sharded over all ranks.
+    """About `gigabytes` (10^9 bytes) of fp32 parameters and AdamW state, sharded over all ranks if
+    there are more than one.
 
     A value is a function of the tensor, the place of the element in the whole tensor and the number
     of mutations, so that any world size can tell whether it has loaded the right ones. Made and
@@ -55,26 +56,36 @@ class ShardedState:
         layers = max(1, round((parameters - 2 * VOCABULARY * width) / block))
         with torch.device("meta"):
             decoder = _Decoder(width, layers)
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        for unit in (*decoder.layers, decoder):
-            fully_shard(unit, mesh=mesh)
+        if dist.get_world_size() > 1:
+            mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+            for unit in (*decoder.layers, decoder):
+                fully_shard(unit, mesh=mesh)
         decoder.to_empty(device="cpu")
         optimizer = torch.optim.AdamW(decoder.parameters())
         for parameter in decoder.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-        self.model: dict[str, Tensor] = dict(decoder.named_parameters())
-        self.optimizer: dict[str, Tensor] = {
-            f"{name}.{key}": value
-            for name, parameter in self.model.items()
-            for key, value in optimizer.state[parameter].items()
-        }
+        self.module, self.adamw = decoder, optimizer
         self.nbytes = sum(tensor.nbytes for tensor in self.local().values())
         """What this rank holds; the scalars that every rank holds count on each."""
         self.mutations = 0
         for _, part, expected in self._parts():
             part.copy_(expected)
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return dict(self.module.named_parameters())
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """AdamW's state; other tensors than before, once it has been loaded from a state_dict."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.module.named_parameters()
+            for key, value in self.adamw.state[parameter].items()
+        }
 
     def flat(self) -> dict[str, Tensor]:
         """All tensors under one name each; the sharded ones as DTensors."""

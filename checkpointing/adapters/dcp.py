@@ -4,7 +4,9 @@ directory of its own for each checkpoint. In place of `import torch.distributed.
     from checkpointing.adapters import dcp
 """
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import CheckpointError, WrongModel
+from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
 
 VALUES = "values"
@@ -30,16 +33,17 @@ def save(
     Args:
         state_dict: nested dictionaries and lists of tensors and plain values; objects with
             state_dict in the outermost. Names of tensors are joined by dots.
-        checkpoint_id: a path or a URL. The checkpoint is `step-00000000` in it, and takes the place
-            of one that is there.
+        checkpoint_id: a path or a URL. DIRECTORY/step-00000100 is that step of the directory, and
+            what it was saved with is kept for the next. In any other the checkpoint is
+            `step-00000000`, which takes the place of one that is there.
         process_group: carries CPU tensors; None: all ranks.
 
     Raises:
         ValueError: something cannot be saved; says what and why.
         SaveFailed: it could not be written.
     """
-    with Checkpointer(checkpoint_id, group=process_group, keep=1) as checkpointer:
-        checkpointer.save(0, _state(_plain(state_dict)), wait=True)
+    with _opened(checkpoint_id, process_group) as (checkpointer, step):
+        checkpointer.save(step or 0, _state(_plain(state_dict)), wait=True)
 
 
 def load(
@@ -57,14 +61,35 @@ def load(
         CheckpointError: there is no checkpoint, or no good one.
     """
     plain = _plain(state_dict)
-    with Checkpointer(checkpoint_id, group=process_group) as checkpointer:
-        if checkpointer.load(_state(plain)) is None:
+    with _opened(checkpoint_id, process_group) as (checkpointer, step):
+        if checkpointer.load(_state(plain), step) is None:
             raise CheckpointError(f"{checkpointer.directory} has no checkpoint; save one first")
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(plain[key])
         else:
             state_dict[key] = plain[key]
+
+
+_Key = tuple[int, str, dist.ProcessGroup | None]
+_KEPT: dict[_Key, Checkpointer] = {}
+"""By process, directory of steps, and group: their memory and writers serve the next save."""
+
+
+@contextmanager
+def _opened(
+    path: str | Path, group: dist.ProcessGroup | None
+) -> Iterator[tuple[Checkpointer, int | None]]:
+    """(what saves and loads, the step if it names one) of a checkpoint_id."""
+    directory, step = split_step(str(path))
+    if step is None:
+        with Checkpointer(directory, group=group, keep=1) as checkpointer:
+            yield checkpointer, None
+        return
+    key = os.getpid(), directory, group
+    if key not in _KEPT:
+        _KEPT[key] = Checkpointer(directory, group=group, keep=0)
+    yield _KEPT[key], step
 
 
 def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import CheckpointError, WrongModel
-from checkpointing.format.layout import parse_step
+from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
 
 VALUES = "values"
@@ -55,10 +55,10 @@ class Checkpointed:
         """
         if storage_options is not None or filter is not None:
             raise ValueError("fabric.save: storage_options and filter are not for this strategy")
-        directory, step = _split(path)
+        directory, step = split_step(str(path))
         if step is None:
             raise ValueError(f"fabric.save({str(path)!r}): name it DIRECTORY/step-00000100")
-        checkpointer = self._checkpointer(directory)
+        checkpointer = self.checkpointer(directory)
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         checkpointer.guard(*optimizers)  # their steps wait until they are copied; `save` need not
         checkpointer.save(step, _objects(state))
@@ -85,8 +85,8 @@ class Checkpointed:
             return found
         if not state or not strict:
             raise ValueError("fabric.load: give the state that was saved; no part is loaded alone")
-        directory, step = _split(path)
-        checkpointer, objects = self._checkpointer(directory), _objects(state)
+        directory, step = split_step(str(path))
+        checkpointer, objects = self.checkpointer(directory), _objects(state)
         checkpointer.wait()  # what this program has just saved can be loaded
         if checkpointer.load(objects, step) is None:
             raise CheckpointError(f"{directory} has no checkpoint; save one first")
@@ -104,7 +104,8 @@ class Checkpointed:
             with checkpointer:
                 checkpointer.wait()
 
-    def _checkpointer(self, directory: str) -> Checkpointer:
+    def checkpointer(self, directory: str) -> Checkpointer:
+        """That of a directory: `outcomes` tells how saves ended, `wait` when."""
         if directory not in self._checkpointers:
             self._checkpointers[directory] = Checkpointer(directory, **self._options)
         return self._checkpointers[directory]
@@ -146,10 +147,3 @@ def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"state[{VALUES!r}]: call it otherwise; all plain values are called so")
     plain = {key: value for key, value in state.items() if key not in objects}
     return {**objects, VALUES: _Values(plain)}
-
-
-def _split(path: str | Path) -> tuple[str, int | None]:
-    """(the directory of the steps, the step), or (path, None)."""
-    directory, _, name = str(path).rstrip("/").rpartition("/")
-    step = parse_step(name)
-    return (str(path), None) if step is None else (directory or ".", step)

@@ -65,7 +65,7 @@ class CheckpointCallback(TrainerCallback):
         """Load what the Trainer has not taken from the folder."""
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        self._checkpointer = Checkpointer(self._directory, **self._options)
+        self.checkpointer = Checkpointer(self._directory, **self._options)
         self._state = {
             "model": kwargs["model"],
             "optimizer": optimizer,
@@ -73,13 +73,13 @@ class CheckpointCallback(TrainerCallback):
             "trainer": _OfTrainer(state),
             "random": _Random(),
         }
-        loaded = self._checkpointer.load(self._state, step=self._found)
+        loaded = self.checkpointer.load(self._state, step=self._found)
         if loaded is not None and loaded != state.global_step:
             raise CheckpointError(
                 f"{self._directory} has step {loaded}, and the Trainer begins at step "
                 f"{state.global_step}: trainer.train(resume_from_checkpoint=callback.resume())"
             )
-        self._checkpointer.guard(optimizer)
+        self.checkpointer.guard(optimizer)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,7 +89,7 @@ class CheckpointCallback(TrainerCallback):
         last = control.should_training_stop or state.global_step >= state.max_steps
         if last or state.global_step % self._every == 0:
             self._state["trainer"] = _OfTrainer(state)
-            self._checkpointer.save(state.global_step, self._state)
+            self.checkpointer.save(state.global_step, self._state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -99,8 +99,8 @@ class CheckpointCallback(TrainerCallback):
         Raises:
             SaveFailed: there is none of the last step.
         """
-        self._checkpointer.wait()
-        self._checkpointer.close()
+        self.checkpointer.wait()
+        self.checkpointer.close()
 
 
 @dataclasses.dataclass(frozen=True)

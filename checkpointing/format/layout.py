@@ -129,6 +129,13 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
+def split_step(path: str) -> tuple[str, int | None]:
+    """(directory, step) of DIRECTORY/step-00000100; (path, None) of any other."""
+    directory, _, name = path.rstrip("/").rpartition("/")
+    step = parse_step(name)
+    return (path, None) if step is None else (directory or ".", step)
+
+
 # --- tensor files ----------------------------------------------------------------------------
 
 

@@ -32,13 +32,18 @@ def whole(model):
     return [parameter.full_tensor().tolist() for parameter in model.parameters()]
 
 
-def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path):
+@pytest.mark.parametrize("name", ["one", "run/step-00000007"])
+def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path, name):
+    at = tmp_path / name
+
     def save(_rank):
         parts = build()
         train(*parts)
         model, optimizer = get_state_dict(parts[0], parts[1])
         state = {"model": model, "optimizer": optimizer, "schedule": parts[2], "n": {"step": 1}}
-        ours.save(state, checkpoint_id=tmp_path / "one")
+        ours.save(state, checkpoint_id=at)
+        if at.parent == tmp_path / "run":
+            ours.save(state, checkpoint_id=at.with_name("step-00000008"))
         train(*parts)
         return whole(parts[0]), parts[1].param_groups[0]["lr"]
 
@@ -48,7 +53,7 @@ def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path):
         train(*parts)
         model, optimizer = get_state_dict(parts[0], parts[1])
         state = {"model": model, "optimizer": optimizer, "schedule": parts[2], "n": {"step": 0}}
-        ours.load(state, checkpoint_id=tmp_path / "one")
+        ours.load(state, checkpoint_id=at)
         set_state_dict(
             *parts[:2], model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )

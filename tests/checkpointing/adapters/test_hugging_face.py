@@ -59,12 +59,12 @@ def test_a_trainer_stops_and_goes_on_as_if_it_had_not(tmp_path):
     first = CheckpointCallback(tmp_path / "run", every=4, keep=2)
     assert first.resume() is None
     train(tmp_path, [first, StopAt(11)])
-    first._checkpointer.close()
+    first.checkpointer.close()
 
     forgotten = CheckpointCallback(tmp_path / "run", every=4)
     with pytest.raises(CheckpointError, match="has step 8, and the Trainer begins at step 0"):
         train(tmp_path, [forgotten])
-    forgotten._checkpointer.close()
+    forgotten.checkpointer.close()
 
     second = CheckpointCallback(tmp_path / "run", every=4, keep=2)
     losses, end = train(tmp_path, [second], second.resume())
