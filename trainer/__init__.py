@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.data import Samples
     from trainer.models.attention import Documents
-    from trainer.models.decoder import MLP, Attention, Block, RMSNorm
+    from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block, RMSNorm
     from trainer.models.family import Family, init_parameter
+    from trainer.models.loss import HeadLoss
     from trainer.plan import Prediction, predict
     from trainer.recipe import ParameterGroup, Recipe, RecipeError, load_recipe
     from trainer.recipe.architecture import Architecture
@@ -33,6 +34,8 @@ _HOME = {
     "RMSNorm": "models.decoder",
     "Documents": "models.attention",
     "init_parameter": "models.family",
+    "TENSOR_PLAN": "models.decoder",
+    "HeadLoss": "models.loss",
     "Sink": "run.sinks",
     "Start": "run.events",
     "Restart": "run.events",

@@ -15,9 +15,10 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     except known_errors() as error:
         return {"error": "; ".join(str(error).splitlines())}
     batch = recipe.batch
+    shares = most_ranks(batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
     return {
         "identity": identity,
-        "most_ranks": most_ranks(batch.global_batch, recipe.micro_batch, fixed=recipe.exact),
+        "most_ranks": shares * recipe.strategy.tp,
         "directory": str(Path(recipe.run.dir).absolute()),
         "save_seconds": recipe.checkpoint.deadline,
     }

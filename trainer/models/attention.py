@@ -16,7 +16,7 @@ Shapes: B batch, T sequence, N query heads, K key/value heads, N a multiple of K
 of the queries looks at head n // (N / K).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -77,24 +77,27 @@ def choose_attention(
     return next(way for way in ways if way not in hindrances)
 
 
-def locate(cu_seqlens: Tensor, x: Tensor, head_dim: int, asked: Asked) -> Documents:
+def locate(
+    cu_seqlens: Tensor, shape: Sequence[int], dtype: torch.dtype, head_dim: int, asked: Asked
+) -> Documents:
     """What attention needs to know of documents. Neither waits for a GPU, nor compiles anew.
 
     Args:
         cu_seqlens: see `trainer.data.documents`.
-        x: (B, T, D) in the dtype of the computation.
+        shape: (B, T).
+        dtype: of the computation.
         head_dim: H.
         asked: see `choose_attention`, which may raise ValueError.
     """
-    rows, length, _ = x.shape
-    way = choose_attention(asked, x.dtype, head_dim, capability(x.device))
+    rows, length = shape
+    way = choose_attention(asked, dtype, head_dim, capability(cu_seqlens.device))
     if way == "varlen":
         return Documents(way, cu_seqlens)
     tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.device)
     ids = torch.searchsorted(cu_seqlens, tokens, right=True).view(rows, length)
     if way == "sdpa":
         seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
-        return Documents(way, torch.where(seen, 0.0, -torch.inf).to(x.dtype))
+        return Documents(way, torch.where(seen, 0.0, -torch.inf).to(dtype))
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])

@@ -14,12 +14,25 @@ from torch import Tensor, nn
 
 from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Asked, Documents, attend, locate
-from trainer.models.family import Family, family_of
+from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
 from trainer.recipe.architecture import Architecture, RopeScaling
 
 TIED_COPIES = ("lm_head.weight",)
 """What a published checkpoint of a tied model may hold twice."""
+
+TENSOR_PLAN = {
+    "model.embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+    "*.self_attn.[qkv]_proj": "column",
+    "*.self_attn.o_proj": "row",
+    "*.mlp.gate_proj": "column",
+    "*.mlp.up_proj": "column",
+    "*.mlp.down_proj": "row",
+    "*.self_attn.[qk]_norm": "head_norm",
+    "*norm": "norm",
+}
+"""Of blocks with `Attention`, whose norms are per head, and `MLP`."""
 
 
 class RMSNorm(nn.Module):
@@ -62,8 +75,9 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
     ) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).view(heads))  # (B, T, N, H)
+        q = self.q_proj(x)
+        heads = (*q.shape[:2], -1, self.head_dim)  # x may have part of the sequence only
+        q = self.q_norm(q.view(heads))  # (B, T, N, H)
         k = self.k_norm(self.k_proj(x).view(heads))  # (B, T, K, H)
         v = self.v_proj(x).view(heads)  # (B, T, K, H)
         mixed = attend(rotate(q, rope), rotate(k, rope), v, documents)
@@ -125,7 +139,10 @@ class Backbone(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         documents = None
         if cu_seqlens is not None:
-            documents = locate(cu_seqlens, x, self.architecture.head_dim, self.attention)
+            # x may have part of the sequence only; attention sees all of it.
+            documents = locate(
+                cu_seqlens, input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
+            )
         statistics = []
         for layer in self.layers:
             x = layer(x, rope, documents)
@@ -168,6 +185,11 @@ class Decoder(nn.Module):
     def blocks(self) -> Iterable[nn.Module]:
         """The repeated parts: data for strategies (units of sharding, recomputation, compiling)."""
         return self.model.layers
+
+    @property
+    def tensor_plan(self) -> TensorPlan | None:
+        """How modules are cut among tensor-parallel ranks."""
+        return self.family.tensor_plan
 
     @property
     def compiled_beside_blocks(self) -> Iterable[nn.Module]:

@@ -17,6 +17,10 @@ Draw = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
 """(FQN, global shape, architecture, seed of the run) → the whole initial tensor of a parameter:
 float32, on the CPU. A pure function, so that every world size and strategy starts alike."""
 
+TensorPlan = Mapping[str, str]
+"""Pattern of the FQN of modules → how they are cut among tensor-parallel ranks, see [Note: tensor
+parallelism] in trainer/parallel/tensor.py. The first pattern that matches counts."""
+
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
 """(what the blocks returned beside x, architecture) → scalars by name, each with its weight."""
 
@@ -80,6 +84,9 @@ class Family:
     beside_loss: BesideLoss | None = None
     """Scalars of the statistics of the blocks. They are recorded, and added to the cross-entropy in
     training, each times its weight."""
+
+    tensor_plan: TensorPlan | None = None
+    """For `strategy.tp`; of usual blocks, `trainer.TENSOR_PLAN`. None: it has none."""
 
     def complete(self, architecture: Architecture) -> Architecture:
         """The architecture with all `options`.

@@ -17,7 +17,7 @@ from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, fsdp_units
-from trainer.parallel.mesh import SHARD, Mesh
+from trainer.parallel.mesh import SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.recipe import Recipe
 
@@ -134,6 +134,7 @@ def parallelize(
         fill: gives initial weights, equal for every world size and strategy.
         cores: that this rank may draw them with.
 
+    Tensor parallelism comes first: it changes what the layers compute, and what they hold.
     Activation checkpointing comes before compilation, so that recomputation is part of the
     compiled graph, and both before FSDP, whose hooks stay outside it.
     """
@@ -141,6 +142,10 @@ def parallelize(
     blocks = list(blocks)
     if recipe.exact:
         use_exact_kernels(device)
+    if strategy.tp > 1:
+        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
+
+        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], strategy.sequence_parallel)
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
     if strategy.compile:
@@ -150,7 +155,7 @@ def parallelize(
             part.compile()
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
     if sharded_by_fsdp:
-        apply_fsdp(model, blocks, mesh.device_mesh, recipe, dtype)
+        apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
         kept = moments(recipe.optimizer)

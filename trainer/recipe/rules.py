@@ -42,6 +42,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "model.architecture.model_type",
             f"no family {found!r} ({close}); a family of your own is named in model.family",
         )
+    yield from _tensor_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
@@ -117,6 +118,36 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if schedule.name != "wsd" and schedule.decay_steps:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+
+
+def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy, data = recipe.strategy, recipe.data
+    if strategy.tp == 1:
+        if strategy.sequence_parallel:
+            yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
+        return
+    yet = "does not work with strategy.tp above 1 yet"
+    for key, chosen, instead in (
+        ("run.determinism", recipe.exact, "set fast"),
+        ("model.kgat", bool(recipe.model.kgat), "set strategy.tp=1"),
+        ("data.factory", bool(data.factory), "set strategy.tp=1"),
+        ("batch.micro_batch", recipe.batch.micro_batch == "auto", "name a number instead of auto"),
+        ("optimizer.name", recipe.optimizer.name != "adamw", "use adamw"),
+        ("optimizer.factory", bool(recipe.optimizer.factory), "remove it, which gives AdamW"),
+        ("strategy.sharding", recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
+        ("strategy.offload", strategy.offload != "none", "set none"),
+        ("strategy.compile", strategy.compile, "set false"),
+        ("precision.dtype", recipe.precision.dtype == "fp16", "use bf16 or fp32"),
+        ("tracking.profile_steps", recipe.tracking.profile_steps > 0, "set 0"),
+    ):
+        if chosen:
+            yield key, f"{yet}; {instead}"
+    if strategy.sequence_parallel and data.seq_len % strategy.tp:
+        yield (
+            "strategy.sequence_parallel",
+            f"data.seq_len={data.seq_len} is not a multiple of strategy.tp={strategy.tp}; change "
+            "one of them",
+        )
 
 
 def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:

@@ -264,7 +264,15 @@ class Strategy:
     """The same as `sharding`, in DeepSpeed's numbers: give one of the two."""
 
     shard_size: int | None = None
-    """Ranks per shard group for HYBRID_SHARD; the ranks of one node unless set."""
+    """Ranks per shard group for HYBRID_SHARD, with `tp` groups of such ranks; those of one node
+    unless set."""
+
+    tp: Positive = 1
+    """Ranks of a node that compute each layer together, by heads and columns (tensor parallelism);
+    the others share the data as `name` and `sharding` say. See docs/parallelism.md."""
+
+    sequence_parallel: bool = False
+    """With `tp`: these ranks also cut what lies between the layers, along the sequence."""
 
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the

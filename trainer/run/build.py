@@ -117,6 +117,9 @@ def describe(run: Run) -> str:
     strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
     if recipe.strategy.offload != "none":
         strategy += f" with offload to {recipe.strategy.offload},"
+    if recipe.strategy.tp > 1:
+        sequence = " with sequence parallelism" if recipe.strategy.sequence_parallel else ""
+        strategy = f"tp={recipe.strategy.tp}{sequence}, {strategy}"
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))

@@ -81,7 +81,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
                 break
             usual = inputs.pop(COUNTED, len(cut))
             means = model({key: tensor.to(device) for key, tensor in inputs.items()})
-            weight = means.pop(COUNT, usual) * bool(cut)
+            weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
             names = list(means)
             sums = torch.stack([mean.double() for mean in means.values()])
             total = total + torch.cat([sums, sums.new_ones(1)]) * weight
@@ -91,7 +91,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
             module.training = training
         if leaving:
             return None
-        dist.all_reduce(total, group=run.mesh.dp_group)
+        dist.all_reduce(total, group=run.mesh.group)
         *found, counted = received(total)
     return evaluation.values(
         {name: value / counted for name, value in zip(names, found, strict=True)}

@@ -44,9 +44,13 @@ def check_inputs(
         each = 4 * copies(moments(recipe.optimizer) or ())
         nbytes = each * task.parameter_count * local_world_size // shards
         _check_room(Path(recipe.strategy.offload_directory), nbytes)
+    if recipe.strategy.tp > 1:
+        from trainer.parallel.tensor import kinds_of
+
+        kinds_of(task.model, recipe.strategy.tp)
     try:
-        batch = recipe.batch
-        plan_batch(batch.global_batch, world_size, recipe.micro_batch, fixed=recipe.exact)
+        batch, shares = recipe.batch, world_size // recipe.strategy.tp
+        plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
     _check_writable(Path(recipe.run.dir))

@@ -34,6 +34,7 @@ def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
             "local_world_size": world.local_world_size,
             "device": world.device.type,
             "sharding": recipe.sharding,
+            "tp": recipe.strategy.tp,
         },
     }
 

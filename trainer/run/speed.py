@@ -58,14 +58,15 @@ class Speed:
             self._run.log.event(self._run.progress.step, "straggler", sentence)
 
     def _passes(self) -> tuple[list[float], list[float]]:
-        """By data-parallel rank: seconds of a forward pass in this interval, sequences of one."""
+        """By rank: seconds of a forward pass in this interval, sequences of one."""
         mesh, plan, window = self._run.mesh, self._run.plan, self._window
-        shape, device = (2, mesh.dp_size), self._run.world.device
+        world, rank = self._run.world, self._run.world.rank
+        shape, device = (2, world.world_size), world.device
         passes = torch.zeros(shape, dtype=torch.float64, device=device)
         mine = plan.micro_batches(mesh.dp_rank, self._run.progress.sequences)
-        passes[0, mesh.dp_rank] = sum(window.computes) / max(1, len(window.computes))
-        passes[1, mesh.dp_rank] = sum(len(micro.positions) for micro in mine) / plan.passes
-        dist.all_reduce(passes, group=mesh.dp_group)
+        passes[0, rank] = sum(window.computes) / max(1, len(window.computes))
+        passes[1, rank] = sum(len(micro.positions) for micro in mine) / plan.passes
+        dist.all_reduce(passes, group=mesh.group)
         seconds, sequences = received(passes)
         return seconds, sequences
 

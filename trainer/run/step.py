@@ -185,15 +185,17 @@ def gradients(
     if recipe.exact:
         squares = square_sums(list(model.optimized.values()), device)
     else:
-        squares = square_sum(model.optimized.values(), mesh.dp_size).to(device)
+        squares = square_sum(model.optimized.values(), mesh.device_mesh.size()).to(device)
+    sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]
+    if not mesh.counts:
+        sums, counted, digest = [torch.zeros_like(part) for part in sums], 0.0, None
     told = (counted, pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
     flags = [  # filled on the device: a copy from the host would wait for all that was launched
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
         for value in told
     ]
-    sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]
     word = torch.cat([*sums, squares, *flags])
-    dist.all_reduce(word, group=mesh.dp_group)
+    dist.all_reduce(word, group=mesh.group)
     mean_loss, *rest = received(word)
     *square_parts, count_sum, saving, pausing, samples, contents = rest[len(recorded) :]
     # Sums of numbers below 2**32 are exact in float64.
@@ -236,8 +238,8 @@ def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str
         [float(not torch.equal(first.local_loss, second.local_loss))],
         device=first.local_loss.device,
     )
-    flags = [torch.zeros_like(differs) for _ in range(run.mesh.dp_size)]
-    dist.all_gather(flags, differs, group=run.mesh.dp_group)
+    flags = [torch.zeros_like(differs) for _ in range(run.world.world_size)]
+    dist.all_gather(flags, differs, group=run.mesh.group)
     ranks = [rank for rank, flag in enumerate(flags) if any(received(flag))]
     where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
     return second, f"silent corruption on {where}: computed again, the numbers are good"
@@ -255,8 +257,8 @@ def judge(run: Run, found: Gradients, note: str) -> Verdict:
         return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
     bad_ranks: list[int] = []
     if not found.good:  # every rank knows, so every rank asks who it was
-        flags = [torch.zeros_like(found.local_loss) for _ in range(run.mesh.dp_size)]
-        dist.all_gather(flags, found.local_loss, group=run.mesh.dp_group)
+        flags = [torch.zeros_like(found.local_loss) for _ in range(run.world.world_size)]
+        dist.all_gather(flags, found.local_loss, group=run.mesh.group)
         bad_ranks = [rank for rank, flag in enumerate(flags) if not flag.isfinite()]
     limit = recipe.elastic.max_skipped_steps
     verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)

@@ -62,6 +62,11 @@ def perdure(monkeypatch, capsys, *arguments):
         (["tracking.hooks=[os:getpid]"], "tracking.hooks: os:getpid is called with an event alone"),
         (["run.device=cuda"], "run.device: cuda is asked for, but torch finds no GPU"),
         (["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=3"], "groups of 3"),
+        (["strategy.tp=3"], "strategy.tp: groups of 3 ranks do not divide the"),
+        (
+            ["strategy.tp=2", "model.architecture.num_key_value_heads=1"],
+            "strategy.tp: num_key_value_heads=1 is not a multiple of tp=2",
+        ),
         (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
         (
             ["model.architecture=null", "model.factory=no.such:thing"],

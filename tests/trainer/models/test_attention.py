@@ -51,7 +51,7 @@ few_documents = st.lists(st.integers(0, B * T), max_size=5).map(
 @pytest.mark.parametrize("way", ["varlen", "sdpa"])
 def test_each_way_is_attention_inside_documents(way: str, ids: list[int]) -> None:
     documents = torch.tensor(ids).view(B, T)
-    where = locate(cu_seqlens_of(documents), torch.empty(B, T, N * H), H, way)  # type: ignore[arg-type]
+    where = locate(cu_seqlens_of(documents), (B, T), torch.float32, H, way)  # type: ignore[arg-type]
     given, exact = inputs(), inputs()
     ours, theirs = attend(*given, where), reference(*exact, documents)
     torch.testing.assert_close(ours, theirs.float(), atol=TOLERANCE, rtol=0)
@@ -70,7 +70,7 @@ def test_flex_is_attention_inside_documents(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "flex_kernels", lambda: eager)
     monkeypatch.setattr(attention, "capability", lambda _: (8, 0))
     ids = torch.tensor([n // 13 for n in range(B * T)]).view(B, T)
-    where = locate(cu_seqlens_of(ids), torch.empty(B, T, N * H), H, "auto")  # in float32
+    where = locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "auto")  # in float32
     assert where.way == "flex"
     given, exact = inputs(), inputs()
     ours, theirs = attend(*given, where), reference(*exact, ids)
@@ -117,7 +117,7 @@ def test_a_gpu_is_given_boundaries_and_shared_heads(
         for x in (q, k, v):
             x.requires_grad_()
         ends = torch.empty(9, dtype=torch.int32)
-        out = attend(q, k, v, locate(ends, q.flatten(2), H, "auto"))
+        out = attend(q, k, v, locate(ends, q.shape[:2], q.dtype, H, "auto"))
         out.sum().backward()
     assert out.shape == q.shape
     (given,) = (args for name, args in seen.calls if name == "torch_attn._varlen_attn.default")

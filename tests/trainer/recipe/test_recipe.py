@@ -86,6 +86,7 @@ def test_zero_is_a_synonym(recipe_file):
         ("schedule.warmup_steps=10", "schedule.warmup_steps: 10 is not below run.steps=10"),
         ("schedule.name=wsd", "schedule.decay_steps: wsd needs"),
         ("optimizer.lr=.nan", "optimizer.lr: must be at least 0"),
+        ("strategy.sequence_parallel=true", "only with strategy.tp above 1; remove it"),
     ],
 )
 def test_one_clear_line(recipe_file, override, message):
@@ -94,6 +95,31 @@ def test_one_clear_line(recipe_file, override, message):
     assert message in str(error.value)
     assert override in str(error.value) or "recipe.yaml:" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("run.determinism=exact", "run.determinism: does not work with strategy.tp"),
+        ("model.kgat={}", "model.kgat: does not work with strategy.tp"),
+        ("data.factory=a:b", "data.factory: does not work with strategy.tp"),
+        ("batch.micro_batch=auto", "name a number instead of auto"),
+        ("optimizer.name=muon", "use adamw"),
+        ("optimizer.factory=a:b", "which gives AdamW"),
+        ("strategy.zero=1", "use SHARD_GRAD_OP"),
+        ("strategy.offload=cpu", "strategy.offload: does not work with strategy.tp"),
+        ("strategy.compile=true", "strategy.compile: does not work with strategy.tp"),
+        ("precision.dtype=fp16", "use bf16 or fp32"),
+        ("tracking.profile_steps=1", "tracking.profile_steps: does not work with strategy.tp"),
+        ("data.seq_len=15", "data.seq_len=15 is not a multiple of strategy.tp=2"),
+    ],
+)
+def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, override, instead):
+    tp = ["strategy.tp=2", "strategy.sequence_parallel=true"]
+    assert load_recipe(recipe_file, tp).strategy.tp == 2
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, [*tp, override])
+    assert instead in str(error.value)
 
 
 def test_all_errors_are_told_at_once_in_the_order_of_the_lines(recipe_file, monkeypatch):

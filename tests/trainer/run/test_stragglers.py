@@ -20,7 +20,7 @@ def slow_ranks(rank: int, slower: dict[int, float]) -> set[int]:
     told: list[str] = []
     run = SimpleNamespace(
         plan=plan, progress=Progress(), mesh=Mesh(None, rank, 2, dist.group.WORLD),
-        world=SimpleNamespace(device=torch.device("cpu")),
+        world=SimpleNamespace(device=torch.device("cpu"), rank=rank, world_size=2),
         log=SimpleNamespace(event=lambda _step, _event, what: told.append(what)),
     )  # fmt: skip
     speed = Speed(run)

@@ -1,6 +1,6 @@
 """Llama 3.x, as `LlamaConfig` of transformers writes it."""
 
-from trainer.models.decoder import MLP, Attention, Block
+from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
 from trainer.models.family import Family
 
 FAMILY = Family(
@@ -19,4 +19,5 @@ FAMILY = Family(
         "max_position_embeddings": 2048,
     },
     heads_divide_hidden=True,
+    tensor_plan=TENSOR_PLAN,
 )

@@ -1,6 +1,6 @@
 """Qwen3 dense, as `Qwen3Config` of transformers writes it."""
 
-from trainer.models.decoder import MLP, Attention, Block, RMSNorm
+from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block, RMSNorm
 from trainer.models.family import Family
 from trainer.recipe.architecture import Architecture
 
@@ -27,4 +27,5 @@ FAMILY = Family(
         "max_position_embeddings": 32768,
     },
     heads_divide_hidden=False,
+    tensor_plan=TENSOR_PLAN,
 )

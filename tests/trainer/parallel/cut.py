@@ -1,0 +1,128 @@
+"""Two ranks that cut a head, and a model of the user's, and compare with the whole ones:
+python -m tests.trainer.parallel.cut"""
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from elastic.world import join_world, leave_world
+from trainer import HeadLoss
+from trainer.models.loss import head_cross_entropy
+from trainer.parallel import tensor
+from trainer.parallel.tensor import Together, VocabularyLoss, apply_tensor_parallel
+from trainer.recipe import RecipeError
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """To float32 rounding, relative to the largest element."""
+    assert (ours - theirs).abs().max() <= 2e-6 * theirs.abs().max()
+
+
+def compare_losses(rank: int, ranks: Together, mesh: DeviceMesh) -> None:
+    sequence = ranks.sequence
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 8, 16), torch.randn(131, 16) * 3
+    labels = torch.randint(0, 131, (3, 8))
+    labels[0, 3:] = -100
+    wanted = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    expected = head_cross_entropy(*wanted, labels)
+    (expected * 5).backward()
+    given = hidden.chunk(2, 1)[rank].clone() if sequence else hidden.clone()
+    given.requires_grad_()
+    cut = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    loss = VocabularyLoss(ranks)(given, cut, labels)
+    (loss * 5).backward()
+    close(loss, expected)
+    whole = wanted[0].grad
+    assert whole is not None
+    close(given.grad, whole.chunk(2, 1)[rank] if sequence else whole)  # type: ignore[arg-type]
+    assert isinstance(cut.grad, DTensor)
+    close(cut.grad.full_tensor(), wanted[1].grad)  # type: ignore[arg-type]
+    with torch.no_grad():
+        close(VocabularyLoss(ranks)(given, cut, labels), expected)
+
+
+class Own(nn.Module):
+    """A model with biases, a norm in the same module as its products, and a tied head."""
+
+    tensor_plan = {  # noqa: RUF012
+        "embed": "vocabulary",
+        "head": "vocabulary",
+        "*.up": "column",
+        "*.gate": "column",
+        "*.down": "row",
+        "*norm": "norm",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList([OwnBlock(), OwnBlock()])
+        self.loss = HeadLoss()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.loss(x, self.head.weight, ids.roll(-1, 1))
+        return loss
+
+
+class OwnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.LayerNorm(8), nn.Linear(12, 8)
+        self.up, self.gate = nn.Linear(8, 12), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.down(self.up(y) * self.gate(x).sigmoid())  # of different inputs
+        return x + self.down(torch.tanh(self.up(x)))  # without a norm between
+
+
+def compare_models(mesh: DeviceMesh, sequence: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = Own(), torch.randint(0, 19, (3, 6))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model(ids)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    again = Own()
+    again.load_state_dict(state)
+    apply_tensor_parallel(again, mesh["tp"], sequence)
+    fully_shard(again, mesh=mesh["dp_shard"])
+    loss = again(ids)
+    loss.backward()
+    close(loss, expected)
+    assert [name for name, _ in again.named_parameters()] == list(gradients), "ties are kept"
+    for name, parameter in again.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        close(parameter.grad.full_tensor(), gradients[name])  # type: ignore[arg-type]
+    assert "pass the weight of the head to a" in complaint(again.head, torch.zeros(1, 8))
+    if sequence:
+        assert "5 tokens does not divide among tp=2" in complaint(again, ids[:, :5])
+
+
+def complaint(function: Callable[..., object], *args: object) -> str:
+    try:
+        function(*args)
+    except (RecipeError, ValueError) as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+if __name__ == "__main__":
+    rank = join_world("cpu", 60).rank
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    for sequence, logits in product((False, True), (1 << 20, 300)):  # at once, and in chunks
+        tensor.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
+        compare_losses(rank, Together(mesh["tp"], sequence), mesh["tp"])
+    for sequence in (False, True):
+        compare_models(mesh, sequence)
+    leave_world(0)

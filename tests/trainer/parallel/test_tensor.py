@@ -1,0 +1,68 @@
+"""How models are cut among tensor-parallel ranks: the plan, the loss, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.jobs import Job
+from tests.trainer.parallel.cut import Own
+from trainer.models import Decoder
+from trainer.parallel.tensor import kinds_of
+from trainer.recipe import RecipeError
+from trainer.recipe.architecture import Architecture
+
+
+def architecture(**changes: Any) -> Architecture:
+    sizes: dict[str, Any] = {
+        **{"model_type": "qwen3", "vocab_size": 131, "hidden_size": 24, "intermediate_size": 32},
+        **{"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2},
+        "head_dim": 8,
+    }
+    return Architecture(**{**sizes, **changes})
+
+
+def test_a_cut_model_computes_what_the_whole_one_does(tmp_path: Path) -> None:
+    """A head, and a model of the user's that joins by its plan."""
+    code, output = Job(tmp_path, 2, program=("tests.trainer.parallel.cut",)).wait()
+    assert code == 0, output
+
+
+def refusal(model: nn.Module, tp: int) -> str:
+    with pytest.raises(RecipeError) as error:
+        kinds_of(model, tp)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({}, 4, "num_key_value_heads=2 is not a multiple of tp=4"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, 2, "num_attention_heads=3 is not"),
+        ({"intermediate_size": 33}, 2, "layers.0.mlp.gate_proj cannot be column: its 33 columns"),
+        ({"vocab_size": 1}, 2, "embed_tokens cannot be vocabulary: its 1 rows leave one of tp=2"),
+        ({"model_type": "qwen3_moe"}, 2, "qwen3_moe has no tensor_plan; write one"),
+    ],
+)
+def test_what_does_not_divide_is_refused(changes: Any, tp: int, message: str) -> None:
+    shape = architecture(**changes)
+    if shape.model_type == "qwen3_moe":
+        from trainer.models.families.qwen3_moe import FAMILY
+
+        shape = FAMILY.complete(shape)
+    with torch.device("meta"):
+        assert message in refusal(Decoder(shape), tp)
+
+
+def test_a_plan_leaves_nothing_out() -> None:
+    model = Own()
+    model.tensor_plan = {**Own.tensor_plan, "layers.1.norm": "column", "*norm": "nrom"}
+    assert "layers.0.norm is to be 'nrom' in the tensor_plan; the kinds are" in refusal(model, 2)
+    model.tensor_plan = {"*.norm": "column", **Own.tensor_plan}
+    assert "layers.0.norm cannot be column: that needs an nn.Linear" in refusal(model, 2)
+    del model.tensor_plan["*.down"], model.tensor_plan["*.norm"]
+    assert "layers.0.down has no pattern in the tensor_plan" in refusal(model, 2)
+    assert "Linear has no tensor_plan" in refusal(nn.Linear(2, 2), 2)

@@ -1,0 +1,401 @@
+"""Tensor and sequence parallelism: some ranks compute each layer of a model together.
+
+Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation Recomputation in
+Large Transformer Models".
+
+[Note: tensor parallelism] A model says how its modules are cut by its `tensor_plan`, a kind for
+each module that has parameters:
+
+- *column*: a product whose outputs are cut (query, key and value by heads; the first of an MLP).
+- *row*: a product whose inputs are cut, as columns gave them; its outputs are sums over ranks.
+- *head_norm*: what lies between the two and works on each head by itself.
+- *norm*: what works on the residual stream. With sequence parallelism a rank has only its part of
+  the sequence there, else all of it.
+- *vocabulary*: an embedding, or an output head, whose rows are cut. The head is a weight only: the
+  loss is that of a `HeadLoss`, and no rank ever has a whole row of logits.
+
+Parameters become DTensors, which say to FSDP, checkpoints and the gradient norm what lies where.
+The arithmetic is that of the modules, on local tensors, with plain collectives. A gradient to which
+each rank has a part is marked as `Partial`; FSDP, which is always above, sums it.
+
+Shapes: B batch, T sequence, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from trainer.data.samples import IGNORED_LABEL
+from trainer.models.decoder import Decoder
+from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu
+from trainer.recipe import RecipeError
+
+# torch 2.13 warns of the names that torch 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_CUT: dict[str, Placement] = {
+    "column": Shard(0),
+    "row": Shard(1),
+    "norm": Replicate(),
+    "head_norm": Replicate(),
+    "vocabulary": Shard(0),
+}
+
+
+def kinds_of(model: nn.Module, tp: int) -> dict[str, str]:
+    """The kind of each module that has parameters, by FQN.
+
+    Raises:
+        RecipeError: the model has no `tensor_plan`, the plan leaves a module out, or cannot be
+            followed by `tp` ranks.
+    """
+    plan = getattr(model, "tensor_plan", None)
+    if not plan:
+        name = model.family.model_type if isinstance(model, Decoder) else type(model).__name__
+        raise RecipeError(
+            f"strategy.tp: {name} has no tensor_plan; write one (docs/parallelism.md), or set "
+            "strategy.tp=1"
+        )
+    kinds = {}
+    for name, module in model.named_modules():
+        if not module._parameters:
+            continue
+        kind = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        if kind not in _CUT:
+            found = f"is to be {kind!r}" if kind else "has no pattern"
+            raise RecipeError(
+                f"strategy.tp: {name} {found} in the tensor_plan; the kinds are {', '.join(_CUT)}"
+            )
+        if problem := _problem(kind, module, tp):
+            raise RecipeError(f"strategy.tp: {name} cannot be {kind}: {problem}")
+        kinds[name] = kind
+    if isinstance(model, Decoder):
+        shape = model.model.architecture
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            if getattr(shape, key) % tp:
+                raise RecipeError(
+                    f"strategy.tp: {key}={getattr(shape, key)} is not a multiple of tp={tp}; set "
+                    "a divisor of it"
+                )
+    return kinds
+
+
+def _problem(kind: str, module: Any, tp: int) -> str | None:
+    """Why a module cannot be of a kind."""
+    forward = type(module).forward
+    if kind in ("column", "row") and forward is not nn.Linear.forward:
+        return f"that needs an nn.Linear, but it is a {type(module).__name__}"
+    if kind == "vocabulary":
+        if forward not in (nn.Linear.forward, nn.Embedding.forward):
+            return f"that needs an nn.Embedding or nn.Linear, not {type(module).__name__}"
+        options = ("bias", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        odd = [key for key in options if getattr(module, key, None) not in (None, False)]
+        if odd:
+            return f"{odd[0]} is not supported"
+    lengths = {"column": 0, "row": 1, "vocabulary": 0}
+    if kind in lengths:
+        length = module.weight.shape[lengths[kind]]
+        if kind == "vocabulary" and (tp - 1) * -(-length // tp) >= length:
+            return f"its {length} rows leave one of tp={tp} ranks without any"
+        if kind != "vocabulary" and length % tp:
+            return f"its {length} {kind}s do not divide among tp={tp} ranks"
+    return None
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device.
+
+    Args:
+        model: with a `tensor_plan`; else with equal weights on all ranks.
+        mesh: the ranks that compute together.
+        sequence: they cut the residual stream along the sequence, too.
+    """
+    ranks = Together(mesh, sequence)
+    placed: dict[nn.Parameter, Any] = {}  # those of tied weights stay one
+    kinds = kinds_of(model, mesh.size())
+    modules = dict(model.named_modules())
+    for name, kind in kinds.items():
+        module = modules[name]
+        for key, whole in list(module.named_parameters(recurse=False)):
+            cut = Replicate() if (kind, key) == ("row", "bias") else _CUT[kind]
+            if whole not in placed:
+                spread = distribute_tensor(whole.detach(), mesh, [cut], src_data_rank=None)
+                placed[whole] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+            elif placed[whole].placements != (cut,):
+                raise RecipeError(f"strategy.tp: {name}.{key} is tied to a weight cut otherwise")
+            module.register_parameter(key, placed[whole])
+        module.forward = _FORWARDS[kind](module, ranks)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, HeadLoss):
+                setattr(module, name, VocabularyLoss(ranks))
+
+
+class Together:
+    """The ranks that compute a model together, and how activations come to them and leave them."""
+
+    def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
+        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.sequence = sequence
+        self._entered: tuple[Any, Tensor] | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream (B, T or T / tp, D), or what is made of it, whole on each rank: as
+        input of products that are cut.
+
+        Those that get the same tensor one after the other, as query, key and value do, share what
+        is sent, and so does its gradient on the way back.
+        """
+        version = 0 if x.is_inference() else x._version
+        asked = (version, torch.is_grad_enabled())
+        if self._entered is None or self._entered[0][0] is not x or self._entered[0][1:] != asked:
+            self._entered = ((x, *asked), _Enter.apply(x, self))
+        return self._entered[1]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sums over the ranks of what each has (B, T, D): the residual stream."""
+        self._entered = None  # so it is freed
+        if self.sequence and x.shape[1] % self.size:
+            raise ValueError(
+                f"a sequence of {x.shape[1]} tokens does not divide among tp={self.size} ranks; "
+                "set strategy.sequence_parallel=false"
+            )
+        return _Leave.apply(x, self)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, T / tp, D) → (B, T, D)."""
+        rows, length, *rest = x.shape
+        parts = x.new_empty((self.size * rows, length, *rest))
+        _all_gather(parts, x.contiguous(), group=self.group)
+        parts = parts.view(self.size, rows, length, *rest)
+        return parts.transpose(0, 1).reshape(rows, self.size * length, *rest)
+
+    def sum_and_cut(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T / tp, D)."""
+        rows, length, *rest = x.shape
+        parts = x.view(rows, self.size, length // self.size, *rest).transpose(0, 1).contiguous()
+        mine = torch.empty_like(parts[0])
+        _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
+        return mine
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+class _Enter(torch.autograd.Function):
+    """See `Together.enter`: each rank has a part of the gradient of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x) if ranks.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ranks = ctx.ranks
+        return (ranks.sum_and_cut if ranks.sequence else ranks.sum)(gradients[0].contiguous()), None
+
+
+class _Leave(torch.autograd.Function):
+    """See `Together.leave`: the gradient of a sum is that of each of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+        ctx.ranks = ranks
+        return (ranks.sum_and_cut if ranks.sequence else ranks.sum)(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather(gradients[0]) if ctx.ranks.sequence else gradients[0], None
+
+
+def _local(parameter: Tensor, partial: bool = False) -> Tensor:
+    """This rank's part of a parameter, differentiably; `partial`: its gradient is a part, too."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+@contextmanager
+def _with_local(module: nn.Module, partial: bool = False) -> Iterator[None]:
+    """In it the parameters of a module are this rank's parts."""
+    gathered = dict(module._parameters)  # by FSDP
+    local: dict[str, Any] = {
+        name: p if p is None else _local(p, partial) for name, p in gathered.items()
+    }
+    module._parameters.update(local)
+    try:
+        yield
+    finally:
+        module._parameters.update(gathered)
+
+
+Forward = Callable[..., Tensor]
+
+
+def _column(module: nn.Module, ranks: Together) -> Forward:
+    compute = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        with _with_local(module):
+            return compute(ranks.enter(x))
+
+    return forward
+
+
+def _row(module: Any, ranks: Together) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        summed = ranks.leave(nn.functional.linear(x, _local(module.weight)))
+        return summed if module.bias is None else summed + _local(module.bias, ranks.sequence)
+
+    return forward
+
+
+def _norm(module: nn.Module, ranks: Together) -> Forward:
+    return _replicated(module, ranks.sequence)
+
+
+def _head_norm(module: nn.Module, ranks: Together) -> Forward:
+    return _replicated(module, True)
+
+
+def _replicated(module: nn.Module, partial: bool) -> Forward:
+    compute = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        with _with_local(module, partial):
+            return compute(*args, **kwargs)
+
+    return forward
+
+
+def _vocabulary(module: Any, ranks: Together) -> Forward:
+    def look_up(ids: Tensor) -> Tensor:
+        weight = _local(module.weight)
+        index = ids - first_row(module.weight, ranks)
+        mine = (index >= 0) & (index < len(weight))
+        rows = nn.functional.embedding(index.clamp(0, len(weight) - 1), weight)
+        return ranks.leave(rows.masked_fill(~mine[..., None], 0))
+
+    def refuse(*args: Any) -> Tensor:
+        raise RecipeError(
+            "strategy.tp: the model calls its output head, which would give whole rows of logits; "
+            "pass the weight of the head to a trainer.HeadLoss"
+        )
+
+    return look_up if isinstance(module, nn.Embedding) else refuse
+
+
+_FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
+    "column": _column,
+    "row": _row,
+    "norm": _norm,
+    "head_norm": _head_norm,
+    "vocabulary": _vocabulary,
+}
+
+
+def first_row(weight: Tensor, ranks: Together) -> int:
+    """Of a weight (V, D) that is cut as Shard(0) cuts, the number of this rank's first row."""
+    return -(-weight.shape[0] // ranks.size) * ranks.rank
+
+
+class VocabularyLoss(nn.Module):
+    """What `HeadLoss` computes, where each rank has some rows of the head."""
+
+    def __init__(self, ranks: Together) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Mean in nats over the labels that are not -100, a float32 scalar.
+
+        Args:
+            hidden: (B, T or T / tp, D), the residual stream.
+            weight: (V, D), of the head, a DTensor.
+            labels: (B, T).
+        """
+        hidden, local = _Enter.apply(hidden, self._ranks), _local(weight)
+        chunks = -(-labels.numel() // max(1, most_logits(hidden) // len(local)))
+        total = _CutLoss.apply(
+            hidden.flatten(0, -2).to(local.dtype),
+            local,
+            labels.flatten(),
+            first_row(weight, self._ranks),
+            -(-labels.numel() // chunks),
+            torch.is_grad_enabled(),
+            self._ranks.group,
+        )
+        return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+class _CutLoss(torch.autograd.Function):
+    """Sum of the cross-entropies; hidden (N, D), weight (V / tp, D) from row `start` of the head
+    on, labels (N). As `trainer.models.loss._ChunkedLoss`, with two small all-reduces a chunk: of
+    the largest logits, and of the sums that make softmax and loss of them.
+
+    The gradient of hidden is this rank's part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        start: int,
+        rows: int,
+        with_gradients: bool,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        to_hidden = torch.empty_like(hidden) if with_gradients else None
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
+        wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
+        for begin in range(0, len(labels), rows):
+            part = slice(begin, begin + rows)
+            label, counts = labels[part] - start, labels[part] != IGNORED_LABEL
+            mine = counts & (label >= 0) & (label < len(weight))
+            index = label.clamp(0, len(weight) - 1)[:, None]
+            logits = torch.mm(hidden[part], weight.T, **wide).float()
+            largest = logits.amax(1)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            logits -= largest[:, None]
+            target = logits.gather(1, index)[:, 0] * mine
+            likely = logits.exp_()
+            sums = torch.stack([likely.sum(1), target])
+            dist.all_reduce(sums, group=group)
+            total += ((sums[0].log() - sums[1]) * counts).sum()
+            if to_hidden is None or to_weight is None:
+                continue
+            likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
+            gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
+            torch.mm(gradient, weight, out=to_hidden[part])
+            add_product(to_weight, gradient.T, hidden[part])
+            del logits, likely, gradient  # before the next chunk's
+        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        to_hidden, to_weight = ctx.saved_tensors
+        scaled = (to_hidden.float().mul_(gradients[0]), to_weight.mul_(gradients[0]))
+        return *(gradient.to(ctx.dtype) for gradient in scaled), *(None,) * 5
