@@ -13,6 +13,7 @@ from tests.distributed.jobs import RECIPE, Job
 from trainer.cli import main as cli
 from trainer.cli import train
 from trainer.data.prepare.prepare import prepare
+from trainer.facts import facts
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,12 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
     assert error.count("\n") == 1
     assert code == 2
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, 8), (2, 16)])
+def test_an_agent_knows_how_many_ranks_have_work(folder, tp, ranks):
+    arguments = (str(folder / "recipe.yaml"), f"strategy.tp={tp}")
+    assert facts(arguments)["most_ranks"] == ranks
 
 
 MISFIT = """
