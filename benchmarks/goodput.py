@@ -231,6 +231,7 @@ def _per_byte(engines: Sequence[Any], engine: str, kind: str) -> float:
         median(figures["summary"][engine]["later"][kind])
         / (figures["rounds"][0][engine]["state_bytes"] / 2)
         for figures in engines
+        if engine in figures["summary"]
     )
 
 
