@@ -1,5 +1,6 @@
 """The ranks of a run: a frozen `World`, read from the environment once; joining and leaving."""
 
+import gc
 import json
 import os
 import sys
@@ -23,6 +24,10 @@ CAUSE = "PERDURE_CAUSE"
 
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables: where torch's process groups listen."""
+
+# A rank that goes on in place leaves a process group as garbage. What it forks (workers that read
+# data) has none of its threads, and would wait for their end, or abort, when it collects garbage.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Forked ranks, and one state spread over them in every way."""
 
+import gc
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -39,7 +41,7 @@ def run_ranks(world_size: int, work: Callable[[int], Any], folder: Path) -> list
     running = set(children)
     try:
         while running and time.monotonic() < deadline:
-            running = {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0] == 0}
+            running = {pid for pid in running if still_runs(pid)}
             time.sleep(0.002)
         assert not running, "ranks hang"
     finally:
@@ -49,12 +51,23 @@ def run_ranks(world_size: int, work: Callable[[int], Any], folder: Path) -> list
     return [pickle.loads(path.read_bytes()) if path.exists() else None for path in results]
 
 
+def still_runs(pid: int) -> bool:
+    """Whether it does; what ended it is printed, if it did not end by itself."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if ended and os.WIFSIGNALED(status):
+        print(f"process {pid} was ended by signal {os.WTERMSIG(status)}", file=sys.stderr)
+    return not ended
+
+
 def fork_rank(
     rank: int, world_size: int, work: Callable[[int], Any], store: Path, result: Path
 ) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # Process groups of tests before are garbage: their threads, which do not exist here, would be
+    # waited for.
+    gc.freeze()
     try:
         dist.init_process_group(
             "gloo",

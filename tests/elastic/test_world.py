@@ -1,6 +1,10 @@
 """Which errors are another rank's, and how a rank leaves."""
 
 import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 
 import pytest
 import torch.distributed as dist
@@ -43,3 +47,31 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_the_others(monkeypatch, code
     with pytest.raises(SystemExit, match=str(code)):
         leave_world(code)
     assert bool(destroyed) == together
+
+
+FORKS_WITH_AN_OLD_GROUP = """
+import gc, os
+import torch.distributed as dist
+import elastic.world
+
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+circle = [dist.group.WORLD]
+circle.append(circle)
+dist.destroy_process_group()
+del circle
+if not (child := os.fork()):
+    gc.collect()
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_what_a_rank_forks_waits_for_no_thread_of_an_old_group():
+    command = [sys.executable, "-c", FORKS_WITH_AN_OLD_GROUP]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            assert process.wait(30) == 0
+        finally:
+            with suppress(ProcessLookupError):  # the child too, if it waits for ever
+                os.killpg(process.pid, signal.SIGKILL)
