@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         EXIT_WRONG_INPUT,
     )
     from elastic.group.secret import job_secret
+    from elastic.job import Job, join
     from elastic.node.notice import watch_signals
     from elastic.node.progress import PAUSE_TO_LEAVE, Pulse
-    from elastic.node.watchdog import register_dumps
     from elastic.options import ElasticOptions
     from elastic.process import die_with_parent, usable_cores
     from elastic.record.goodput import reliability
@@ -63,7 +63,8 @@ _HOME = {
     "PAUSE_TO_LEAVE": "node.progress",
     "Pulse": "node.progress",
     "job_secret": "group.secret",
-    "register_dumps": "node.watchdog",
+    "Job": "job",
+    "join": "job",
     "World": "world",
     "join_world": "world",
     "leave_world": "world",

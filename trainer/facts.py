@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from trainer.parallel.batch_plan import most_ranks
+from elastic.group.batch_plan import most_ranks
 from trainer.recipe.errors import known_errors
 from trainer.run.worker import prepare
 

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from benchmarks.support.peer import Clock, Job, run_peer
-from trainer.parallel.batch_plan import BatchPlan, plan_batch
+from elastic.group.batch_plan import BatchPlan, plan_batch
 from trainer.recipe import ZERO_STAGES, Recipe
 
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 
-from elastic.exits import SIGNALS, leave_at_once
+from elastic.exits import EXIT_PAUSED, SIGNALS, leave_at_once, leaving_code
 from elastic.node.progress import Pulse
 from elastic.world import supervised
 
@@ -31,6 +31,11 @@ def watch_signals(pulse: Pulse) -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_wait, args=(pulse,), name="perdure-notice", daemon=True).start()
+
+
+def pause_code(pulse: Pulse) -> int:
+    """How a rank leaves that has paused."""
+    return EXIT_PAUSED if supervised() else leaving_code(pulse.noticed)
 
 
 def _wait(pulse: Pulse) -> None:

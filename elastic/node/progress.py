@@ -13,7 +13,9 @@ from typing import Self
 RANKS = 64
 """Most ranks of one node."""
 _ENTRY = 256
-_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _ERROR = 0, 4, 8, 16, 20, 24, 32, 36
+_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _ERROR = (
+    0, 4, 8, 16, 20, 24, 32, 36, 40,
+)  # fmt: skip
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
@@ -45,6 +47,8 @@ class Progress:
     """Nothing is lost if it is ended now: what it knows is in storage."""
     pid: int = 0
     """Of its process."""
+    patience: float = 0.0
+    """Seconds that it asks for where it waits, or does what is not done again and again."""
 
 
 class ProgressPage:
@@ -94,8 +98,9 @@ class ProgressPage:
         (safe,) = struct.unpack_from("I", self._map, start + _SAFE)
         (pid,) = struct.unpack_from("I", self._map, start + _PID)
         (at,) = struct.unpack_from("d", self._map, start + _AT)
+        (patience,) = struct.unpack_from("f", self._map, start + _PATIENCE)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
-        return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe), pid)
+        return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe), pid, patience)
 
 
 class Pulse:
@@ -171,6 +176,10 @@ class Pulse:
     @safe.setter
     def safe(self, safe: bool) -> None:
         struct.pack_into("I", self._map, self._start + _SAFE, safe)
+
+    def be_patient(self, seconds: float) -> None:
+        """See `Progress.patience`."""
+        struct.pack_into("f", self._map, self._start + _PATIENCE, seconds)
 
     @property
     def asked_to_pause(self) -> int:

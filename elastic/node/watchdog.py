@@ -130,7 +130,7 @@ class PhaseTimes:
         kind = self._kind(rank, progress)
         if kind in WITHIN_STEP:  # it may wait for a rank that uses all the time that a step has
             return max(self._learned(kind), self._learned("step"))
-        return self._learned(kind)
+        return max(self._learned(kind), 0 if kind in HURRIED else progress.patience)
 
     def _kind(self, rank: int, progress: Progress) -> str:
         if progress.phase not in HURRIED:

@@ -24,14 +24,14 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic.node.facts import ask
+from elastic.node.watchdog import register_dumps
 from elastic.process import die_with_parent
 
 MAX_MESSAGE = 1 << 16
-DUMPS = "PERDURE_DUMPS"
-"""Environment variable: where a training process is to write stack dumps for its agent."""
 RECALL = "PERDURE_RECALL"
 """Environment variable: descriptor of a socket to its agent; see recall.py."""
 RESERVE = "PERDURE_RESERVE"
@@ -170,10 +170,12 @@ def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent
             os.dup2(stream, target)
         os.environ.clear()
         os.environ.update({**job.environment, **environment})
-        os.environ.update({DUMPS: f"/proc/self/fd/{dumps}", RECALL: f"{recall}"})
+        os.environ[RECALL] = f"{recall}"
         os.chdir(job.directory)
         for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C is for the agent, as before
             signal.signal(number, signal.SIG_DFL)
+        register_dumps(Path(f"/proc/self/fd/{dumps}"))
+        _set_threads()
         sys.argv = [job.entry.partition(":")[0], *job.arguments]
         module, _, function = job.entry.partition(":")
         getattr(importlib.import_module(module), function)(job.arguments)
@@ -186,6 +188,13 @@ def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _set_threads() -> None:
+    """Those that torchrun gives a rank: torch read the environment before that was known."""
+    threads, torch = os.environ.get("OMP_NUM_THREADS"), sys.modules.get("torch")
+    if threads and torch and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
 
 
 def _receive(agent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

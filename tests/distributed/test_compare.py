@@ -19,6 +19,7 @@ import torch
 from benchmarks.support import python_path
 from checkpointing.storage.folders import SHARED_MEMORY, run_id
 from elastic import Pulse
+from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.record.history import Step
 from elastic.world import World
@@ -27,7 +28,6 @@ from tests.distributed.jobs import ROOT, soak
 from trainer.data.loader import load
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
-from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict

@@ -4,7 +4,7 @@
 under every sharding, also when the world changes on the way:
 
 - *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
-  decides which rank computes which (`trainer.parallel.batch_plan`). Kernels are deterministic, and
+  decides which rank computes which (`elastic.group.batch_plan`). Kernels are deterministic, and
   a CPU rank has one thread, as sums are cut by the number of threads.
 - *Gradients.* Those of each micro-batch are rounded to multiples of `GRID`. A float64 holds all
   multiples up to 2**53, so adding them up in float64, on a rank and between ranks, rounds nothing,

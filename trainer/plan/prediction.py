@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from trainer.parallel.batch_plan import plan_batch
+from elastic.group.batch_plan import plan_batch
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import DTYPES

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from checkpointing import Spare, TensorCheckpointer, optimizer_tensors
 from elastic import Pulse, Start, World, describe_failure, job_secret
+from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
-from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import Recipe

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from elastic import PAUSE_TO_LEAVE, Pulse
-from elastic.node.exchange import received
+from elastic.node.exchange import Sum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.parallelize import COUNT
@@ -100,9 +100,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
 
 def asked_to_pause(pulse: Pulse) -> float:
     """The sum of `Pulse.asked_to_pause` over the ranks. Called on all ranks."""
-    asked = torch.tensor(float(pulse.asked_to_pause), dtype=torch.float64)  # by gloo: no GPU waits
-    dist.all_reduce(asked)
-    return asked.item()
+    return Sum(pulse.asked_to_pause).wait()
 
 
 def _round_up(value: int, multiple: int) -> int:

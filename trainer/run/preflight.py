@@ -8,8 +8,8 @@ from pathlib import Path
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
+from elastic.group.batch_plan import plan_batch
 from trainer.data.shards import DataError
-from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import mesh_shape
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import check_takes

@@ -6,10 +6,10 @@ import torch
 
 from checkpointing import TensorCheckpointer
 from elastic import Pulse, Start, World
+from elastic.group.batch_plan import BatchPlan
 from elastic.node.recall import Recall
 from trainer.optim.optimizer import LossScale
 from trainer.optim.schedule import Rate
-from trainer.parallel.batch_plan import BatchPlan
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe

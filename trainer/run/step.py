@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from elastic.group.batch_plan import MicroBatch
 from elastic.node.exchange import received
 from trainer.data.loader import MASK
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import update
 from trainer.optim.optimizer import set_rate, square_sum
-from trainer.parallel.batch_plan import MicroBatch
 from trainer.parallel.parallelize import COUNT
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step

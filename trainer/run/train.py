@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from checkpointing.format.tensors import local_tensor
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
+from elastic.group.batch_plan import BatchPlan
 from elastic.node.exchange import received
 from elastic.world import supervised
 from trainer.data.loader import load
-from trainer.parallel.batch_plan import BatchPlan
 from trainer.parallel.mesh import REPLICATE
 from trainer.run.evaluate import Validation, asked_to_pause
 from trainer.run.metrics import Startup

@@ -31,13 +31,12 @@ from elastic import (
     EXIT_WRONG_INPUT,
     Pulse,
     die_with_parent,
-    register_dumps,
     watch_signals,
 )
-from elastic.exits import leaving_code
+from elastic.node.notice import pause_code
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.recall import Recall, Recalled
-from elastic.node.zygote import DUMPS, RESERVE
+from elastic.node.zygote import RESERVE
 from elastic.world import (
     World,
     drop_world,
@@ -67,14 +66,8 @@ def main(arguments: list[str]) -> NoReturn:
     """Run one rank; never returns."""
     if read_environment()[2] > 1:
         die_with_parent()
-    # The process that this one was forked from may have begun before it was known.
-    threads = int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads())
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
     grow_segments()
     recall = Recall.from_environment()
-    if DUMPS in os.environ:
-        register_dumps(Path(os.environ[DUMPS]))
     again, spare = RESERVE in os.environ, Spare()
     if again:
         spare.start()
@@ -154,8 +147,7 @@ def attempt(
         code = train(run, startup)
     if occupancy:
         occupancy.release()
-    alone = code == EXIT_PAUSED and not supervised()
-    return leaving_code(pulse.noticed) if alone else code
+    return pause_code(pulse) if code == EXIT_PAUSED else code
 
 
 def rehearse(arguments: list[str]) -> None:

@@ -128,6 +128,20 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count():
     assert times.limit(0, at(23)) == FLOOR
 
 
+def test_a_rank_that_asks_for_patience_has_it_where_it_waits():
+    page = ProgressPage.make()
+    pulse = Pulse(page, 0)
+    pulse.be_patient(1800)
+    times = PhaseTimes()
+    limits = {}
+    for step, phase in ((0, "load"), (1, "data"), (1, "step"), (2, "step")):
+        pulse.report(step, phase)
+        times.follow({0: page.read(0)}, time.monotonic())
+        limits[phase, step] = times.limit(0, page.read(0))
+    assert limits.pop(("step", 2)) == times.patience
+    assert set(limits.values()) == {1800}
+
+
 # --- blame -----------------------------------------------------------------------------------
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic.group.batch_plan import plan_batch
 from trainer.data.loader import TokenStream, load
 from trainer.data.order import Order
-from trainer.parallel.batch_plan import plan_batch
 
 # One life of a job: ranks, micro-batch limit, steps until it is killed, steps between saves,
 # background workers.

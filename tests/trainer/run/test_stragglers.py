@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from elastic.group.batch_plan import plan_batch
 from tests.checkpointing.worlds import run_ranks
-from trainer.parallel.batch_plan import plan_batch
 from trainer.parallel.mesh import Mesh
 from trainer.run.speed import Speed
 from trainer.run.state import Progress

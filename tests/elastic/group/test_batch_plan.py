@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.batch_plan import plan_batch
+from elastic.group.batch_plan import plan_batch
 
 
 @given(

@@ -1,0 +1,120 @@
+"""The loops in examples/ that run on ranks and nodes that come and go, under real torchrun."""
+
+import difflib
+import os
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from benchmarks.support import python_path
+from tests.distributed.jobs import ROOT, Job
+from trainer.tools.local_nodes import LocalNode, LocalNodes
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """cluster(name, nnodes, ranks=…) → LocalNodes that run an example, still without a node."""
+    started = []
+
+    def cluster(name, nnodes, ranks):
+        shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+        (tmp_path / "secret").write_text("0" * 32)
+        (tmp_path / "secret").chmod(0o600)
+        nodes = LocalNodes(
+            ["-m", "elastic.job", f"{name}.py"],
+            folder=tmp_path,
+            nnodes=nnodes,
+            logs=tmp_path,
+            ranks=ranks,
+            environment={
+                "PYTHONPATH": python_path(ROOT),
+                "PERDURE_SECRET_FILE": str(tmp_path / "secret"),
+            },
+            store_outside=nnodes != "1",
+        )
+        started.append(nodes.__enter__())
+        return nodes
+
+    yield cluster
+    for nodes in started:
+        nodes.__exit__()
+
+
+def alone(folder, name: str, ranks: int) -> dict[int, float]:
+    """Losses by step of a run without an agent of ours that nothing happens to."""
+    shutil.copy(EXAMPLES / f"{name}.py", folder)
+    code, output = Job(folder, ranks, program=[name], torchrun=name == "fsdp_loop").wait()
+    assert code == 0, output
+    return losses(output)
+
+
+def losses(output: str) -> dict[int, float]:
+    """By step; of one that was done twice, the last."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)\n", output)}
+
+
+def wait_for_step(node: LocalNode, step: int) -> None:
+    """Until the host of rank 0 has printed a step, in the generation that is under way."""
+    deadline = time.monotonic() + 90
+    while max(losses(node.text()[node.seen :]), default=0) < step:
+        assert node.process.poll() is None, node.text()
+        assert time.monotonic() < deadline, node.text()
+        time.sleep(0.01)
+
+
+def kill_rank(node: LocalNode, local_rank: int) -> None:
+    node.seen = len(node.text())
+    os.kill(node.trainers()[local_rank], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """name → losses of one process that nothing happens to."""
+    return {
+        name: alone(tmp_path_factory.mktemp(name), name, 1)
+        for name in ("fsdp_loop", "elastic_loop")
+    }
+
+
+def test_a_rank_is_killed_then_the_node_and_the_loop_goes_on(cluster, tmp_path, undisturbed):
+    """The killed rank is forked anew; after the node it resumes on three ranks."""
+    node = cluster("fsdp_loop_elastic", "1", ranks=2).add()
+    node.seen = 0
+    wait_for_step(node, 12)
+    kill_rank(node, 1)
+    wait_for_step(node, 24)
+    node.kill()
+    before = losses(node.text())
+    assert re.search(r"rank 1: SIGKILL in step \d+", node.text())
+    after = alone(tmp_path, "fsdp_loop_elastic", 3)
+    assert min(after) > 1
+    assert before | after == pytest.approx(undisturbed["fsdp_loop"], abs=1e-5)
+
+
+def test_a_node_that_is_told_to_go_saves_and_leaves(cluster, tmp_path, undisturbed):
+    """After a step that all ranks agree on. Twenty rows do not divide among three ranks."""
+    node = cluster("elastic_loop", "1", ranks=3).add()
+    node.seen = 0
+    wait_for_step(node, 60)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.process.wait(60) == 75, node.text()
+    before = losses(node.text())
+    last = max(before)
+    assert last % 50
+    assert (tmp_path / "checkpoints" / f"step-{last:08}").exists(), "no step is done twice"
+    after = alone(tmp_path, "elastic_loop", 2)
+    assert min(after) == last + 1
+    assert before | after == pytest.approx(undisturbed["elastic_loop"], abs=1e-5)
+
+
+def test_becoming_elastic_takes_ten_lines():
+    texts = [
+        (EXAMPLES / f"{name}.py").read_text().splitlines()
+        for name in ("fsdp_loop_saved", "fsdp_loop_elastic")
+    ]
+    assert len([line for line in difflib.ndiff(*texts) if line[0] in "+-"]) <= 10
