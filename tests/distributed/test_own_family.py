@@ -102,7 +102,7 @@ def test_fresh_weights(workspace, train):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model.family=own_family:Block"], "own_family:Block is a type, not a trainer.models.Fam"),
+        (["model.family=own_family:Block"], "own_family:Block is a type, not a trainer.Family"),
         (["model.family=own_family:NONE"], "model.family: cannot import own_family:NONE"),
         (["model.architecture.model_type=qwen3"], "qwen3, but own_family:OLMO2 is olmo2"),
         (["model.architecture.options={depth: 3}"], "olmo2 has no depth; known: none"),
