@@ -111,6 +111,15 @@ def test_muon_follows_torchs_in_one_process(workspace, train, single, name, rank
     assert worst(losses(workspace, f"muon-{name}"), single) <= TOLERANCE
 
 
+@soak
+def test_muon_goes_on_in_another_world_and_strategy(workspace, train, single):
+    moved = ("run.dir=muon-moved", *MUON)
+    train(2, *moved, "run.steps=4")
+    train(3, *moved, "run.steps=8", "strategy.zero=1")
+    train(1, *moved)
+    assert worst(losses(workspace, "muon-moved"), single) <= TOLERANCE
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_an_update_of_muon_has_the_bits_of_torchs(monkeypatch, nesterov, adjust):
