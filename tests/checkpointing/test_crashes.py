@@ -70,7 +70,7 @@ def points(before, tmp_path_factory):
 @pytest.mark.parametrize("who", ["writer", "all"])
 def test_killed_at_any_system_call_of_the_writer(who, before, points, tmp_path, monkeypatch):
     assert len(points) > 100
-    chosen = points if SOAK else points[who == "all" :: len(points) // 8]
+    chosen = points if SOAK else points[who == "all" :: len(points) // 5]
     found = Counter()
     for number, point in enumerate(chosen):
         folder = tmp_path / str(number)
@@ -290,10 +290,10 @@ def committed(run: Path) -> int:
 
 @pytest.mark.parametrize("seed", range(20) if SOAK else [3])
 def test_killed_at_random_moments(seed, tmp_path):
-    """One run through a dozen lives (half as many in the test command), in changing worlds."""
+    """One run through a dozen lives (fewer in the test command), in changing worlds."""
     draw = random.Random(seed)
     run = tmp_path / "run"
-    for life in range(12 if SOAK else 6):
+    for life in range(12 if SOAK else 5):
         nodes, world_size = draw.choice([(1, 1), (1, 2), (2, 2)])
         victim = draw.choice(["all", "rank 0", "last rank", "writer"])
         newest, loaded = committed(run), tmp_path / f"loaded-{life}"

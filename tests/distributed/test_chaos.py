@@ -17,14 +17,13 @@ from trainer.tools.chaos.plan import Fault, Plan, random_plan
 from trainer.tools.chaos.run import judge, run_chaos
 from trainer.tools.container import network_possible
 
-CUT = Fault(what="partition", at=20, node=2, seconds=2.5, way="out")
+CUT = Fault(what="partition", at=18, node=1, seconds=2.5, way="out")
 FAULTS = (
-    Fault(what="nan", at=5, node=1),
     Fault(what="kill_worker", at=10, node=1),
     CUT if network_possible() else replace(CUT, what="stop_node"),
-    Fault(what="kill_node", at=40),
+    Fault(what="kill_node", at=30),
 )
-"""On three nodes of which one is left."""
+"""On two nodes of which one is left."""
 STEADY = [
     # At 3e-4 undisturbed runs of one and of two ranks are 1.6e-4 apart after 6,013 steps; at 1e-4
     # 7.5e-7 after 11,844: fast mode compares what rounding does not hide.
@@ -61,7 +60,7 @@ def steps_for(plan, for_a_join):
 
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
-    plan = Plan(nodes=3, faults=FAULTS)
+    plan = Plan(nodes=2, faults=FAULTS)
     steps = plan.last_step + 20
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
@@ -120,7 +119,7 @@ def test_nothing_outlives_it(workspace):
 
     deadline = time.monotonic() + 200
     try:
-        while sum("elastic.node.zygote" in process for process in left()) < 2:
+        while not any("elastic.node.zygote" in process for process in left()):
             assert harness.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -8,6 +8,7 @@ from checkpointing import read_state
 from tests.distributed.jobs import ROOT, losses
 from trainer.plan import predict
 from trainer.plan.search import ROOM, largest_micro_batch
+from trainer.plan.trace import read_blueprint
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tools.local_nodes import LocalNodes
 
@@ -69,12 +70,15 @@ def test_memory_that_ran_out_on_one_rank_halves_the_micro_batch_of_all(workspace
     assert set(json.loads((run / "micro_batch.json").read_text())["sequences"].values()) == {1, 4}
 
 
-def test_the_largest_that_leaves_room(workspace):
+def test_the_largest_that_leaves_room(workspace, monkeypatch):
     recipe = load_recipe(workspace / "recipe.yaml", ["batch.micro_batch=auto"])
+    blueprint = read_blueprint(recipe)  # of which a trace is remembered
+    monkeypatch.setattr("trainer.plan.search.read_blueprint", lambda _: blueprint)
     found, peaks = set(), {}
     for size in (1, 2, 4, 8):
         fixed = load_recipe(workspace / "recipe.yaml", [f"batch.micro_batch={size}"])
-        peaks[size] = predict(fixed, 1, 1, device="cuda", gpu_memory=80e9).peak
+        found_for = {"device": "cuda", "gpu_memory": 80e9, "blueprint": blueprint}
+        peaks[size] = predict(fixed, 1, 1, **found_for).peak
     for memory in (1e3, 3e6, 80e9):
         fitting = [size for size, peak in peaks.items() if peak <= (1 - ROOM) * memory]
         largest = largest_micro_batch(recipe, 1, 1, memory, "cuda")

@@ -100,10 +100,10 @@ def starts(workspace, run):
 
 @pytest.mark.timeout(240)
 def test_a_killed_rank_costs_the_others_neither_process_nor_compiled_code(job, workspace):
-    nodes = job("place", "1", 3, "run.steps=100000")
+    nodes = job("place", "1", 2, "run.steps=100000")
     node = nodes.add()
     go_on(workspace, "place", node, 8)
-    for victim in (2, 0):  # 0 has the ledger, and the writer of checkpoints
+    for victim in (1, 0):  # 0 has the ledger, and the writer of checkpoints
         # That of now, that of the next attempt, and that of the process in reserve.
         assert until(lambda: len(node.running(WRITER)) == 3, 60), node.text()
         before, writers = node.trainers(), set(node.running(WRITER))
@@ -122,7 +122,7 @@ def test_a_killed_rank_costs_the_others_neither_process_nor_compiled_code(job, w
         assert until(lambda: "\nsaved " in node.text(), 60), node.text()
         go_on(workspace, "place", node, 2)
     ranks = [start["cause"] and start["cause"]["rank"] for start in starts(workspace, "place")]
-    assert ranks == [None, 2, 0]
+    assert ranks == [None, 1, 0]
     attempts = starts(workspace, "place")
     assert [start["source"] for start in attempts[1:]] == ["memory", "memory"]
     assert "rank 0: SIGKILL" in node.text()

@@ -45,15 +45,21 @@ def load(checkpointer):
     return state["step"]
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """Steps 1 and 2."""
+    run = tmp_path_factory.mktemp("saved") / "run"
     for step in (1, 2):
-        save(tmp_path, step)
-    with TensorCheckpointer(tmp_path, OPTIONS, None) as checkpointer:
+        save(run, step)
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         assert load(checkpointer) == 2
-    assert not verify(tmp_path).problems
-    return tmp_path
+    assert not verify(run).problems
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
 
 
 def flip(path, position):

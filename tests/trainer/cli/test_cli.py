@@ -124,7 +124,7 @@ def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     set_traps(tmp_path)
     command = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "perdure"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "2"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "1"]
     command += ["-m", "trainer", "recipe.yaml"]
     for safe, told in (("", "would run"), ("1", "no prepared data set")):
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
