@@ -159,9 +159,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
 
 def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, train):
     """torch's own torchrun and rendezvous, as its manual has it."""
-    train(2, "run.dir=whole-restart", *SHORT)
+    train(1, "run.dir=whole-restart", *SHORT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", "2", "--max-restarts", "1"]
+    launcher += ["--nproc-per-node", "1", "--max-restarts", "1"]
     with subprocess.Popen(
         [*launcher, "-m", "trainer", "recipe.yaml", "run.dir=restarted", *SHORT],
         cwd=workspace,
