@@ -15,6 +15,7 @@ from trainer.recipe.bounds import Amount, Count, Positive, Share
 from trainer.recipe.kgat_options import GraphData, Kgat
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 ZERO_STAGES: dict[int, Sharding] = {
     0: "NO_SHARD",
     1: "OPTIMIZER_STATE",

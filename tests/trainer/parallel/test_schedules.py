@@ -1,0 +1,94 @@
+"""Every order of a pipeline is complete, never waits for ever, and costs what theory says."""
+
+from collections import Counter
+from itertools import chain, combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.parallel.schedules import (
+    Action,
+    bubble_formula,
+    cut,
+    incoming,
+    schedule,
+    simulate,
+)
+
+
+@st.composite
+def pipelines(draw):
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]))
+    per_rank = draw(st.integers(2, 3)) if name == "interleaved_1f1b" else 1
+    return name, draw(st.integers(2, 8)), per_rank, draw(st.integers(1, 33))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(pipelines())
+def test_orders(pipeline):
+    name, ranks, per_rank, count = pipeline
+    orders = schedule(*pipeline)
+    kinds = "FIW" if name == "zero_bubble" else "FB"
+    every = {
+        Action(kind, stage, number)
+        for kind in kinds
+        for stage in range(ranks * per_rank)
+        for number in range(count)
+    }
+    assert Counter(chain(*orders)) == Counter(every)
+    assert all(action.stage % ranks == rank for rank, o in enumerate(orders) for action in o)
+
+    found = simulate(orders)  # raises if they wait for ever
+    formula = bubble_formula(*pipeline)
+    if name in ("gpipe", "1f1b") or count >= ranks:
+        assert found.bubble == pytest.approx(formula, abs=5e-4)
+    if name in ("interleaved_1f1b", "zero_bubble") and count >= ranks:
+        assert found.bubble < bubble_formula("1f1b", ranks, 1, count)
+    ahead = [min(count, ranks - rank) for rank in range(ranks)]
+    if name in ("gpipe", "1f1b"):
+        assert found.held == ([count] * ranks if name == "gpipe" else ahead)
+    elif name == "zero_bubble":  # as much as the first rank of 1F1B, whose order it starts from
+        assert max(found.held) == ahead[0]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(pipelines())
+def test_each_message_is_received_in_the_order_of_sending(pipeline):
+    name, ranks, per_rank, count = pipeline
+    orders = schedule(*pipeline)
+    received = Counter(chain(*(chain(*incoming(orders, rank).values()) for rank in range(ranks))))
+    kinds = "FI" if name == "zero_bubble" else "FB"
+    stages = range(ranks * per_rank)
+    assert received == Counter(
+        Action(kind, stage, number)
+        for kind in kinds
+        for stage in (stages[1:] if kind == "F" else stages[:-1])
+        for number in range(count)
+    )
+    done = {span.action: span.ended for spans in simulate(orders).spans for span in spans}
+    for rank in range(ranks):
+        for messages in incoming(orders, rank).values():
+            sent = [
+                done[a._replace(stage=a.stage + (-1 if a.kind == "F" else 1))] for a in messages
+            ]
+            assert sent == sorted(sent)
+
+
+def test_ranks_that_wait_for_each_other_are_found():
+    first, second = schedule("1f1b", 2, 1, 2)
+    with pytest.raises(ValueError, match="wait for each other before"):
+        simulate([first, second[::-1]])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.data())
+def test_stages_are_cut_by_cost(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    runs = cut(costs, stages)
+    assert list(chain(*runs)) == list(range(len(costs)))
+    assert len(runs) == stages
+    assert all(runs)
+    ways = ([0, *between, len(costs)] for between in combinations(range(1, len(costs)), stages - 1))
+    best = min(max(sum(costs[a:b]) for a, b in pairwise(ends)) for ends in ways)
+    assert max(sum(costs[i] for i in run) for run in runs) == best

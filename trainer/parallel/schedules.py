@@ -1,0 +1,199 @@
+"""Pipeline schedules: which rank computes what in which order, and what that costs. Pure.
+
+[Note: schedules] A model is cut into stages, and stage s lives on rank s % ranks. A rank does its
+actions one after the other; one begins when what it needs has come. An action is a kind, a stage
+and the number of a micro-batch:
+
+- *F*: forward.
+- *B*: backward.
+- *I* and *W*: backward in two parts, the gradient of the stage's input, and those of its weights.
+  Nobody waits for a W, so it fills a gap.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+from trainer.recipe.sections import PipelineSchedule as Name
+
+Kind = Literal["F", "B", "I", "W"]
+
+COST: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Each product of forward makes two of backward: for the gradients of its input, and its weight."""
+
+
+class Action(NamedTuple):
+    """What a rank does at a time, see [Note: schedules]."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+Order = list[Action]
+
+
+def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
+    """The order of each rank.
+
+    Args:
+        name: `gpipe`, all forward before all backward (Huang et al. 2019); `1f1b`, in turn, as soon
+            as can be (PipeDream-flush, Narayanan et al. 2021); `interleaved_1f1b`, with several
+            stages a rank (ibid.); `zero_bubble`, ZB-H1 (Qi et al. 2023).
+        ranks: of the pipeline.
+        per_rank: stages of each.
+        count: micro-batches, any number.
+    """
+    eager = name == "gpipe"
+    orders = [_in_turn(rank, ranks, per_rank, count, eager) for rank in range(ranks)]
+    if name != "zero_bubble":
+        return orders
+    return [_split_backward(order, rank) for rank, order in enumerate(orders)]
+
+
+def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> Order:
+    """Some forwards to fill the pipeline (all, if `eager`), then forward and backward in turn.
+
+    A group of micro-batches goes through one stage of a rank after the other. Narayanan et al.
+    want groups of exactly `ranks`; these have at least so many, and the larger ones come first,
+    which never deadlocks. A smaller last group can.
+    """
+    rounds = max(1, count // ranks)
+    sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]
+    groups = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+    stages = range(rank, ranks * per_rank, ranks)
+    forward = deque(Action("F", s, m) for group in groups for s in stages for m in group)
+    backward = deque(Action("B", s, m) for group in groups for s in stages[::-1] for m in group)
+    warmup = (ranks - rank - 1) * min(2, per_rank) + (per_rank - 1) * sizes[0]
+    order = [forward.popleft() for _ in range(len(forward) if eager else min(warmup, len(forward)))]
+    while backward:
+        if forward:
+            order.append(forward.popleft())
+        order.append(backward.popleft())
+    return order
+
+
+def _split_backward(order: Order, rank: int) -> Order:
+    """Each B becomes an I, whose W waits for a gap. At most `rank` of them wait, by as many fewer
+    forwards this rank is ahead than the first; so none holds more than the first rank of 1F1B."""
+    waiting: deque[Action] = deque()
+    split: Order = []
+    last_forward = max(place for place, action in enumerate(order) if action.kind == "F")
+    for place, action in enumerate(order):
+        if action.kind == "F":
+            split.append(action)
+            continue
+        split.append(action._replace(kind="I"))
+        waiting.append(action._replace(kind="W"))
+        if place < last_forward:
+            while len(waiting) > rank:
+                split.append(waiting.popleft())
+        elif place < len(order) - 1:  # the pipeline runs dry: there is a gap after each
+            split.append(waiting.popleft())
+    return [*split, *waiting]
+
+
+class Span(NamedTuple):
+    """When an action is done."""
+
+    action: Action
+    began: float
+    ended: float
+
+
+class Simulation(NamedTuple):
+    """What orders cost, see `simulate`."""
+
+    spans: list[list[Span]]
+    """Of each rank."""
+    held: list[int]
+    """Most forwards of which a rank holds the activations at once, over all its stages."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is done."""
+        return max(spans[-1].ended for spans in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they have nothing to do."""
+        busy = sum(span.ended - span.began for spans in self.spans for span in spans)
+        return 1 - busy / (len(self.spans) * self.seconds)
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """What is to be done before an action can be, by whichever rank."""
+    kind, stage, number = action
+    if kind == "F":
+        return [Action("F", stage - 1, number)] if stage else []
+    if kind == "W":
+        return [Action("I", stage, number)]
+    above = [Action(kind, stage + 1, number)] if stage + 1 < stages else []
+    return [Action("F", stage, number), *above]
+
+
+def simulate(orders: Sequence[Order], cost: Mapping[Kind, float] = COST) -> Simulation:
+    """What happens when each rank follows its order, and messages take no time.
+
+    Raises:
+        ValueError: ranks would wait for each other for ever.
+    """
+    stages = 1 + max(action.stage for order in orders for action in order)
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in orders]
+    ahead, held = [0] * len(orders), [0] * len(orders)
+    waiting = [deque(order) for order in orders]
+    while any(waiting):
+        before = len(ended)
+        for rank, order in enumerate(waiting):
+            while order and all(need in ended for need in needs(order[0], stages)):
+                action = order.popleft()
+                free = spans[rank][-1].ended if spans[rank] else 0.0
+                began = max([free, *(ended[need] for need in needs(action, stages))])
+                ended[action] = began + cost[action.kind]
+                spans[rank].append(Span(action, began, ended[action]))
+                ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
+                held[rank] = max(held[rank], ahead[rank])
+        if len(ended) == before:
+            raise ValueError(f"ranks wait for each other before {[o[0] for o in waiting if o]}")
+    return Simulation(spans, held)
+
+
+def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
+    """The bubble of `COST`; of the last two for as many micro-batches as ranks, or more."""
+    times = {"interleaved_1f1b": per_rank, "zero_bubble": 3}.get(name, 1)
+    return (ranks - 1) / (count * times + ranks - 1)
+
+
+def incoming(orders: Sequence[Order], rank: int) -> dict[int, Order]:
+    """Per sender, the actions of `rank` that need a message from there, in the order in which the
+    messages are sent. Who posts receives in this order needs neither tags nor a handshake."""
+    ranks = len(orders)
+    stages = 1 + max(action.stage for order in orders for action in order)
+    found: dict[int, Order] = {}
+    for sender, order in enumerate(orders):
+        for kind, stage, number in order:
+            to = stage + {"F": 1, "W": stages}.get(kind, -1)
+            if 0 <= to < stages and to % ranks == rank != sender:
+                found.setdefault(sender, []).append(Action(kind, to, number))
+    return found
+
+
+def cut(costs: Sequence[float], stages: int) -> list[range]:
+    """Cut blocks into so many runs, the dearest of which is as cheap as can be.
+
+    Args:
+        costs: of each block, with what lies below the first and above the last.
+        stages: at most as many as there are blocks.
+    """
+    upto = list(accumulate(costs, initial=0.0))
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    for stage in range(1, stages + 1):
+        for stop in range(stage, len(costs) + 1):
+            best[stage, stop] = min(
+                (max(dearest, upto[stop] - upto[start]), (*starts, start))
+                for start in range(stage - 1, stop)
+                for dearest, starts in [best.get((stage - 1, start), (float("inf"), ()))]
+            )
+    return [range(*ends) for ends in pairwise((*best[stages, len(costs)][1], len(costs)))]
