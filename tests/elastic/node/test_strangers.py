@@ -35,6 +35,7 @@ for way in ways:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ[NODE_SOCKET] = way
         stand_in("subprocess:call", "subprocess:call", ["touch", str(where)])
+for _ in ways:
     os.wait()
 """
 
