@@ -106,7 +106,6 @@ def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp
         folder=workspace,
         nnodes="1",
         logs=tmp_path,
-        ranks=2,
         environment={"PYTHONPATH": python_path(ROOT)},
     ) as nodes:
         node = nodes.add()
