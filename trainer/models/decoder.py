@@ -6,6 +6,7 @@ buffers, so a model built on the meta device is complete once its parameters are
 Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head dim, V vocabulary.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -126,15 +127,16 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(
             family.block(architecture) for _ in range(architecture.num_hidden_layers)
         )
-        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
+        self.norm: nn.Module = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None = None
+        self, input_ids: Tensor, cu_seqlens: Tensor | None = None, hidden: Tensor | None = None
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Hidden states (B, T, D), and the statistics of the blocks that return some."""
+        """Hidden states (B, T, D), and the statistics of the blocks that return some. `hidden`:
+        those of the blocks before these, where this is a part."""
         # What all layers share is made once here.
         rope = rope_table(self.architecture, input_ids.shape[1], input_ids.device)
-        x = self.embed_tokens(input_ids)  # (B, T, D)
+        x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
         if torch.is_autocast_enabled(x.device.type):  # or the residual stream would be float32
             x = x.to(torch.get_autocast_dtype(x.device.type))
         documents = None
@@ -180,6 +182,7 @@ class Decoder(nn.Module):
         if not architecture.tie_word_embeddings:
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.head_loss = HeadLoss()
+        self.has_head = True
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
@@ -196,14 +199,44 @@ class Decoder(nn.Module):
         """What else `strategy.compile` compiles."""
         return [self.head_loss]
 
+    def part(self, run: range) -> "Decoder":
+        """A model of some of the blocks, with the embedding below the first one, and norm and head
+        above the last. Its parameters have the names, and are copies, of those of the whole; a tied
+        embedding is in both of these parts.
+        """
+        part = copy.deepcopy(self)
+        backbone = part.model
+        for number in set(range(len(backbone.layers))) - set(run):
+            del backbone.layers._modules[str(number)]  # the others keep their numbers
+        part.has_head = run.stop == len(self.model.layers)
+        if run.start > 0 and not (part.has_head and part.lm_head is None):
+            del backbone.embed_tokens
+        if not part.has_head:
+            backbone.norm = nn.Identity()
+            part.lm_head = None
+        return part
+
+    def block_costs(self, seq_len: int) -> list[float]:
+        """Floating-point operations of forward per token of each block; the head is part of the
+        last, and the embedding costs nothing."""
+        architecture = self.model.architecture
+        heads = architecture.num_attention_heads * architecture.head_dim
+        costs = [
+            2.0 * sum(p.numel() for p in block.parameters()) + 4 * heads * seq_len
+            for block in self.blocks
+        ]
+        costs[-1] += 2 * architecture.vocab_size * architecture.hidden_size
+        return costs
+
     def forward(
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Logits, or with labels the loss.
+        """Logits, or with labels the loss; of a part without a head hidden states (B, T, D).
 
         Args:
             input_ids: (B, T) int64.
@@ -213,6 +246,7 @@ class Decoder(nn.Module):
                 waits for it.
             cu_seqlens: the same, as `trainer.data.documents.cu_seqlens_of` gives it; waits for
                 nothing.
+            hidden: (B, T, D), what the part before this one returned.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
@@ -222,7 +256,9 @@ class Decoder(nn.Module):
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
-        hidden, statistics = self.model(input_ids, cu_seqlens)
+        hidden, statistics = self.model(input_ids, cu_seqlens, hidden)
+        if not self.has_head:
+            return hidden
         if labels is None:
             return self.head(hidden)
         loss = cross_entropy = self.loss(hidden, labels)

@@ -85,6 +85,13 @@ def _gather_ahead(units: Sequence[nn.Module]) -> None:
     ordered[0]._set_unshard_async_op(True)  # of all below, too
 
 
+def reduce_in_backward(model: nn.Module, last: bool, every_pass: bool) -> None:
+    """Before a backward pass of a step: gradients are reduced in the last one, or in each."""
+    for unit in fsdp_units(model):
+        unit.set_requires_gradient_sync(last or every_pass, recurse=False)
+        unit.set_is_last_backward(last)
+
+
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Every module that FSDP gathers and reduces as one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

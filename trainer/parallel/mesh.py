@@ -6,6 +6,7 @@ that wakes a hundred times a second.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -13,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-"""Names of dimensions: over whole replicas, over the shards of one, and over the ranks that compute
-each layer together, which are neighbours."""
+REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
+"""Names of dimensions, in their order: over whole replicas, over the stages of one, over the shards
+of a stage, and over the ranks that compute each layer together, which are neighbours."""
 
 
 @dataclass(frozen=True)
@@ -29,42 +30,59 @@ class Mesh:
     """Into how many shares it is cut."""
     group: dist.ProcessGroup
     """All ranks."""
+    holders: int
+    """Ranks over which whatever parameters this one has are spread: all those of its stage."""
     counts: bool = True
     """Whether sums over all ranks have this rank's share from this rank: of those that compute it
-    together, the first."""
+    together, the first of the last stage."""
 
     @property
     def data_mesh(self) -> DeviceMesh:
         """The dimensions over which the batch is shared."""
         names = self.device_mesh.mesh_dim_names or ()
-        if TENSOR not in names:
-            return self.device_mesh
-        return self.device_mesh[tuple(name for name in names if name != TENSOR)]
+        shared = tuple(name for name in names if name not in (PIPELINE, TENSOR))
+        return self.device_mesh if shared == names else self.device_mesh[shared]
+
+    def merged(self, by_name: dict[str, Any]) -> dict[str, Any]:
+        """What the stages of a pipeline know, each of its own parameters. On all ranks."""
+        if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
+            return by_name
+        group = self.device_mesh[PIPELINE].get_group()
+        parts: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(parts, by_name, group=group)
+        return {name: value for part in parts for name, value in part.items()}
 
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(replicas, shards of each) of what the ranks of `strategy.tp` hold together.
+    """(replicas, shards of each) of what the ranks of `strategy.tp` and `pp` hold together.
 
     Raises:
-        RecipeError: the world does not divide into shard groups, or a node into groups of tp.
+        RecipeError: the world does not divide into shard groups or stages, or a node into groups of
+            tp.
     """
-    tp = recipe.strategy.tp
+    tp, pp = recipe.strategy.tp, recipe.strategy.pp
     if local_world_size % tp or world_size % tp:
         raise RecipeError(
             f"strategy.tp: groups of {tp} ranks do not divide the {local_world_size} rank(s) of a "
             f"node, and none may span two nodes; start a multiple of {tp} on each, or set another "
             "strategy.tp"
         )
-    world_size, local_world_size = world_size // tp, local_world_size // tp
+    if world_size % (tp * pp):
+        raise RecipeError(
+            f"strategy.pp: {world_size} rank(s) do not divide into pipelines of {tp * pp}; start a "
+            "multiple of that, or set another strategy.pp"
+        )
+    world_size, local_world_size = world_size // (tp * pp), local_world_size // tp
     shards = {
         "NO_SHARD": 1,
         "OPTIMIZER_STATE": 1,
         "SHARD_GRAD_OP": world_size,
         "FULL_SHARD": world_size,
-        "HYBRID_SHARD": recipe.strategy.shard_size or local_world_size,
+        "HYBRID_SHARD": recipe.strategy.shard_size or min(local_world_size, world_size),
     }[recipe.sharding]
     if world_size % shards:
-        groups = f"{world_size} ranks" if tp == 1 else f"{world_size} groups of tp={tp} ranks"
+        groups = f"{world_size} groups of tp={tp} ranks" if tp > 1 else f"{world_size} ranks"
+        groups += f" of a stage of pp={pp}" if pp > 1 else ""
         raise RecipeError(
             f"strategy.shard_size: {groups} do not divide into groups of {shards}; "
             "start a multiple of the group size, or set strategy.shard_size"
@@ -74,10 +92,10 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A single rank has nobody
-    to shard with: FSDP would only copy its parameters. Exact mode, offload and tensor parallelism,
-    whose partial gradients it sums, rest on it, though.
+    to shard with: FSDP would only copy its parameters. Exact mode, offload and model parallelism
+    rest on it, though: it sums the partial gradients of tensor parallelism.
     """
-    if recipe.exact or recipe.strategy.tp > 1:
+    if recipe.exact or recipe.strategy.tp * recipe.strategy.pp > 1:
         return True
     by_fsdp = recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
     return by_fsdp and (world_size > 1 or recipe.strategy.offload != "none")
@@ -85,12 +103,16 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
     """The mesh of all ranks: (REPLICATE,) for DDP, as which a single rank counts; for FSDP
-    (SHARD,), or (REPLICATE, SHARD) if it has replicas, too, and TENSOR after these. Each rank has a
-    share of the batch, which those of a tensor-parallel group have in common. Called on all ranks.
+    (SHARD,), or (REPLICATE, SHARD) if it has replicas, too; PIPELINE before, TENSOR after SHARD.
+    Each rank has a share of the batch, which those of a pipeline, or of a tensor-parallel group,
+    have in common. Called on all ranks.
     """
     replicas, shards = mesh_shape(recipe, world.world_size, world.local_world_size)
-    tp = recipe.strategy.tp
-    sizes = {REPLICATE: replicas, SHARD: shards, **({TENSOR: tp} if tp > 1 else {})}
+    tp, pp = recipe.strategy.tp, recipe.strategy.pp
+    sizes = {REPLICATE: replicas, PIPELINE: pp, SHARD: shards, TENSOR: tp}
+    for name in (PIPELINE, TENSOR):
+        if sizes[name] == 1:
+            del sizes[name]
     if not is_sharded_by_fsdp(recipe, world.world_size):
         del sizes[SHARD]
     elif replicas == 1:
@@ -100,5 +122,10 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     group = dist.group.WORLD
     assert group  # init_device_mesh has made one where there was none
-    rank, among = divmod(world.rank, tp)
-    return Mesh(mesh, rank, world.world_size // tp, group, counts=among == 0)
+    rest, among = divmod(world.rank, tp)
+    rest, shard = divmod(rest, shards)
+    replica, stage = divmod(rest, pp)
+    counts = among == 0 and stage == pp - 1
+    return Mesh(
+        mesh, replica * shards + shard, replicas * shards, group, world.world_size // pp, counts
+    )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,10 +16,14 @@ from trainer.optim.exact import use_exact_kernels
 from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
-from trainer.parallel.fsdp import apply_fsdp, fsdp_units
+from trainer.parallel.fsdp import apply_fsdp, reduce_in_backward
 from trainer.parallel.mesh import SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from trainer.models.decoder import Decoder
+    from trainer.parallel.pipeline import Pipeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -34,12 +38,21 @@ Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """(FQN, global shape) → the whole initial tensor on the CPU. May be called in several threads."""
 
 
+Call = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | dict[str, torch.Tensor]]
+"""Inputs of a micro-batch → its `means`; or hidden states, where other ranks go on with them."""
+
+Compute = Callable[[int, Mapping[str, torch.Tensor], Call], torch.Tensor]
+"""(number of a micro-batch, its inputs, what to call with them) → where backward begins: a scalar,
+or the hidden states that the call has returned."""
+
+
 @dataclass(frozen=True)
 class ParallelModel:
     """A model in its strategy. Parameters are keyed by FQN, the same under every strategy."""
 
     module: nn.Module
-    """What to call: the model itself, or its DDP wrapper."""
+    """What to call: the model itself, or its DDP wrapper. Of a pipeline the stages of this rank,
+    which only `run` can call."""
     parameters: dict[str, nn.Parameter]
     """What the model computes with: whole tensors, or DTensors. Tied weights appear once."""
     buffers: dict[str, torch.Tensor]
@@ -54,23 +67,45 @@ class ParallelModel:
     draw_weights: Callable[[], None]
     """Gives parameters and buffers their initial values, unless the model came with its own. For
     whoever has nothing to load: it takes long for large models."""
+    pipeline: "Pipeline | None" = None
+    """Whose stages this rank has, instead of all blocks."""
 
-    def __call__(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`means` of one micro-batch. On all ranks."""
         with self.autocast():
             return means(self.module(**inputs))
 
+    def run(
+        self, inputs: Sequence[Mapping[str, torch.Tensor]], compute: Compute, *, train: bool
+    ) -> None:
+        """Forward of all micro-batches of a step and, if `train`, backward, in the order of the
+        strategy. On all ranks.
+
+        Args:
+            inputs: the micro-batches of this rank.
+            compute: called with the number of one, its inputs, and what to call with them; returns
+                the tensor that backward begins from.
+            train: whether there is a backward.
+        """
+        if self.pipeline:
+            self.pipeline.run(inputs, compute, train)
+            return
+        for number, batch in enumerate(inputs):
+            if train:
+                with self._accumulate(last=number == len(inputs) - 1):
+                    compute(number, batch, self).backward()
+            else:
+                compute(number, batch, self)
+
     @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
+    def _accumulate(self, last: bool) -> Iterator[None]:
         """Forward and backward of one pass; gradients are reduced in the last pass of a step."""
         with ExitStack() as stack:
             if isinstance(self.module, DistributedDataParallel):
                 if not last:
                     stack.enter_context(self.module.no_sync())
             else:
-                for unit in fsdp_units(self.module):
-                    unit.set_requires_gradient_sync(last or self.reduce_every_pass, recurse=False)
-                    unit.set_is_last_backward(last)
+                reduce_in_backward(self.module, last, self.reduce_every_pass)
             yield
 
     @property
@@ -86,8 +121,16 @@ class ParallelModel:
         """The optimizer's parameter groups in portions that memory holds, one after the other."""
         return self.file.portions(optimizer) if self.file else iter([optimizer.param_groups])
 
+    @property
+    def counted(self) -> Sequence[nn.Parameter]:
+        """Of `optimized`, what the norm counts on this rank: a weight of two stages counts once."""
+        elsewhere = self.pipeline.counted_elsewhere if self.pipeline else None
+        return [parameter for parameter in self.optimized.values() if parameter is not elsewhere]
+
     def collect_gradients(self) -> None:
         """Bring the reduced gradients to `optimized`."""
+        if self.pipeline:
+            self.pipeline.add_tied_gradients()
         if self.sharded_view:
             self.sharded_view.scatter_gradients()
 
@@ -134,28 +177,22 @@ def parallelize(
         fill: gives initial weights, equal for every world size and strategy.
         cores: that this rank may draw them with.
 
-    Tensor parallelism comes first: it changes what the layers compute, and what they hold.
-    Activation checkpointing comes before compilation, so that recomputation is part of the
-    compiled graph, and both before FSDP, whose hooks stay outside it.
+    A pipeline cuts the model first, and everything else is applied to each stage.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
-    blocks = list(blocks)
+    sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
     if recipe.exact:
         use_exact_kernels(device)
-    if strategy.tp > 1:
-        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
+    stages: dict[int, Decoder] = {}
+    if strategy.pp > 1:
+        from trainer.parallel.pipeline import Pipeline, stages_of  # others get by without
 
-        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], strategy.sequence_parallel)
-    if strategy.activation_checkpointing != "none":
-        blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
-    if strategy.compile:
-        # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
-        torch._dynamo.config.optimize_ddp = False
-        for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
-            part.compile()
-    sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
-    if sharded_by_fsdp:
-        apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype)
+        stages = stages_of(model, mesh, recipe)
+        for stage in stages.values():
+            _apply(stage, list(stage.blocks), mesh, recipe, dtype)
+        model = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
+    else:
+        blocks = _apply(model, list(blocks), mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
         kept = moments(recipe.optimizer)
@@ -173,11 +210,12 @@ def parallelize(
         )
     elif not sharded_by_fsdp:
         model.to(device)
-    parameters = {_fqn(name): p for name, p in model.named_parameters()}
-    persistent = model.state_dict().keys()
-    buffers = {
-        _fqn(name): buffer for name, buffer in model.named_buffers() if _fqn(name) in persistent
-    }
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for part in stages.values() or (model,):
+        parameters |= {_fqn(name): p for name, p in part.named_parameters()}
+        persistent = part.state_dict().keys()
+        buffers |= {_fqn(n): b for n, b in part.named_buffers() if _fqn(n) in persistent}
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
         if mesh.dp_size > 1:
@@ -202,8 +240,34 @@ def parallelize(
 
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
-        draw_weights,
+        draw_weights, Pipeline(stages, mesh, recipe, dtype) if stages else None,
     )  # fmt: skip
+
+
+def _apply(
+    model: nn.Module, blocks: list[nn.Module], mesh: Mesh, recipe: Recipe, dtype: torch.dtype
+) -> list[nn.Module]:
+    """Apply what changes a model in place; returns its blocks as they are then.
+
+    Tensor parallelism comes first: it changes what the layers compute, and what they hold.
+    Activation checkpointing comes before compilation, so that recomputation is part of the
+    compiled graph, and both before FSDP, whose hooks stay outside it.
+    """
+    strategy = recipe.strategy
+    if strategy.tp > 1:
+        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
+
+        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], strategy.sequence_parallel)
+    if strategy.activation_checkpointing != "none":
+        blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
+    if strategy.compile:
+        # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
+        torch._dynamo.config.optimize_ddp = False
+        for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
+            part.compile()
+    if SHARD in (mesh.device_mesh.mesh_dim_names or ()):
+        apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype)
+    return blocks
 
 
 @torch.no_grad()

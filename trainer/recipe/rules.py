@@ -43,6 +43,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"no family {found!r} ({close}); a family of your own is named in model.family",
         )
     yield from _tensor_contradictions(recipe)
+    yield from _pipeline_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
@@ -126,11 +127,50 @@ def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if strategy.sequence_parallel:
             yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
         return
-    yet = "does not work with strategy.tp above 1 yet"
+    yield from _missing_beside(recipe, "tp")
+    if strategy.sequence_parallel and data.seq_len % strategy.tp:
+        yield (
+            "strategy.sequence_parallel",
+            f"data.seq_len={data.seq_len} is not a multiple of strategy.tp={strategy.tp}; change "
+            "one of them",
+        )
+
+
+def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy = recipe.strategy
+    if strategy.pp == 1:
+        for key, default in (("pp_schedule", "1f1b"), ("pp_stages_per_rank", 1)):
+            if getattr(strategy, key) != default:
+                yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
+        return
+    yield from _missing_beside(recipe, "pp")
+    if strategy.tp > 1:
+        yield "strategy.tp", "does not work with strategy.pp above 1 yet; set one of them to 1"
+    if recipe.model.factory:
+        yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
+    interleaved = strategy.pp_schedule == "interleaved_1f1b"
+    if interleaved != (strategy.pp_stages_per_rank > 1):
+        yield (
+            "strategy.pp_stages_per_rank",
+            "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
+            "to 1 without",
+        )
+    if strategy.pp_schedule == "zero_bubble" and recipe.gathers_twice:
+        yield (
+            "strategy.sharding",
+            f"zero_bubble keeps weights gathered until it has their gradients, which "
+            f"{recipe.sharding} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
+        )
+
+
+def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
+    """What does not work with `tp` or `pp` yet."""
+    strategy = recipe.strategy
+    yet = f"does not work with strategy.{ranks} above 1 yet"
     for key, chosen, instead in (
         ("run.determinism", recipe.exact, "set fast"),
-        ("model.kgat", bool(recipe.model.kgat), "set strategy.tp=1"),
-        ("data.factory", bool(data.factory), "set strategy.tp=1"),
+        ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
+        ("data.factory", bool(recipe.data.factory), f"set strategy.{ranks}=1"),
         ("batch.micro_batch", recipe.batch.micro_batch == "auto", "name a number instead of auto"),
         ("optimizer.name", recipe.optimizer.name != "adamw", "use adamw"),
         ("optimizer.factory", bool(recipe.optimizer.factory), "remove it, which gives AdamW"),
@@ -142,12 +182,6 @@ def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     ):
         if chosen:
             yield key, f"{yet}; {instead}"
-    if strategy.sequence_parallel and data.seq_len % strategy.tp:
-        yield (
-            "strategy.sequence_parallel",
-            f"data.seq_len={data.seq_len} is not a multiple of strategy.tp={strategy.tp}; change "
-            "one of them",
-        )
 
 
 def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:

@@ -275,6 +275,18 @@ class Strategy:
     sequence_parallel: bool = False
     """With `tp`: these ranks also cut what lies between the layers, along the sequence."""
 
+    pp: Positive = 1
+    """Ranks among which the layers are cut into stages (pipeline parallelism); the others share the
+    data as `name` and `sharding` say. A micro-batch goes through one after the other. See
+    docs/parallelism.md."""
+
+    pp_schedule: PipelineSchedule = "1f1b"
+    """The order of the passes of `pp`: all forward, then all backward; in turn; in turn with
+    several stages a rank; in turn with the weights' gradients computed where a rank would wait."""
+
+    pp_stages_per_rank: Positive = 1
+    """Stages of each rank of `pp`, for interleaved_1f1b."""
+
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the
     device, in host memory, or in files on a local disk (see docs/offload.md)."""

@@ -120,6 +120,8 @@ def describe(run: Run) -> str:
     if recipe.strategy.tp > 1:
         sequence = " with sequence parallelism" if recipe.strategy.sequence_parallel else ""
         strategy = f"tp={recipe.strategy.tp}{sequence}, {strategy}"
+    if recipe.strategy.pp > 1:
+        strategy = f"{pipeline(recipe, run.plan.passes)}, {strategy}"
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
@@ -141,6 +143,17 @@ def describe(run: Run) -> str:
         cost = f"{lost or 'no'} step{'s' if lost > 1 else ''} lost"
         lines.append(f"resuming after step {start.step} of {steps} from {origin}; {why}{cost}")
     return "\n".join(lines)
+
+
+def pipeline(recipe: Recipe, passes: int) -> str:
+    """What is to be known of the pipeline of a recipe before it runs."""
+    from trainer.parallel.schedules import schedule, simulate  # others get by without
+
+    strategy = recipe.strategy
+    name, per_rank = strategy.pp_schedule, strategy.pp_stages_per_rank
+    bubble = simulate(schedule(name, strategy.pp, per_rank, passes)).bubble
+    stages = f" x {per_rank}" if per_rank > 1 else ""
+    return f"pp={strategy.pp}{stages} {name} (ranks idle for {bubble:.0%} of a step)"
 
 
 def without_peak(recipe: Recipe, world: World) -> list[str]:

@@ -1,5 +1,8 @@
 """A fixed validation pass: the same sequences in the same micro-batches at any world size."""
 
+from collections.abc import Mapping
+from itertools import islice
+
 import torch
 import torch.distributed as dist
 
@@ -7,7 +10,7 @@ from elastic import PAUSE_TO_LEAVE, Pulse
 from elastic.node.exchange import Sum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
-from trainer.parallel.parallelize import COUNT
+from trainer.parallel.parallelize import COUNT, Call
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.tasks.task import Evaluation
@@ -68,29 +71,46 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     numbers = range(rank, _round_up(-(-count // size), ranks), ranks)
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    names: list[str] = []
+    total: torch.Tensor | None = None
+    names = ["loss"]  # as ranks without the end of a pipeline are not told
     modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
+    pairs = zip(cuts, batches, strict=True)
+    pp = run.recipe.strategy.pp
+    together = 4 * pp if pp > 1 else 1  # or a pipeline would run dry after each
+    some: list[tuple[range, dict[str, torch.Tensor]]] = []
+
+    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> torch.Tensor:
+        nonlocal total, names
+        pulse.report(step, "evaluate")
+        found = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
+        if isinstance(found, torch.Tensor):
+            return found
+        means, cut = dict(found), some[number][0]
+        usual = batch.get(COUNTED, len(cut))
+        weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
+        names = list(means)
+        sums = torch.stack([mean.double() for mean in means.values()])
+        part = torch.cat([sums, sums.new_ones(1)]) * weight
+        total = part if total is None else total + part
+        return sums
+
     leaving = False
     with pulse.during("data"):
-        for cut, inputs in zip(cuts, batches, strict=True):
+        while some := list(islice(pairs, together)):
             pulse.report(step, "evaluate")
             if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
                 break
-            usual = inputs.pop(COUNTED, len(cut))
-            means = model({key: tensor.to(device) for key, tensor in inputs.items()})
-            weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
-            names = list(means)
-            sums = torch.stack([mean.double() for mean in means.values()])
-            total = total + torch.cat([sums, sums.new_ones(1)]) * weight
+            model.run([inputs for _, inputs in some], forward, train=False)
             pulse.report(step, "data")
         pulse.report(step, "evaluate")
         for module, training in modes.items():  # the user may keep parts in eval mode
             module.training = training
         if leaving:
             return None
+        if total is None:
+            total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=run.mesh.group)
         *found, counted = received(total)
     return evaluation.values(

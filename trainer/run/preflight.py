@@ -48,8 +48,12 @@ def check_inputs(
         from trainer.parallel.tensor import kinds_of
 
         kinds_of(task.model, recipe.strategy.tp)
+    if recipe.strategy.pp > 1:
+        from trainer.parallel.pipeline import runs_of
+
+        runs_of(task.model, recipe)
     try:
-        batch, shares = recipe.batch, world_size // recipe.strategy.tp
+        batch, shares = recipe.batch, world_size // recipe.strategy.tp // recipe.strategy.pp
         plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error

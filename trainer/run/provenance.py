@@ -35,6 +35,7 @@ def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
             "device": world.device.type,
             "sharding": recipe.sharding,
             "tp": recipe.strategy.tp,
+            "pp": recipe.strategy.pp,
         },
     }
 

@@ -110,7 +110,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
             optimizer=optimizer_tensors(run.optimizer, optimized),
             state={
                 **asdict(run.progress),
-                "parameter_groups": parameter_groups(run.optimizer, optimized),
+                "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
                 **run_state(run.recipe, run.task, run.world),
             },
             files=run.task.files,

@@ -53,6 +53,8 @@ class Speed:
         self._window = Window()
 
     def _name_stragglers(self) -> None:
+        if self._run.recipe.strategy.pp > 1:
+            return  # stages take their own times
         self._pace, sentences = compare_ranks(self._pace, *self._passes())
         for sentence in sentences:
             self._run.log.event(self._run.progress.step, "straggler", sentence)

@@ -18,7 +18,7 @@ from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import update
 from trainer.optim.optimizer import set_rate, square_sum
-from trainer.parallel.parallelize import COUNT
+from trainer.parallel.parallelize import COUNT, Call
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step
 from trainer.run.state import Run
@@ -154,8 +154,11 @@ def gradients(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     counted: float | torch.Tensor = 0.0
     recorded: dict[str, torch.Tensor] = {}
-    micro_batches = plan.micro_batches(mesh.dp_rank, progress.sequences)
-    for number, (batch, micro_batch) in enumerate(zip(inputs, micro_batches, strict=True)):
+    micro_batches = list(plan.micro_batches(mesh.dp_rank, progress.sequences))
+
+    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> torch.Tensor:
+        nonlocal loss_sum, counted
+        micro_batch = micro_batches[number]
         pulse.report(step, "step")  # again: a pass is what takes always as long
         on_device = {
             key: tensor.to(device, non_blocking=True)
@@ -164,19 +167,24 @@ def gradients(
         }
         # A user's model may draw random numbers (dropout); they depend on these sequences alone.
         torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
-        with model.accumulate(last=number == plan.passes - 1):
-            began = _mark(device)
-            means = model(on_device)
-            count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions)))
-            count = count * micro_batch.real
-            loss = means.pop("loss") * (count / usual)
+        began = _mark(device)
+        found = call(on_device)
+        if isinstance(found, torch.Tensor):
             marks.append((began, _mark(device)))
-            (loss * progress.loss_scale.value).backward()
+            return found
+        means = dict(found)
+        count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions)))
+        count = count * micro_batch.real
+        loss = means.pop("loss") * (count / usual)
+        marks.append((began, _mark(device)))
         loss_sum += snap_loss(loss.detach())
         counted += snap_loss(count.detach()) if isinstance(count, torch.Tensor) else count
         for name, mean in means.items():
             part = snap_loss(mean.detach() * (count / usual))
             recorded[name] = recorded[name] + part if name in recorded else part
+        return loss * progress.loss_scale.value
+
+    model.run(inputs, forward, train=True)
 
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
     # whether any rank is asked to pause, and what all have consumed and counted.
@@ -185,7 +193,7 @@ def gradients(
     if recipe.exact:
         squares = square_sums(list(model.optimized.values()), device)
     else:
-        squares = square_sum(model.optimized.values(), mesh.device_mesh.size()).to(device)
+        squares = square_sum(model.counted, mesh.holders).to(device)
     sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]
     if not mesh.counts:
         sums, counted, digest = [torch.zeros_like(part) for part in sums], 0.0, None

@@ -193,6 +193,8 @@ def check_plannable(recipe: Recipe) -> None:
     """Raises RecipeError for a model whose memory and time cannot be predicted."""
     if recipe.strategy.tp > 1:
         raise RecipeError("strategy.tp: tensor parallelism cannot be planned yet; set 1")
+    if recipe.strategy.pp > 1:
+        raise RecipeError("strategy.pp: pipeline parallelism cannot be planned yet; set 1")
     if recipe.data.factory:
         raise RecipeError(
             "data.factory: only prepared tokens can be planned; `perdure compare` measures what "

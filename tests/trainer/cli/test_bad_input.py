@@ -68,6 +68,15 @@ def perdure(monkeypatch, capsys, *arguments):
             ["strategy.tp=2", "model.architecture.num_key_value_heads=1"],
             "strategy.tp: num_key_value_heads=1 is not a multiple of tp=2",
         ),
+        (["strategy.pp=3"], "strategy.pp: 2 rank(s) do not divide into pipelines of 3; start"),
+        (
+            ["strategy.pp=2", "model.architecture.num_hidden_layers=1"],
+            "strategy.pp: 1 blocks cannot be cut into 2 stages; lower strategy.pp",
+        ),
+        (
+            ["strategy.pp=2", "model.architecture.model_type=qwen3_moe"],
+            "strategy.pp: qwen3_moe cannot be cut into stages; set strategy.pp=1",
+        ),
         (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
         (
             ["model.architecture=null", "model.factory=no.such:thing"],
@@ -96,9 +105,9 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("tp", "ranks"), [(1, 8), (2, 16)])
-def test_an_agent_knows_how_many_ranks_have_work(folder, tp, ranks):
-    arguments = (str(folder / "recipe.yaml"), f"strategy.tp={tp}")
+@pytest.mark.parametrize(("key", "size", "ranks"), [("tp", 1, 8), ("tp", 2, 16), ("pp", 2, 16)])
+def test_an_agent_knows_how_many_ranks_have_work(folder, key, size, ranks):
+    arguments = (str(folder / "recipe.yaml"), f"strategy.{key}={size}")
     assert facts(arguments)["most_ranks"] == ranks
 
 

@@ -122,6 +122,26 @@ def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, overrid
     assert instead in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("run.determinism=exact", "run.determinism: does not work with strategy.pp"),
+        ("strategy.tp=2", "strategy.tp: does not work with strategy.pp above 1 yet"),
+        ("model.factory=a:b", "model.factory: such a model cannot be cut into stages"),
+        ("strategy.pp_stages_per_rank=2", "goes with strategy.pp_schedule: interleaved_1f1b"),
+        ("strategy.pp_schedule=interleaved_1f1b", "set it to 2 or more with it"),
+        ("strategy.pp_schedule=zero_bubble", "which FULL_SHARD does not; use SHARD_GRAD_OP"),
+        ("strategy.pp=1", "strategy.pp_schedule: only with strategy.pp above 1; remove it"),
+    ],
+)
+def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
+    pp = ["strategy.pp=2", "strategy.pp_schedule=gpipe"]
+    assert load_recipe(recipe_file, pp).strategy.pp == 2
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, [*pp, override])
+    assert instead in str(error.value)
+
+
 def test_all_errors_are_told_at_once_in_the_order_of_the_lines(recipe_file, monkeypatch):
     monkeypatch.delenv("PERDURE_UNSET", raising=False)
     recipe_file.write_text("""\

@@ -1,0 +1,272 @@
+"""Pipeline parallelism: ranks have the blocks of a model in stages, and micro-batches go through.
+
+[Note: pipeline] Each rank follows its order of trainer/parallel/schedules.py. A stage sends its
+activations to the next one, and the gradient of its input to the one before. All ranks of a
+pipeline have the same micro-batches, whose shapes tell how large a message is. Receives are posted
+in the order of sending, one ahead of each neighbour; sends wait for nobody. So there is no tag, no
+handshake and no deadlock but one that `simulate` would find.
+
+A tied embedding is in the first and the last stage. Each has a part of its gradient; they exchange
+them after backward, so both make the same update.
+
+Shapes: B micro-batch, T sequence, D hidden.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from checkpointing.format.tensors import local_tensor
+from trainer.models.decoder import Decoder
+from trainer.parallel.fsdp import fsdp_units, reduce_in_backward
+from trainer.parallel.mesh import PIPELINE, Mesh
+from trainer.parallel.parallelize import Compute, means
+from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
+from trainer.recipe import Recipe, RecipeError
+
+
+def runs_of(model: nn.Module, recipe: Recipe) -> list[range]:
+    """The blocks of each stage: as much for each to compute as can be.
+
+    Raises:
+        RecipeError: the model cannot be cut into the stages of the recipe.
+    """
+    strategy = recipe.strategy
+    if not isinstance(model, Decoder) or model.family.beside_loss:
+        name = model.family.model_type if isinstance(model, Decoder) else type(model).__name__
+        raise RecipeError(f"strategy.pp: {name} cannot be cut into stages; set strategy.pp=1")
+    costs = model.block_costs(recipe.data.seq_len)
+    stages = strategy.pp * strategy.pp_stages_per_rank
+    if stages > len(costs):
+        raise RecipeError(
+            f"strategy.pp: {len(costs)} blocks cannot be cut into {stages} stages; lower "
+            "strategy.pp or strategy.pp_stages_per_rank"
+        )
+    return cut(costs, stages)
+
+
+def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder]:
+    """This rank's stages by number, in order. Works on the meta device."""
+    rank, runs = mesh.device_mesh[PIPELINE].get_local_rank(), runs_of(model, recipe)
+    assert isinstance(model, Decoder)  # or it would have been refused
+    return {s: model.part(runs[s]) for s in range(rank, len(runs), recipe.strategy.pp)}
+
+
+class Pipeline:
+    """This rank's part of a pipeline. Made, and each method called, on all its ranks."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Decoder],
+        mesh: Mesh,
+        recipe: Recipe,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            stages: of this rank, by number; FSDP holds them.
+            mesh: with PIPELINE.
+            recipe: of the run.
+            dtype: of hidden states.
+        """
+        self._stages, self._strategy, self._dtype = stages, recipe.strategy, dtype
+        self._links = _Links(mesh)
+        self._tied: Tensor | None = None
+        for stage in stages.values():
+            architecture = stage.model.architecture
+            self._width = architecture.hidden_size
+            if architecture.tie_word_embeddings and hasattr(stage.model, "embed_tokens"):
+                self._tied = stage.model.embed_tokens.weight
+
+    @property
+    def counted_elsewhere(self) -> Tensor | None:
+        """A weight of this rank that the norm is to count on another, which has it, too."""
+        return self._tied if self._links.rank == self._links.ranks - 1 else None
+
+    def run(self, inputs: Sequence[Mapping[str, Tensor]], compute: Compute, train: bool) -> None:
+        """All micro-batches forward and, if `train`, backward; then FSDP has reduced gradients.
+
+        Args:
+            inputs: micro-batches of any sizes, with `input_ids` (B, T).
+            compute: called for each micro-batch and each stage of this rank.
+            train: whether there is a backward.
+        """
+        strategy, rank = self._strategy, self._links.rank
+        orders = schedule(
+            strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, len(inputs)
+        )
+        if not train:
+            orders = [[action for action in order if action.kind == "F"] for order in orders]
+        shapes = [(*batch["input_ids"].shape, self._width) for batch in inputs]
+        messages = _Messages(self._links, orders, shapes, self._dtype)
+        top = strategy.pp * strategy.pp_stages_per_rank - 1
+        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        weights: dict[tuple[int, int], Callable[[], None]] = {}
+        left = dict.fromkeys(self._stages, len(inputs))
+        for action in orders[rank]:
+            kind, s, number = action
+            stage = self._stages[s]
+            if kind == "F":
+                x = messages.receive(action).requires_grad_(train) if s else None
+                out = compute(number, inputs[number], partial(_forward, stage, x))
+                if s < top:
+                    messages.send(Action("F", s + 1, number), out.detach())
+                if train:
+                    kept[s, number] = x, out
+                continue
+            if kind == "W":
+                weights.pop((s, number))()
+                continue
+            gradient = messages.receive(action) if s < top else None
+            x, out = kept.pop((s, number))
+            left[s] -= 1
+            # What FSDP is told holds for a stage until it is told otherwise.
+            last = left[s] == 0
+            if kind == "B":
+                self._backward(stage, out, gradient, last)
+            elif x is None:  # nobody waits for the gradient of its input
+                weights[s, number] = partial(self._backward, stage, out, gradient, last)
+            else:
+                weights[s, number] = _backward_of_input(stage, x, out, gradient, last)
+            if x is not None:
+                assert x.grad is not None
+                messages.send(Action(kind, s - 1, number), x.grad)
+        messages.finish()
+
+    def _backward(self, stage: nn.Module, out: Tensor, gradient: Tensor | None, last: bool) -> None:
+        reduce_in_backward(stage, last, self._strategy.reduce_every_pass)
+        torch.autograd.backward(out, gradient)
+
+    def add_tied_gradients(self) -> None:
+        """After `run`: both stages that have a tied weight get the sum of its gradients."""
+        if self._tied is None or self._tied.grad is None:
+            return
+        gradient, peer = self._tied.grad, self._links.ranks - 1 - self._links.rank
+        mine = local_tensor(gradient)
+        theirs = torch.empty_like(mine)
+        receiving = self._links.receive(theirs, peer)
+        self._links.send(mine, peer).wait()
+        receiving.wait()
+        mine += theirs
+
+
+def _forward(
+    stage: Decoder, hidden: Tensor | None, inputs: Mapping[str, Tensor]
+) -> Tensor | dict[str, Tensor]:
+    found = stage(**inputs) if hidden is None else stage(**inputs, hidden=hidden)
+    return means(found) if stage.has_head else found
+
+
+def _backward_of_input(
+    stage: nn.Module, x: Tensor, out: Tensor, gradient: Tensor | None, last: bool
+) -> Callable[[], None]:
+    """The gradient of x; returns what computes those of the weights, from what is kept for it."""
+    # torch's own schedules have no other way to do it.
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    def told(last: bool) -> None:
+        reduce_in_backward(stage, last, every_pass=False)
+        for unit in fsdp_units(stage):
+            unit.set_reshard_after_backward(last, recurse=False)
+
+    told(False)  # the weights are still needed
+    _, groups = stage_backward_input(
+        [out], None if gradient is None else [gradient], [x], stage.parameters()
+    )
+
+    def backward_of_weights() -> None:
+        stage_backward_weight(stage.parameters(), groups)
+        # These gradients come past FSDP's hooks, the last of which takes care of what did.
+        told(last)
+        fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+    return backward_of_weights
+
+
+class _Links:
+    """This rank among those of its pipeline. Made on all ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        across = mesh.device_mesh[PIPELINE]
+        self.rank, self.ranks = across.get_local_rank(), across.size()
+        self.device = torch.device(mesh.device_mesh.device_type)
+        self._up = self._down = across.get_group()
+        if self.device.type == "cuda":
+            # Two ranks that talk both ways in one NCCL communicator can wait for each other.
+            members = dist.get_process_group_ranks(self._up)
+            self._down = dist.new_group(members, use_local_synchronization=True)
+
+    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Begin to."""
+        group = self._up if peer > self.rank else self._down
+        work = dist.isend(tensor, group=group, group_dst=peer)
+        assert work
+        return work
+
+    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Begin to."""
+        group = self._down if peer > self.rank else self._up
+        work = dist.irecv(tensor, group=group, group_src=peer)
+        assert work
+        return work
+
+
+class _Messages:
+    """Those of one run, of and for one rank; see [Note: pipeline]."""
+
+    def __init__(
+        self,
+        links: _Links,
+        orders: Sequence[Order],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> None:
+        self._links, self._shapes, self._dtype = links, shapes, dtype
+        self._place = {action: place for order in orders for place, action in enumerate(order)}
+        self._expected = {
+            peer: iter(actions) for peer, actions in incoming(orders, links.rank).items()
+        }
+        self._posted: dict[int, tuple[Action, Tensor, dist.Work]] = {}
+        self._ready: dict[Action, Tensor] = {}
+        self._sent: dict[int, deque[tuple[int, Tensor, dist.Work]]] = {}
+        for peer in self._expected:
+            self._post(peer)
+
+    def _post(self, peer: int) -> None:
+        action = next(self._expected[peer], None)
+        if action is not None:
+            device = self._links.device
+            tensor = torch.empty(self._shapes[action.micro_batch], dtype=self._dtype, device=device)
+            self._posted[peer] = action, tensor, self._links.receive(tensor, peer)
+
+    def receive(self, action: Action) -> Tensor:
+        """The message that an action needs, (B, T, D)."""
+        source = action.stage + (-1 if action.kind == "F" else 1)
+        peer = source % self._links.ranks
+        while action not in self._ready:
+            found, tensor, work = self._posted.pop(peer)
+            work.wait()
+            self._post(peer)  # the next one travels while this one is used
+            self._ready[found] = tensor
+        # What the peer has used before it sent this has arrived there, and can be freed here.
+        sent, reached = self._sent.get(peer), self._place[action._replace(stage=source)]
+        while sent and sent[0][0] < reached:
+            sent.popleft()[2].wait()
+        return self._ready.pop(action)
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Begin to send what an action of another rank needs."""
+        peer, tensor = action.stage % self._links.ranks, tensor.contiguous()
+        work = self._links.send(tensor, peer)
+        self._sent.setdefault(peer, deque()).append((self._place[action], tensor, work))
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        for sent in self._sent.values():
+            for _, _, work in sent:
+                work.wait()
