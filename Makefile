@@ -73,6 +73,7 @@ docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/perdure recipe reference > docs/recipe.md
 	$(BIN)/perdure recipe schema > recipes/schema.json
 	$(BIN)/python docs/rooms.py
+	$(BIN)/python docs/schedules.py
 	$(BIN)/python docs/included.py
 	$(BIN)/python docs/api.py
 

@@ -19,7 +19,7 @@ import torch
 import yaml
 from safetensors.torch import save
 
-from docs import api, included, rooms
+from docs import api, included, rooms, schedules
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
@@ -80,6 +80,10 @@ def test_paths_exist(page):
 def test_the_picture_of_the_rooms_is_of_today():
     page = PAGES["docs/design.md"]
     assert rooms.with_picture(page) == page, "make docs"
+
+
+def test_the_picture_of_the_schedules_is_what_the_simulator_says():
+    assert schedules.picture() == schedules.IMAGE.read_text(encoding="utf-8"), "make docs"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import Job, records, soak
 
 STEPS = 30
@@ -118,3 +119,45 @@ def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start)
         for each in names:
             assert (one / each).read_bytes() == (other / each).read_bytes(), each
         before = after
+
+
+@soak
+@pytest.mark.timeout(480)
+def test_a_run_goes_on_in_other_layouts(workspace, train, alone):
+    """From memory and storage, with the same order of data and the same state of the optimizer."""
+    layouts = (
+        (2, PP),
+        (1, ["strategy.name=ddp"]),
+        (4, [*PP, *INTERLEAVED]),
+        (2, []),
+        (4, [*PP, *ZERO_BUBBLE]),
+    )
+    for number, (ranks, overrides) in enumerate(layouts):
+        steps = (f"run.steps={6 * number + 6}", "schedule.name=constant")
+        train(ranks, "run.dir=moved", *LENGTH, *FOUR, *overrides, *steps)
+    ours, theirs = told(workspace, "moved"), alone(*FOUR, "schedule.name=constant")
+    for found, expected, bound in zip(ours[:2], theirs, (1e-5, 1e-4), strict=False):
+        assert found == pytest.approx(expected, rel=bound)
+    groups = read_state(newest_checkpoint(workspace / "moved/checkpoints"))["parameter_groups"]
+    assert {"model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"} <= {*groups}
+
+
+@soak
+def test_a_pipeline_starts_from_a_published_model(workspace, train):
+    """Each stage reads what it has; a step later both have the losses of one process."""
+    train(1, "run.dir=published", "run.steps=2")
+    start = next((workspace / "published/checkpoints").glob("step-*"))
+    own = ("model.architecture=null", f"model.init_from={start}", "run.steps=3")
+    train(1, "run.dir=from-one", "strategy.name=ddp", *own)
+    train(2, "run.dir=from-two", *PP, *own)
+    assert told(workspace, "from-two")[0] == pytest.approx(told(workspace, "from-one")[0], rel=1e-5)
+
+
+@soak
+def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
+    low = ("precision.dtype=bf16", "strategy.zero=2", *LENGTH)
+    train(2, "run.dir=bf16-dp", *low)
+    expected = told(workspace, "bf16-dp")[0]
+    for name, strategy in (("1f1b", ()), ("zero-bubble", ZERO_BUBBLE[:1])):
+        train(4, f"run.dir=bf16-{name}", *low, *PP, *strategy)
+        assert told(workspace, f"bf16-{name}")[0] == pytest.approx(expected, rel=3e-3)

@@ -155,6 +155,8 @@ def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
             "to 1 without",
         )
+    if strategy.pp_schedule == "zero_bubble" and strategy.reduce_every_pass:
+        yield "strategy.reduce_every_pass", "does not work with zero_bubble; set false"
     if strategy.pp_schedule == "zero_bubble" and recipe.gathers_twice:
         yield (
             "strategy.sharding",

@@ -50,6 +50,8 @@ def test_orders(pipeline):
         assert found.held == ([count] * ranks if name == "gpipe" else ahead)
     elif name == "zero_bubble":  # as much as the first rank of 1F1B, whose order it starts from
         assert max(found.held) == ahead[0]
+    elif count % ranks == 0:
+        assert max(found.held) <= ranks * per_rank + ranks - 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -131,11 +131,12 @@ def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, overrid
         ("strategy.pp_stages_per_rank=2", "goes with strategy.pp_schedule: interleaved_1f1b"),
         ("strategy.pp_schedule=interleaved_1f1b", "set it to 2 or more with it"),
         ("strategy.pp_schedule=zero_bubble", "which FULL_SHARD does not; use SHARD_GRAD_OP"),
+        ("strategy.pp_schedule=zero_bubble", "strategy.reduce_every_pass: does not work with"),
         ("strategy.pp=1", "strategy.pp_schedule: only with strategy.pp above 1; remove it"),
     ],
 )
 def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
-    pp = ["strategy.pp=2", "strategy.pp_schedule=gpipe"]
+    pp = ["strategy.pp=2", "strategy.pp_schedule=gpipe", "strategy.reduce_every_pass=true"]
     assert load_recipe(recipe_file, pp).strategy.pp == 2
     with pytest.raises(RecipeError) as error:
         load_recipe(recipe_file, [*pp, override])
