@@ -145,9 +145,9 @@ def test_a_run_goes_on_in_other_layouts(workspace, train, alone):
 @soak
 def test_a_pipeline_starts_from_a_published_model(workspace, train):
     """Each stage reads what it has; a step later both have the losses of one process."""
-    train(1, "run.dir=published", "run.steps=2")
+    train(1, "run.dir=published", "run.steps=2", "schedule={}")
     start = next((workspace / "published/checkpoints").glob("step-*"))
-    own = ("model.architecture=null", f"model.init_from={start}", "run.steps=3")
+    own = ("model.architecture=null", f"model.init_from={start}", "run.steps=3", "schedule={}")
     train(1, "run.dir=from-one", "strategy.name=ddp", *own)
     train(2, "run.dir=from-two", *PP, *own)
     assert told(workspace, "from-two")[0] == pytest.approx(told(workspace, "from-one")[0], rel=1e-5)
