@@ -75,7 +75,7 @@ class Checkpointer:
 
     @property
     def directory(self) -> Place:
-        """Of the steps, absolute; a path or the URL of an object store."""
+        """Where the steps lie, absolute: a path or the URL of an object store."""
         return self._tensors.directory
 
     @property

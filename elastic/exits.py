@@ -8,18 +8,18 @@ from typing import NoReturn
 EXIT_DONE = 0
 """All steps are done."""
 EXIT_FAILED = 1
-"""Of anything else: an error, with its traceback in the log."""
+"""Anything else went wrong: an error, with its traceback in the log."""
 EXIT_WRONG_INPUT = 2
 """Wrong recipe or input, found before any rendezvous."""
 EXIT_REQUEUE = 75
 """Told to go, state saved: start the same command again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PAUSED = 76
-"""Of a training process only, to the agent that asked it to pause: its state is saved."""
+"""From a training process to the agent that asked it to pause: its state is saved."""
 EXIT_PEER_GONE = 77
-"""Of a training process only, to its agent: it lost the connection to another rank."""
+"""From a training process to its agent: it lost the connection to another rank."""
 EXIT_MENDED = 78
-"""Of a training process only, to its agent: it failed, and has seen to it that the next attempt
-does not fail in the same way. That is no failure to count."""
+"""From a training process to its agent: it failed, and has seen to it that the next attempt does
+not fail in the same way. That is no failure to count."""
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not mend it: no progress, bad numbers that persist."""
 EXIT_INTERRUPTED = 130

@@ -204,7 +204,7 @@ class Member:
         self._told_state: Membership | None = None
         self._next_tell = 0.0
         self._version: bytes | None = None
-        """Of the document that was read last, as the store tells it."""
+        """Version of the document that was read last, as the store tells it."""
         self._standing: tuple[int, str] | None = None
         self._standings: tuple[int, list[str]] | None = None
         self._connections = 0
@@ -503,7 +503,8 @@ class Member:
 
 
 def key_prefix(run_id: str, secret: Secret) -> str:
-    """Of a job's keys in the store. Another secret is another job, also under the same name."""
+    """What a job's keys in the store begin with. Another secret is another job, also under the
+    same name."""
     return f"perdure/{run_id}/{secret.fingerprint}"
 
 

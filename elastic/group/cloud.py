@@ -24,7 +24,7 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 ADDRESS = "http://169.254.169.254"
-"""Of the metadata service; the same in all three clouds."""
+"""Address of the metadata service, the same in all three clouds."""
 DMI = Path("/sys/class/dmi/id")
 AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
 """The vendor and product of an Azure machine are those of any Hyper-V guest; this is not."""

@@ -83,7 +83,7 @@ class Membership:
     """Digest of what the job trains, as its first node said; who would train something else does
     not get in."""
     ranks: int = 1
-    """Of each node, but for those in `uneven`."""
+    """Ranks of each node, but for those in `uneven`."""
     uneven: tuple[tuple[str, int], ...] = ()
     """(node, its ranks)."""
     members: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Membership:
     address: str = ""
     """host:port of the store of this round's ranks, which group rank 0 hosts."""
     generation: int = 0
-    """Of this round."""
+    """Generation of training processes in this round, counted from 0."""
     arrived: tuple[str, ...] = ()
     """Nodes that want to be in the next round."""
     lost: Failure | None = None

@@ -104,7 +104,7 @@ class Rank:
     rank: int = 0
     local_rank: int = 0
     key: str | None = None
-    """Of the training process that runs, None while there is none."""
+    """Name of the training process that runs; None while there is none."""
     pid: int = 0
     dumps: int = -1
     """File in memory for its stack dumps."""

@@ -31,7 +31,7 @@ class Program:
     """As after `-m`; empty if it is none."""
     arguments: tuple[str, ...] = ()
     ranks: int = 1
-    """Of this node."""
+    """Ranks of this node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def torchrun_program() -> Program:
 
 
 def digest(identity: Mapping[str, str]) -> str:
-    """Of `Facts.identity`: 16 characters."""
+    """A digest of `Facts.identity`: 16 characters."""
     return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
 
 

@@ -41,7 +41,7 @@ class Holder:
     pid: int
     host: str
     boot: str
-    """Of the machine: hosts may have the same name."""
+    """Boot id of the machine: hosts may have the same name."""
     since: float
     """Unix time."""
     beat: int = 0

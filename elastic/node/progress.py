@@ -46,7 +46,7 @@ class Progress:
     safe: bool = False
     """Nothing is lost if it is ended now: what it knows is in storage."""
     pid: int = 0
-    """Of its process."""
+    """Process id."""
     patience: float = 0.0
     """Seconds that it asks for where it waits, or does what is not done again and again."""
 

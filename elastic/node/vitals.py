@@ -21,7 +21,7 @@ YOUNG = 0.5
 EVERY = 0.25
 """Seconds between two looks at a rank: many threads are many files of /proc."""
 MOST = 0.9
-"""Of the time may be taken for waiting for a core."""
+"""At most this share of the time is taken for waiting for a core."""
 _TICKS, _CORES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_NPROCESSORS_ONLN")
 
 
@@ -67,7 +67,7 @@ class _Mark:
     """By the last look."""
     stopped_at: float | None = None
     runs: int = 0
-    """Of its main thread, when it was seen to be stopped."""
+    """How often its main thread had run when it was seen to be stopped."""
 
 
 class Vigil:

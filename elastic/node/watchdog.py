@@ -166,7 +166,7 @@ class Standing:
     """Seconds that the phase may take."""
     where: Where = "unknown"
     starved: float = 0.0
-    """Of `seconds`, what it waited for a core."""
+    """Seconds of these that it waited for a core."""
 
     @property
     def overdue(self) -> bool:

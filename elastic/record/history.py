@@ -56,7 +56,7 @@ class Attempt:
     """From 1."""
     start: Start
     line: int
-    """Of the start line."""
+    """Number of the start line in the ledger."""
     steps: list[Step] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)

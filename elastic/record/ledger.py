@@ -57,7 +57,7 @@ class Start:
     """The line that begins an attempt, written once state is loaded."""
 
     step: int
-    """Of the state loaded; 0 for fresh weights."""
+    """Step of the state that was loaded; 0 for fresh weights."""
     sequences: int
     """The cursor loaded: sequences consumed by that state."""
     global_batch: int
@@ -226,7 +226,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def _newest_step(path: Path) -> int:
-    """Of the last lines of a ledger; 0 if they tell of none."""
+    """The newest step in the last lines of a ledger; 0 if they tell of none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

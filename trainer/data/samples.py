@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 IGNORED_LABEL = -100
-"""Of `labels` that are integers, those that are no part of the loss."""
+"""Labels of this number are no part of the loss."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ TENSOR_PLAN = {
     "*.self_attn.[qk]_norm": "head_norm",
     "*norm": "norm",
 }
-"""Of blocks with `Attention`, whose norms are per head, and `MLP`."""
+"""The tensor plan of blocks with `Attention`, whose norms are per head, and `MLP`."""
 
 
 class RMSNorm(nn.Module):

@@ -25,8 +25,8 @@ def update_adamw(
 def _fused(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
 ) -> None:
-    """Of DTensors torch would find out, in every new process and for each of them, that an update
-    needs no other rank: a sixth of a restart."""
+    """Update the local parts. For each DTensor torch would find out in every new process that an
+    update needs no other rank: a sixth of a restart."""
     states = [state[parameter] for parameter in parameters]
     beta1, beta2 = group["betas"]
     divisor = None

@@ -34,7 +34,8 @@ from checkpointing.format.tensors import local_tensor
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
-"""Of weights that are updated at a time; gradients and moments come on top. Whole pages."""
+"""Bytes of weights that are updated at a time, in whole pages; gradients and moments come on
+top."""
 BUFFERS = 3
 """One is read into, one computed in, one written from."""
 WRITES_AHEAD = 4

@@ -313,7 +313,7 @@ _FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
 
 
 def first_row(weight: Tensor, ranks: Together) -> int:
-    """Of a weight (V, D) that is cut as Shard(0) cuts, the number of this rank's first row."""
+    """The number of this rank's first row of a weight (V, D) that is cut as Shard(0) cuts."""
     return -(-weight.shape[0] // ranks.size) * ranks.rank
 
 

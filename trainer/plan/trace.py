@@ -57,11 +57,11 @@ class Shape:
         return -(-self.rows // ranks) * self.row
 
     def state_bytes(self, ranks: int) -> int:
-        """Of the optimizer's state on the first rank."""
+        """Bytes of the optimizer's state on the first rank."""
         return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
 
     def moment_bytes(self, ranks: int) -> int:
-        """Of that, what has the shape of the parameter."""
+        """Bytes of the state that has the shape of the parameter, on the first rank."""
         return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.like_parameter)
 
     @property

@@ -156,7 +156,7 @@ class ParameterGroup:
     """Their learning rate as a multiple of that of the schedule."""
 
     weight_decay: Amount | None = None
-    """Of these instead of `optimizer.weight_decay`, whatever their shape."""
+    """For these, whatever their shape, instead of `optimizer.weight_decay`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Muon:
     """Newton-Schulz iterations, in bfloat16."""
 
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    """Of the quintic polynomial that each iteration applies to the singular values."""
+    """Coefficients of the quintic polynomial that each iteration applies to the singular values."""
 
     eps: Amount = 1e-7
     """Least norm that an update is divided by."""
@@ -206,10 +206,10 @@ class Optimizer:
     """Peak learning rate."""
 
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Of AdamW: decay of the running means of gradient and squared gradient."""
+    """For AdamW: decay of the running means of gradient and squared gradient."""
 
     eps: Amount = 1e-8
-    """Of AdamW: added to the root of the second moment."""
+    """For AdamW: added to the root of the second moment."""
 
     weight_decay: Amount = 0.1
     """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none. What a

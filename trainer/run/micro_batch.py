@@ -125,7 +125,7 @@ def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
 
 
 def _digest(recipe: Recipe) -> str:
-    """Of all that a number is good for, and no other."""
+    """A digest of all that a number is good for, and of nothing else."""
     values = resolved(recipe)
     counted = [values["model"], values["data"]["seq_len"], values["data"]["document_mask"]]
     counted += [values["batch"]["global_batch"], values["strategy"], values["precision"]]

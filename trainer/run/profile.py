@@ -22,7 +22,8 @@ from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Of one rank, over the profiled steps. Bytes on its device, unless it says otherwise."""
+    """What one rank held and did in the profiled steps. Bytes on its device, unless it says
+    otherwise."""
 
     rank: int
     steps: int

@@ -34,7 +34,7 @@ class Progress:
     """How often weights and optimizer state were taken back to those of a checkpoint."""
     loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
     validation_loss: float | None = None
-    """Of the newest validation pass."""
+    """Loss of the newest validation pass."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class StepResult:
     means: Mapping[str, float]
     """What else the model returned, likewise."""
     grad_norm: float
-    """Of the whole gradient, before clipping."""
+    """Norm of the whole gradient, before clipping."""
     lr: float
     verdict: Verdict
     seconds: float
@@ -116,7 +116,7 @@ class Gradients:
     loss: float
     means: Mapping[str, float]
     norm: float
-    """Of the whole gradient, as the optimizer sees it."""
+    """Norm of the whole gradient, as the optimizer sees it."""
     undivided: float
     """What the gradients in the model are still to be multiplied by: 1, unless the step has counted
     other than usual."""

@@ -21,7 +21,7 @@ ODD = 3.5
 WINDOWS = 3
 """So many in a row make a straggler, and end one."""
 WEIGHT = 0.5
-"""Of the newest window in the moving average."""
+"""Weight of the newest window in the moving average."""
 
 
 @dataclass(frozen=True)

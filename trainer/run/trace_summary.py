@@ -33,7 +33,7 @@ _GATHERS = (
     "c10d::allgather_into_tensor_coalesced_",
     "c10d::reduce_scatter_tensor_coalesced_",
 )
-"""Of two arguments, one is the whole and the other this rank's part."""
+"""Collectives with two arguments: one is the whole, the other this rank's part."""
 _ITEMSIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -279,7 +279,7 @@ def subtract(one: Spans, other: Spans) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """Of all spans together."""
+    """Sum of the lengths of all spans."""
     return sum(end - begin for begin, end in spans)
 
 
