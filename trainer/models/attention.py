@@ -33,9 +33,10 @@ Capability: TypeAlias = tuple[int, int]
 class Documents(NamedTuple):
     """Where to look, made once per pass; see [Note: documents]."""
 
-    way: Way
+    way: Way | Literal["ring"]
     where: Any
-    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask."""
+    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask; a ring is a function of (q, k, v)
+    that other ranks take part in, see `trainer.parallel.context`."""
 
 
 def choose_attention(
@@ -52,6 +53,19 @@ def choose_attention(
     Raises:
         ValueError: what is asked for cannot work; says why, and what to do.
     """
+    hindrances = hindrances_of(dtype, head_dim, capability)
+    if asked != "auto":
+        if asked in hindrances:
+            raise ValueError(f"{asked} cannot work: {hindrances[asked]}; take auto")
+        return asked
+    ways: tuple[Way, ...] = ("varlen", "flex", "sdpa")
+    return next(way for way in ways if way not in hindrances)
+
+
+def hindrances_of(
+    dtype: torch.dtype, head_dim: int, capability: Capability | None
+) -> dict[Way, str]:
+    """Why some ways do not work; arguments as of `choose_attention`."""
     hindrances: dict[Way, str] = {}
     if capability is None:
         hindrances["flex"] = "FlexAttention has no backward pass on the CPU"
@@ -69,12 +83,7 @@ def choose_attention(
             )
         if capability < (7, 0):
             hindrances["flex"] = "FlexAttention needs a GPU of compute capability 7.0"
-    if asked != "auto":
-        if asked in hindrances:
-            raise ValueError(f"{asked} cannot work: {hindrances[asked]}; take auto")
-        return asked
-    ways: tuple[Way, ...] = ("varlen", "flex", "sdpa")
-    return next(way for way in ways if way not in hindrances)
+    return hindrances
 
 
 def locate(
@@ -117,6 +126,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
     Returns:
         (B, T, N, H)
     """
+    if documents and documents.way == "ring":
+        whole: Tensor = documents.where(q, k, v)
+        return whole
     if documents and documents.way == "varlen":
         packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         if capability(q.device) is None:

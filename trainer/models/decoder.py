@@ -130,16 +130,22 @@ class Backbone(nn.Module):
         self.norm: nn.Module = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, cu_seqlens: Tensor | None = None, hidden: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        hidden: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Hidden states (B, T, D), and the statistics of the blocks that return some. `hidden`:
         those of the blocks before these, where this is a part."""
         # What all layers share is made once here.
-        rope = rope_table(self.architecture, input_ids.shape[1], input_ids.device)
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        rope = rope_table(self.architecture, positions)
         x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
         if torch.is_autocast_enabled(x.device.type):  # or the residual stream would be float32
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        documents = None
         if cu_seqlens is not None:
             # x may have part of the sequence only; attention sees all of it.
             documents = locate(
@@ -235,6 +241,8 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         hidden: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Logits, or with labels the loss; of a part without a head hidden states (B, T, D).
 
@@ -247,6 +255,8 @@ class Decoder(nn.Module):
             cu_seqlens: the same, as `trainer.data.documents.cu_seqlens_of` gives it; waits for
                 nothing.
             hidden: (B, T, D), what the part before this one returned.
+            positions: (T,) integers of the tokens in their sequence, unless they are 0 to T - 1.
+            documents: in place of both, where attention sees more than these tokens.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
@@ -256,7 +266,7 @@ class Decoder(nn.Module):
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
-        hidden, statistics = self.model(input_ids, cu_seqlens, hidden)
+        hidden, statistics = self.model(input_ids, cu_seqlens, hidden, positions, documents)
         if not self.has_head:
             return hidden
         if labels is None:
@@ -291,21 +301,19 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return rotated.type_as(x).transpose(1, 2)
 
 
-def rope_table(
-    architecture: Architecture, length: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (T, H / 2) float32, of the rotary angles (Su et al. 2021).
+def rope_table(architecture: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (T, H / 2) float32, of the rotary angles (Su et al. 2021) at
+    positions (T,).
 
     Computed in every forward: a few small kernels, in exchange for no buffer that would have to
     be refilled after `to_empty`, kept out of `.to(bfloat16)`, or sized for the longest context.
     """
     size = architecture.head_dim
-    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     frequencies = 1.0 / architecture.rope_theta**exponents
     if architecture.rope_scaling:
         frequencies = stretch(frequencies, architecture.rope_scaling)
-    positions = torch.arange(length, device=device, dtype=torch.float32)
-    angles = positions[:, None] * frequencies
+    angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

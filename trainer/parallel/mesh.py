@@ -35,6 +35,8 @@ class Mesh:
     counts: bool = True
     """Whether sums over all ranks have this rank's share from this rank: of those that compute it
     together, the first of the last stage."""
+    ring: dist.ProcessGroup | None = None
+    """Context parallelism: the ranks with a part each of the same sequences, in their order."""
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -54,18 +56,22 @@ class Mesh:
 
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(replicas, shards of each) of what the ranks of `strategy.tp` and `pp` hold together.
+    """(replicas, shards of each) of what the ranks of `strategy.tp` and `pp` hold together. Those
+    of `strategy.cp` have parts of the same sequences, but hold parameters like any others.
 
     Raises:
         RecipeError: the world does not divide into shard groups or stages, or a node into groups of
-            tp.
+            tp x cp.
     """
     tp, pp = recipe.strategy.tp, recipe.strategy.pp
-    if local_world_size % tp or world_size % tp:
+    together = tp * recipe.strategy.cp
+    if local_world_size % together or world_size % together:
+        key = "strategy.tp" if together == tp else "strategy.cp"
+        groups = f"{together}" if together in (tp, recipe.strategy.cp) else f"tp x cp = {together}"
         raise RecipeError(
-            f"strategy.tp: groups of {tp} ranks do not divide the {local_world_size} rank(s) of a "
-            f"node, and none may span two nodes; start a multiple of {tp} on each, or set another "
-            "strategy.tp"
+            f"{key}: groups of {groups} ranks do not divide the {local_world_size} rank(s) of a "
+            f"node, and none may span two nodes; start a multiple of {together} on each, or set "
+            f"another {key}"
         )
     if world_size % (tp * pp):
         raise RecipeError(
@@ -104,8 +110,8 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
     """The mesh of all ranks: (REPLICATE,) for DDP, as which a single rank counts; for FSDP
     (SHARD,), or (REPLICATE, SHARD) if it has replicas, too; PIPELINE before, TENSOR after SHARD.
-    Each rank has a share of the batch, which those of a pipeline, or of a tensor-parallel group,
-    have in common. Called on all ranks.
+    Each rank has a share of the batch, which those of a pipeline, of a tensor-parallel group, or of
+    a ring have in common. Called on all ranks.
     """
     replicas, shards = mesh_shape(recipe, world.world_size, world.local_world_size)
     tp, pp = recipe.strategy.tp, recipe.strategy.pp
@@ -125,7 +131,11 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     rest, among = divmod(world.rank, tp)
     rest, shard = divmod(rest, shards)
     replica, stage = divmod(rest, pp)
-    counts = among == 0 and stage == pp - 1
-    return Mesh(
-        mesh, replica * shards + shard, replicas * shards, group, world.world_size // pp, counts
-    )
+    cp, ring = recipe.strategy.cp, None
+    share, part = divmod(replica * shards + shard, cp)
+    if cp > 1:
+        first = world.rank - part * tp
+        ranks = [*range(first, first + tp * cp, tp)]
+        ring = dist.new_group(ranks, use_local_synchronization=True)
+    counts = among == part == 0 and stage == pp - 1
+    return Mesh(mesh, share, replicas * shards // cp, group, world.world_size // pp, counts, ring)

@@ -23,6 +23,7 @@ from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
+    from trainer.parallel.context import Context
     from trainer.parallel.pipeline import Pipeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -69,10 +70,14 @@ class ParallelModel:
     whoever has nothing to load: it takes long for large models."""
     pipeline: "Pipeline | None" = None
     """Whose stages this rank has, instead of all blocks."""
+    context: "Context | None" = None
+    """What computes with this rank's part of each sequence, instead of all of it."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`means` of one micro-batch. On all ranks."""
         with self.autocast():
+            if self.context:
+                return self.context(self.module, inputs)
             return means(self.module(**inputs))
 
     def run(
@@ -218,7 +223,7 @@ def parallelize(
         buffers |= {_fqn(n): b for n, b in part.named_buffers() if _fqn(n) in persistent}
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
-        if mesh.dp_size > 1:
+        if mesh.device_mesh.size() > 1:
             module = apply_ddp(model, mesh.device_mesh)
         if recipe.sharding == "OPTIMIZER_STATE":
             view = ShardedView(parameters, mesh.device_mesh)
@@ -238,9 +243,14 @@ def parallelize(
         if fill:
             _fill({**parameters, **buffers}, fill, cores)
 
+    context = None
+    if mesh.ring:
+        from trainer.parallel.context import Context  # others get by without
+
+        context = Context(mesh.ring)
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
-        draw_weights, Pipeline(stages, mesh, recipe, dtype) if stages else None,
+        draw_weights, Pipeline(stages, mesh, recipe, dtype) if stages else None, context,
     )  # fmt: skip
 
 

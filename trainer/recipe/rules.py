@@ -44,6 +44,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     yield from _tensor_contradictions(recipe)
     yield from _pipeline_contradictions(recipe)
+    yield from _context_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
@@ -128,10 +129,11 @@ def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
         return
     yield from _missing_beside(recipe, "tp")
-    if strategy.sequence_parallel and data.seq_len % strategy.tp:
+    if strategy.sequence_parallel and data.seq_len % (strategy.tp * strategy.cp):
+        ranks = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
         yield (
             "strategy.sequence_parallel",
-            f"data.seq_len={data.seq_len} is not a multiple of strategy.tp={strategy.tp}; change "
+            f"data.seq_len={data.seq_len} is not a multiple of strategy.{ranks}; change "
             "one of them",
         )
 
@@ -165,21 +167,46 @@ def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
+def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    cp, length = recipe.strategy.cp, recipe.data.seq_len
+    if cp == 1:
+        return
+    yield from _missing_beside(recipe, "cp")
+    if recipe.strategy.pp > 1:
+        yield "strategy.pp", "does not work with strategy.cp above 1 yet; set one of them to 1"
+    if recipe.model.factory:
+        yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
+    if recipe.model.attention != "auto":
+        yield "model.attention", "strategy.cp has its own, that of a ring; set auto"
+    if length < 2 * cp:
+        yield (
+            "strategy.cp",
+            f"a sequence is cut into {2 * cp} chunks, but data.seq_len is {length}; change one of "
+            "them",
+        )
+
+
 def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
-    """What does not work with `tp` or `pp` yet."""
+    """What does not work with `tp`, `pp` or `cp` yet."""
     strategy = recipe.strategy
     yet = f"does not work with strategy.{ranks} above 1 yet"
+    # Those of a ring hold parameters like any others, so the optimizer and its like see no change.
+    cut = ranks != "cp"
     for key, chosen, instead in (
         ("run.determinism", recipe.exact, "set fast"),
         ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
         ("data.factory", bool(recipe.data.factory), f"set strategy.{ranks}=1"),
         ("batch.micro_batch", recipe.batch.micro_batch == "auto", "name a number instead of auto"),
-        ("optimizer.name", recipe.optimizer.name != "adamw", "use adamw"),
-        ("optimizer.factory", bool(recipe.optimizer.factory), "remove it, which gives AdamW"),
-        ("strategy.sharding", recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
-        ("strategy.offload", strategy.offload != "none", "set none"),
+        ("optimizer.name", cut and recipe.optimizer.name != "adamw", "use adamw"),
+        (
+            "optimizer.factory",
+            cut and bool(recipe.optimizer.factory),
+            "remove it, which gives AdamW",
+        ),
+        ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
+        ("strategy.offload", cut and strategy.offload != "none", "set none"),
         ("strategy.compile", strategy.compile, "set false"),
-        ("precision.dtype", recipe.precision.dtype == "fp16", "use bf16 or fp32"),
+        ("precision.dtype", cut and recipe.precision.dtype == "fp16", "use bf16 or fp32"),
         ("tracking.profile_steps", recipe.tracking.profile_steps > 0, "set 0"),
     ):
         if chosen:

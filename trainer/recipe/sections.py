@@ -287,6 +287,10 @@ class Strategy:
     pp_stages_per_rank: Positive = 1
     """Stages of each rank of `pp`, for interleaved_1f1b."""
 
+    cp: Positive = 1
+    """Ranks of a node that have a part of each sequence each, for long ones (context parallelism);
+    parameters are spread over them as over any others. See docs/parallelism.md."""
+
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the
     device, in host memory, or in files on a local disk (see docs/offload.md)."""

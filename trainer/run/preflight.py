@@ -52,8 +52,14 @@ def check_inputs(
         from trainer.parallel.pipeline import runs_of
 
         runs_of(task.model, recipe)
+    if recipe.strategy.cp > 1:
+        from trainer.parallel.context import problem_of
+
+        if problem := problem_of(task.model):
+            raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
     try:
-        batch, shares = recipe.batch, world_size // recipe.strategy.tp // recipe.strategy.pp
+        batch, strategy = recipe.batch, recipe.strategy
+        shares = world_size // (strategy.tp * strategy.pp * strategy.cp)
         plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
@@ -145,14 +151,19 @@ def _check_attention(recipe: Recipe, task: Task) -> None:
     import torch
 
     from trainer.models import Decoder, choose_attention
+    from trainer.models.attention import hindrances_of
     from trainer.parallel.parallelize import DTYPES
 
-    if not (recipe.data.document_mask and isinstance(task.model, Decoder)):
+    ring = recipe.strategy.cp > 1
+    if not ((ring or recipe.data.document_mask) and isinstance(task.model, Decoder)):
         return
     on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
     dtype, head_dim = DTYPES[recipe.precision.dtype], task.model.model.architecture.head_dim
-    try:  # which GPU it is can only be asked by claiming it
-        choose_attention(recipe.model.attention, dtype, head_dim, None if on_cpu else (8, 0))
+    known = None if on_cpu else (8, 0)  # which GPU it is can only be asked by claiming it
+    if ring and (reason := hindrances_of(dtype, head_dim, known).get("varlen")):
+        raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
+    try:
+        choose_attention(recipe.model.attention, dtype, head_dim, known)
     except ValueError as error:
         raise RecipeError(f"model.attention: {error}") from error
 

@@ -36,6 +36,7 @@ def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
             "sharding": recipe.sharding,
             "tp": recipe.strategy.tp,
             "pp": recipe.strategy.pp,
+            "cp": recipe.strategy.cp,
         },
     }
 

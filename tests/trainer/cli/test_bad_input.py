@@ -64,6 +64,8 @@ def perdure(monkeypatch, capsys, *arguments):
         (["run.device=cuda"], "run.device: cuda is asked for, but torch finds no GPU"),
         (["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=3"], "groups of 3"),
         (["strategy.tp=3"], "strategy.tp: groups of 3 ranks do not divide the"),
+        (["strategy.cp=3"], "strategy.cp: groups of 3 ranks do not divide the"),
+        (["strategy.tp=3", "strategy.cp=2"], "strategy.cp: groups of tp x cp = 6 ranks do not"),
         (
             ["strategy.tp=2", "model.architecture.num_key_value_heads=1"],
             "strategy.tp: num_key_value_heads=1 is not a multiple of tp=2",
@@ -105,7 +107,9 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("key", "size", "ranks"), [("tp", 1, 8), ("tp", 2, 16), ("pp", 2, 16)])
+@pytest.mark.parametrize(
+    ("key", "size", "ranks"), [("tp", 1, 8), ("tp", 2, 16), ("pp", 2, 16), ("cp", 2, 16)]
+)
 def test_an_agent_knows_how_many_ranks_have_work(folder, key, size, ranks):
     arguments = (str(folder / "recipe.yaml"), f"strategy.{key}={size}")
     assert facts(arguments)["most_ranks"] == ranks

@@ -143,6 +143,30 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
     assert instead in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("run.determinism=exact", "run.determinism: does not work with strategy.cp"),
+        ("model.factory=a:b", "model.factory: such a model knows no parts of sequences"),
+        ("model.kgat={}", "model.kgat: does not work with strategy.cp"),
+        ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
+        ("data.factory=a:b", "data.factory: does not work with strategy.cp"),
+        ("batch.micro_batch=auto", "name a number instead of auto"),
+        ("strategy.pp=2", "strategy.pp: does not work with strategy.cp above 1 yet"),
+        ("strategy.compile=true", "strategy.compile: does not work with strategy.cp"),
+        ("tracking.profile_steps=1", "tracking.profile_steps: does not work with strategy.cp"),
+        ("data.seq_len=3", "strategy.cp: a sequence is cut into 4 chunks, but data.seq_len is 3"),
+        ("data.seq_len=18", "data.seq_len=18 is not a multiple of strategy.tp=2 x cp=2"),
+    ],
+)
+def test_what_context_parallelism_does_not_do_yet_is_refused(recipe_file, override, instead):
+    cp = ["strategy.tp=2", "strategy.sequence_parallel=true", "strategy.cp=2"]
+    assert load_recipe(recipe_file, cp).strategy.cp == 2
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, [*cp, override])
+    assert instead in str(error.value)
+
+
 def test_all_errors_are_told_at_once_in_the_order_of_the_lines(recipe_file, monkeypatch):
     monkeypatch.delenv("PERDURE_UNSET", raising=False)
     recipe_file.write_text("""\

@@ -1,0 +1,80 @@
+"""Which tokens the ranks of a ring have, what they see in each turn, and that it adds up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.distributed.jobs import Job, soak
+from tests.trainer.parallel.test_tensor import architecture
+from trainer.data.documents import cu_seqlens_of
+from trainer.models import Decoder
+from trainer.parallel.context import blocks_of, chunks, problem_of
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=soak)])
+def test_a_ring_computes_what_whole_attention_does(tmp_path: Path, ranks: int) -> None:
+    """Forward and backward, with grouped heads and documents, in lengths that do not divide."""
+    code, output = Job(tmp_path, ranks, program=("tests.trainer.parallel.ring",)).wait()
+    assert code == 0, output
+
+
+@given(
+    st.integers(2, 4), st.integers(1, 40), st.lists(st.integers(0, 3), min_size=1), st.booleans()
+)
+def test_each_pair_of_tokens_is_computed_once(
+    cp: int, length: int, drawn: list[int], documents: bool
+) -> None:
+    """Those, and only those, of which one sees the other; by ranges without a mask."""
+    rows = 2
+    ids = torch.tensor((drawn * rows * length)[: rows * length]).view(rows, length)
+    ends = cu_seqlens_of(ids) if documents else None
+    every = [chunks(length, cp, rank) for rank in range(cp)]
+    tokens = torch.arange(rows * length).view(rows, length)
+    packed = [torch.cat([tokens[:, c.start : c.stop].flatten() for c in own]) for own in every]
+    computed = torch.zeros(rows * length, rows * length, dtype=torch.int64)
+    for rank, source in ((rank, source) for rank in range(cp) for source in range(cp)):
+        blocks = blocks_of(ends, rows, every[rank], every[source], length, tokens.device)
+        for block in blocks:
+            queries, keys = packed[rank][block.queries], packed[source][block.keys]
+            assert block.query_ends[-1] == len(queries)
+            assert block.key_ends[-1] == len(keys)
+            for here, there in block.pairs:
+                seen = torch.ones(len(queries[here]), len(keys[there]), dtype=torch.int64)
+                at = queries[here][:, None], keys[there][None]
+                computed[at] += seen.tril() if block.causal else seen
+    run = ids if not documents else ids.diff(prepend=ids[:, :1] - 1).ne(0).cumsum(1)
+    row = torch.arange(rows).repeat_interleave(length)
+    place, number = torch.arange(length).repeat(rows), run.flatten()
+    wanted = (row[:, None] == row[None]) & (place[:, None] >= place[None])
+    if documents:
+        wanted &= number[:, None] == number[None]
+    assert torch.equal(computed, wanted.long())
+
+
+def test_all_ranks_compute_as_much() -> None:
+    for cp in (2, 4):
+        sums = [sum(sum(part) for part in chunks(64, cp, rank)) for rank in range(cp)]
+        assert len(set(sums)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({}, None), ({"model_type": "qwen3_moe"}, "qwen3_moe records beside the loss")],
+)
+def test_what_a_ring_cannot_compute(changes: Any, message: str | None) -> None:
+    shape = architecture(**changes)
+    if message:
+        from trainer.models.families.qwen3_moe import FAMILY
+
+        shape = FAMILY.complete(shape)
+    with torch.device("meta"):
+        problem = problem_of(Decoder(shape))
+    assert (message in (problem or "")) if message else problem is None
+
+
+def test_a_users_model_cannot_join() -> None:
+    assert "Linear is not one of" in (problem_of(torch.nn.Linear(1, 1)) or "")

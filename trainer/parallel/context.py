@@ -1,0 +1,367 @@
+"""Context parallelism: the ranks of a group each have a part of every sequence, and attention
+passes keys and values round them.
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; the cut is
+that of Grattafiori et al. 2024, "The Llama 3 Herd of Models".
+
+[Note: ring] A sequence is cut into 2 cp chunks, and rank c has chunks c and 2 cp - 1 - c: one that
+sees little, and one that sees much, so that each rank computes as much as any other. The queries of
+a rank stay. Its keys and values go from rank to rank, as one message that is under way while the
+ones before are computed with, and backward the sums of their gradients follow them home.
+
+A chunk's queries look at a chunk's keys in one *block*. If it is the same chunk, each document sees
+itself, causally. If it is an earlier one, at most one document of a row reaches from there to here,
+and its part here sees all of its part there. So no block needs a mask: documents are ranges, those
+that kernels for sequences of many lengths take.
+
+Shapes: B batch, T sequence, t tokens of it that a rank has, N query heads, K key/value heads, H
+head dim. *Packed* is (B x t, heads, H), the rows of one chunk end to end, then those of the other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.data.samples import IGNORED_LABEL
+from trainer.models.attention import Documents
+from trainer.models.decoder import Attention, Decoder
+
+
+def problem_of(model: nn.Module) -> str | None:
+    """Why the ranks of a ring cannot compute a model together; None if they can."""
+    if not isinstance(model, Decoder):
+        return f"{type(model).__name__} is not one of Perdure's decoders"
+    name = model.family.model_type
+    if model.family.beside_loss:
+        return f"what {name} records beside the loss is not that of a part of a sequence"
+    if not all(any(isinstance(m, Attention) for m in block.modules()) for block in model.blocks):
+        return f"blocks of {name} do not use trainer.Attention"
+    return None
+
+
+def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
+    """Positions that a rank has of a sequence: two chunks of nearly equal length."""
+    part, more = divmod(length, 2 * cp)
+    ends = list(accumulate([part + (n < more) for n in range(2 * cp)], initial=0))
+    first, second = rank, 2 * cp - 1 - rank
+    return range(ends[first], ends[first + 1]), range(ends[second], ends[second + 1])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Packed queries, and the packed keys that they look at: those of range n at those of range n,
+    where the ranges are between neighbouring ends."""
+
+    queries: slice
+    keys: slice
+    query_ends: Tensor
+    """(ranges + 1,) int32, ascending, counted from the first of `queries`."""
+    key_ends: Tensor
+    causal: bool
+    """Each query sees the keys up to its own. The ranges of queries and keys are the same then."""
+    longest: tuple[int, int]
+    """No range has more queries, keys."""
+    pairs: Sequence[tuple[slice, slice]]
+    """On the CPU, the ranges that are not empty."""
+
+
+def blocks_of(
+    cu_seqlens: Tensor | None,
+    rows: int,
+    own: tuple[range, range],
+    others: tuple[range, range],
+    length: int,
+    device: torch.device,
+) -> Iterator[Block]:
+    """What queries of a rank with the chunks `own` see of one with the chunks `others`; blocks of
+    equal chunks come first. Waits for no GPU.
+
+    Args:
+        cu_seqlens: of the whole sequences, see `trainer.data.documents`; None without documents.
+        rows: B.
+        own, others: see `chunks`.
+        length: T.
+        device: of `cu_seqlens`.
+    """
+    row = torch.arange(rows, device=device)
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(rows + 1, device=device) * length
+    seen = [
+        (i, j)
+        for i, query in enumerate(own)
+        for j, key in enumerate(others)
+        if len(query) and len(key) and key.start <= query.start
+    ]
+    for i, j in sorted(seen, key=lambda pair: own[pair[0]] != others[pair[1]]):
+        query, key = own[i], others[j]
+        causal = query == key
+        if causal:
+            number, position = cu_seqlens // length, cu_seqlens % length
+            query_ends = number * len(query) + (position - query.start).clamp(0, len(query))
+            key_ends = query_ends
+        else:
+            # Of each row: keys that are not seen, what sees and what is seen, queries that see
+            # nothing.
+            first = row * length + query.start
+            document = torch.searchsorted(cu_seqlens, first, right=True)
+            begin, end = cu_seqlens[document - 1] - row * length, cu_seqlens[document] - first
+            hidden, seeing = (begin - key.start).clamp(0, len(key)), end.clamp(max=len(query))
+            starts = row * len(query), row * len(key)
+            query_ends = torch.stack([starts[0], starts[0], starts[0] + seeing], 1).flatten()
+            key_ends = torch.stack([starts[1], starts[1] + hidden, starts[1] + len(key)], 1)
+            query_ends = F.pad(query_ends, (0, 1), value=rows * len(query))
+            key_ends = F.pad(key_ends.flatten(), (0, 1), value=rows * len(key))
+        pairs = []
+        if device.type == "cpu":
+            ranges = (pairwise(ends.tolist()) for ends in (query_ends, key_ends))
+            pairs = [
+                (slice(*a), slice(*b))
+                for a, b in zip(*ranges, strict=True)
+                if a[0] < a[1] and b[0] < b[1]
+            ]
+            if not pairs:
+                continue
+        yield Block(
+            _packed(rows, own, i), _packed(rows, others, j), query_ends.int(), key_ends.int(),
+            causal, (len(query), len(key)), pairs,
+        )  # fmt: skip
+
+
+def _packed(rows: int, two: tuple[range, range], which: int) -> slice:
+    """Where a chunk is among packed tokens."""
+    start = rows * len(two[0]) * which
+    return slice(start, start + rows * len(two[which]))
+
+
+class Ring:
+    """Attention of one pass over the sequences of a micro-batch, for all layers."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        device: Any,
+    ) -> None:
+        """
+        Args:
+            group: the ranks that have a part of each sequence.
+            cu_seqlens: of the whole sequences; None without documents.
+            shape: (B, T).
+            device: what computes.
+        """
+        rows, length = shape
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        every = [chunks(length, self.size, rank) for rank in range(self.size)]
+        self.own = every[self.rank]
+        """Positions of this rank."""
+        sources = [(self.rank - turn) % self.size for turn in range(self.size)]
+        self.turns = [
+            list(blocks_of(cu_seqlens, rows, self.own, every[source], length, device))
+            for source in sources
+        ]
+        """By turn, what is computed in it."""
+        self.tokens = [rows * sum(map(len, every[source])) for source in sources]
+        """By turn, how many keys there are."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, t, N, H), k and v (B, t, K, H) → (B, t, N, H)."""
+        return _RingAttention.apply(q, k, v, self)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, t, heads, H) → packed."""
+        if len(x) == 1:
+            return x[0].contiguous()
+        first = len(self.own[0])
+        return torch.cat([x[:, :first].flatten(0, 1), x[:, first:].flatten(0, 1)])
+
+    def unpack(self, x: Tensor, rows: int) -> Tensor:
+        """Packed → (B, t, heads, H)."""
+        cut = rows * len(self.own[0])
+        return torch.cat([part.unflatten(0, (rows, -1)) for part in (x[:cut], x[cut:])], 1)
+
+    def pass_on(self, x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
+        """Send (2, n, K, H) to the next rank, and receive (2, tokens, K, H) from the one before.
+
+        Returns what waits for both, and gives what came.
+        """
+        coming = x.new_empty((2, tokens, *x.shape[2:]))
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=self.group, tag=tag, group_peer=after),
+                dist.P2POp(dist.irecv, coming, group=self.group, tag=tag, group_peer=before),
+            ]
+        )
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            _ = x  # which the message has been read from until now
+            return coming
+
+        return wait
+
+
+_KEYS, _GRADIENTS = 0, 1
+"""Tags of messages: both kinds are under way at once."""
+
+
+class _RingAttention(torch.autograd.Function):
+    """See [Note: ring]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        rows, queries = len(q), ring.pack(q)
+        own = held = torch.stack([ring.pack(k), ring.pack(v)])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(queries, dtype=wide)
+        sums = queries.new_full((q.shape[2], len(queries)), -torch.inf, dtype=wide)
+        for turn, blocks in enumerate(ring.turns):
+            last = turn == ring.size - 1
+            coming = None if last else ring.pass_on(held, ring.tokens[turn + 1], _KEYS)
+            for block in blocks:
+                here, there = block.queries, block.keys
+                part, logs = look(queries[here], held[0, there], held[1, there], block)
+                # What has been seen so far and what is seen now, each by its share of the sum.
+                # Every query has seen itself first, so no sum is empty.
+                both = torch.logaddexp(sums[:, here], logs)
+                out[here] *= (sums[:, here] - both).exp().T[..., None]
+                out[here] += part * (logs - both).exp().T[..., None]
+                sums[:, here] = both
+            held = coming() if coming else held
+        out = out.to(q.dtype)
+        ctx.save_for_backward(queries, own, out, sums)
+        ctx.ring, ctx.rows = ring, rows
+        return ring.unpack(out, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        queries, held, out, sums = ctx.saved_tensors
+        ring, gradient = ctx.ring, ctx.ring.pack(gradients[0])
+        to_queries = torch.zeros_like(queries, dtype=sums.dtype)
+        arriving = None
+        for turn, blocks in enumerate(ring.turns):
+            last = turn == ring.size - 1
+            coming = None if last else ring.pass_on(held, ring.tokens[turn + 1], _KEYS)
+            to_held = torch.zeros_like(held, dtype=sums.dtype)
+            for block in blocks:
+                here, there = block.queries, block.keys
+                found = look_back(
+                    gradient[here], queries[here], held[0, there], held[1, there], out[here],
+                    sums[:, here], block,
+                )  # fmt: skip
+                to_queries[here] += found[0]
+                to_held[0, there] += found[1]
+                to_held[1, there] += found[2]
+            if arriving:  # from the ranks that had these keys before
+                to_held += arriving()
+            arriving = ring.pass_on(to_held, ring.tokens[(turn + 1) % ring.size], _GRADIENTS)
+            held = coming() if coming else held
+        assert arriving
+        to_keys, to_values = arriving().to(queries.dtype)
+        whole = (
+            ring.unpack(x, ctx.rows) for x in (to_queries.to(queries.dtype), to_keys, to_values)
+        )
+        return *whole, None
+
+
+def look(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Attention within a block: (out (n, N, H), logarithms of sums (N, n)); 0 and -inf of queries
+    that see nothing. q (n, N, H), k and v (m, K, H)."""
+    if q.device.type != "cpu":
+        out, sums, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, block.query_ends, block.key_ends, *block.longest, 0.0, block.causal, False
+        )
+        return out, sums.masked_fill(
+            sums.isposinf(), -torch.inf
+        )  # as the kernel calls an empty sum
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out = torch.zeros_like(q)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sums = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=wide)
+    for here, there in block.pairs:
+        mixed, logs = kernel(*_by_head(q[here], k[there], v[there]), 0.0, block.causal)
+        out[here], sums[:, here] = mixed[0].transpose(0, 1), logs[0]
+    return out, sums
+
+
+def look_back(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from one block; `out` and `sums` are those over all blocks."""
+    if q.device.type != "cpu":
+        drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
+        return torch.ops.aten._flash_attention_backward(
+            gradient, q, k, v, out, sums.contiguous(), block.query_ends, block.key_ends,
+            *block.longest, 0.0, block.causal, drawn, drawn,
+        )  # fmt: skip
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for here, there in block.pairs:
+        given = _by_head(gradient[here], q[here], k[there], v[there], out[here])
+        found = kernel(*given, sums[None, :, here].contiguous(), 0.0, block.causal)
+        for room, where, some in zip(made, (here, there, there), found, strict=True):
+            room[where] = some[0].transpose(0, 1)
+    return made
+
+
+def _by_head(*tensors: Tensor) -> list[Tensor]:
+    """(n, heads, H) → (1, heads, n, H)."""
+    return [x.transpose(0, 1)[None] for x in tensors]
+
+
+class Context:
+    """A rank's part of the sequences of a micro-batch, and what comes of all parts."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(
+        self, module: Callable[..., Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The loss of a micro-batch, the same on the ranks of the group, each of which has its part
+        of the gradient. On all ranks.
+
+        Args:
+            module: a `Decoder`, or what wraps one.
+            inputs: as of `Decoder.forward`: the whole sequences, and all their labels.
+        """
+        ids, labels = inputs["input_ids"], inputs["labels"]
+        ring = Ring(self._group, inputs.get("cu_seqlens"), (ids.shape[0], ids.shape[1]), ids.device)
+        parts = [
+            (ids[:, part.start : part.stop], labels[:, part.start : part.stop]) for part in ring.own
+        ]
+        some, mine = (torch.cat(both, 1) for both in zip(*parts, strict=True))
+        positions = torch.cat(
+            [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
+        )
+        mean = module(
+            input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring)
+        )
+        share = _counted(mine) / _counted(labels).clamp(min=1)
+        return {"loss": _Sum.apply(mean * share, self._group)}
+
+
+def _counted(labels: Tensor) -> Tensor:
+    return (labels != IGNORED_LABEL).sum()
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, of which each differentiates its own term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
