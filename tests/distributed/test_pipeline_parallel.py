@@ -11,6 +11,7 @@ PP = ("strategy.pp=2",)
 FOUR = ("model.architecture.num_hidden_layers=4",)
 INTERLEAVED = ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2")
 ZERO_BUBBLE = ("strategy.pp_schedule=zero_bubble", "strategy.sharding=SHARD_GRAD_OP")
+SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
 
 
@@ -67,6 +68,15 @@ def alone(workspace):
                  [*PP, *ZERO_BUBBLE, "strategy.activation_checkpointing=full"], ()),
                 ("pp2-selective", 4, [*PP, "strategy.activation_checkpointing=selective"], ()),
                 ("pp2-every", 4, [*PP, "strategy.reduce_every_pass=true"], ()),
+                ("pp2-tp2", 4, [*PP, "strategy.tp=2"], ()),
+                ("pp2-tp2-sp", 4, [*PP, *SP], ()),
+                ("pp2-tp2-sp-llama", 4, [*PP, *SP], LLAMA),
+                ("pp2-tp2-sp-fsdp2", 8, [*PP, *SP], ()),
+                ("pp2-tp2-sp-fsdp2-interleaved", 8, [*PP, *SP, *INTERLEAVED], FOUR),
+                ("pp2-tp2-sp-zero2-zero-bubble", 8, [*PP, *SP, *ZERO_BUBBLE], FOUR),
+                ("pp2-tp2-sp-ddp2-uneven", 8,
+                 [*PP, *SP, "strategy.name=ddp", "batch.micro_batch=2"],
+                 ["batch.global_batch=7"]),
                 ("pp2-fsdp3", 6, PP, ["batch.global_batch=7"]),
                 ("pp2-hsdp", 8,
                  [*PP, "strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"], ()),
@@ -106,6 +116,8 @@ def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start)
         (2, ["strategy.tp=2"]),
         (4, ["strategy.pp=4", *ZERO_BUBBLE]),
         (4, [*PP, "strategy.name=ddp"]),
+        (4, [*PP, *SP]),
+        (2, PP),
     )
     for number, (ranks, overrides) in enumerate(layouts):
         after = workspace / f"piped/again-{number}"

@@ -214,7 +214,23 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Nobody else has them, and the head's is large: scaled where it lies.
-        to_hidden, to_weight = ctx.saved_tensors
-        scaled = (to_hidden.float().mul_(gradients[0]), to_weight.mul_(gradients[0]))
-        return *(gradient.to(ctx.dtype) for gradient in scaled), None, None, None, None
+        return *scaled_once(ctx, gradients[0]), None, None, None, None
+
+
+def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor]:
+    """The gradients that a forward pass has saved, in `ctx.dtype`, times that of its result.
+
+    Nobody else has them, and the head's is large: what is float32 is scaled where it lies. A
+    backward in two parts (zero bubble) comes by twice, with the same factor, and finds it scaled;
+    past the version counter, by which autograd would take that for a mistake.
+    """
+    found = []
+    for gradient in ctx.saved_tensors:
+        if gradient.dtype != torch.float32:
+            found.append(gradient.float().mul_(factor).to(ctx.dtype))
+            continue
+        if not hasattr(ctx, "scaled"):
+            gradient.data.mul_(factor)
+        found.append(gradient.to(ctx.dtype))
+    ctx.scaled = True
+    return found

@@ -102,7 +102,11 @@ class Pipeline:
         )
         if not train:
             orders = [[action for action in order if action.kind == "F"] for order in orders]
-        shapes = [(*batch["input_ids"].shape, self._width) for batch in inputs]
+        among = strategy.tp if strategy.sequence_parallel else 1
+        shapes = [
+            (rows, length // among, self._width)
+            for rows, length in (batch["input_ids"].shape for batch in inputs)
+        ]
         messages = _Messages(self._links, orders, shapes, self._dtype)
         top = strategy.pp * strategy.pp_stages_per_rank - 1
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}

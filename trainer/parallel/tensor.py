@@ -41,7 +41,7 @@ from torch.distributed.tensor import (
 
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.decoder import Decoder
-from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu
+from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu, scaled_once
 from trainer.recipe import RecipeError
 
 # torch 2.13 warns of the names that torch 2.11 has.
@@ -396,6 +396,4 @@ class _CutLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        to_hidden, to_weight = ctx.saved_tensors
-        scaled = (to_hidden.float().mul_(gradients[0]), to_weight.mul_(gradients[0]))
-        return *(gradient.to(ctx.dtype) for gradient in scaled), *(None,) * 5
+        return *scaled_once(ctx, gradients[0]), *(None,) * 5

@@ -146,8 +146,6 @@ def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
         return
     yield from _missing_beside(recipe, "pp")
-    if strategy.tp > 1:
-        yield "strategy.tp", "does not work with strategy.pp above 1 yet; set one of them to 1"
     if recipe.model.factory:
         yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
     interleaved = strategy.pp_schedule == "interleaved_1f1b"

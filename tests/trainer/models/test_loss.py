@@ -54,6 +54,18 @@ def test_equal_to_the_plain_loss(count: int, rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_in_two_parts(dtype: torch.dtype) -> None:
+    """As a pipeline of the zero-bubble schedule asks for the gradients."""
+    expected = loss_and_gradients(dtype, 17, 7 * V, False)[1:]
+    hidden, weight, labels = inputs(dtype, 17)
+    loss = head_cross_entropy(hidden, weight, labels, 7 * V) * 3.0
+    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0].clone()
+    second = torch.autograd.grad(loss, weight)[0]
+    for ours, theirs in zip((first, second), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def compiled() -> Any:
     """By a compiler that takes no time: what matters is that it finds one graph."""
     loss = HeadLoss()

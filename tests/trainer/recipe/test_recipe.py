@@ -126,7 +126,6 @@ def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, overrid
     ("override", "instead"),
     [
         ("run.determinism=exact", "run.determinism: does not work with strategy.pp"),
-        ("strategy.tp=2", "strategy.tp: does not work with strategy.pp above 1 yet"),
         ("model.factory=a:b", "model.factory: such a model cannot be cut into stages"),
         ("strategy.pp_stages_per_rank=2", "goes with strategy.pp_schedule: interleaved_1f1b"),
         ("strategy.pp_schedule=interleaved_1f1b", "set it to 2 or more with it"),
