@@ -8,8 +8,10 @@ checksums in it are CRC-32s, which find accidents: other users cannot write to t
 import hmac
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from isal.isal_zlib import crc32
@@ -84,7 +86,7 @@ def copy_slot(
     node: int,
     slot: int,
     manifest: Manifest,
-    pull: Callable[[int, int, str, list[tuple[int, int]]], Iterator[bytes]],
+    pull: Callable[[int, int, str, list[tuple[int, int]]], Generator[bytes]],
     token: str,
 ) -> None:
     """Keep a copy of a slot of another node.
@@ -111,15 +113,19 @@ def copy_slot(
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            for (start, stop), expected in zip(ranges, manifest.checksums[file], strict=True):
-                checksum = 0
-                for part in range(start, stop, PART_BYTES):
-                    span = (part, min(part + PART_BYTES, stop))
-                    for data in pull(node, slot, file, [span]):
+            cut = [
+                [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
+                for start, stop in ranges
+            ]
+            with closing(pull(node, slot, file, [*chain(*cut)])) as coming:
+                for parts, expected in zip(cut, manifest.checksums[file], strict=True):
+                    checksum = 0
+                    for at, _ in parts:
+                        data = next(coming)
                         checksum = crc32(data, checksum)
-                        os.pwrite(descriptor, data, part)
-                if checksum != expected:
-                    raise StorageError(f"{file} changed while it was copied")
+                        os.pwrite(descriptor, data, at)
+                    if checksum != expected:
+                        raise StorageError(f"{file} changed while it was copied")
         finally:
             os.close(descriptor)
     write_manifest(folder, name, manifest, token)

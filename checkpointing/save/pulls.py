@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import SILENT_SECONDS, Channel, call
@@ -12,7 +12,11 @@ from checkpointing.save.slots import SlotFiles
 
 logger = logging.getLogger(__name__)
 
-Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Iterator[bytes]]
+BUNDLE_BYTES = 1 << 20
+"""Ranges that are smaller together travel as one message: a shard of many tensors is many ranges,
+and each message costs a MAC and two calls of the system on either side."""
+
+Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Generator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
 
 
@@ -37,8 +41,9 @@ class Puller:
 
     def __call__(
         self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
-    ) -> Iterator[bytes]:
-        """The bytes of each range.
+    ) -> Generator[bytes]:
+        """The bytes of each range. Whoever does not take all of them closes it, and with it the
+        connection, where the others are on their way.
 
         Args:
             node: whose slot.
@@ -55,10 +60,15 @@ class Puller:
             try:
                 connection = self._connection(node)
                 connection.send(Fetch(slot, file, left))
-                while left:
-                    data = connection.recv_bytes()
-                    del left[0]
-                    yield data
+                for bundle in bundles(tuple(left)):
+                    data, at = connection.recv_bytes(), 0
+                    for start, stop in bundle:
+                        del left[0]
+                        yield data[at : at + stop - start]
+                        at += stop - start
+            except GeneratorExit:
+                self._connections.pop(node).close()
+                raise
             except (EOFError, OSError) as error:
                 self._connections.pop(node, None)
                 if not used_before:
@@ -105,5 +115,22 @@ def serve_pulls(
         else:
             number, key = slot if isinstance(slot, tuple) else (slot, None)
             image = memoryview(slots(number, key).maps[file])
-        for start, stop in wanted.ranges:
-            connection.send_bytes(image[start:stop])
+        for first, *more in bundles(wanted.ranges):
+            data = image[slice(*first)]
+            joined = b"".join([data, *(image[slice(*one)] for one in more)]) if more else data
+            connection.send_bytes(joined)
+
+
+def bundles(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Ranges by the message that they travel in: in their order, and as many as fit into
+    BUNDLE_BYTES, but at least one."""
+    bundle: list[tuple[int, int]] = []
+    size = 0
+    for start, stop in ranges:
+        if bundle and size + stop - start > BUNDLE_BYTES:
+            yield bundle
+            bundle, size = [], 0
+        bundle.append((start, stop))
+        size += stop - start
+    if bundle:
+        yield bundle

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Listener
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.support.trace import at_once, read_trace, writes
 from checkpointing import CheckpointOptions, SaveFailed, StorageError, TensorCheckpointer
+from checkpointing.save import pulls
 from checkpointing.save.channel import welcome
 from checkpointing.save.pulls import Puller, serve_pulls
 from checkpointing.storage.posix_step import NewPosixStep, PosixWriter
@@ -202,9 +203,12 @@ def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_pa
     assert max(count for _, count in at_once(writes(read_trace(run / "trace.jsonl", 3)))) == WRITERS
 
 
-def test_bytes_of_another_save_are_not_sent():
+@pytest.mark.parametrize("bundle", [1, 5, 100])
+def test_bytes_of_another_save_are_not_sent(bundle, monkeypatch):
     """A writer that was started again in the middle of a save has its ranks' slot, but not what
-    that save is to hold. Who asks for it goes on with others."""
+    that save is to hold. Who asks for it goes on with others, and who has taken only a part of what
+    it asked for never meets the rest."""
+    monkeypatch.setattr(pulls, "BUNDLE_BYTES", bundle)
     secret, mine = b"secret", (7, 1)
     listener = Listener(("127.0.0.1", 0))
 
@@ -214,8 +218,8 @@ def test_bytes_of_another_save_are_not_sent():
         return SimpleNamespace(maps={"file": b"abcdefgh"})
 
     def serve():
-        for _ in range(2):
-            with listener.accept() as connection, suppress(EOFError):
+        for _ in range(3):
+            with listener.accept() as connection, suppress(EOFError, OSError):
                 channel, who = welcome(connection, secret, 5)
                 assert who.kind == "pull"
                 serve_pulls(channel, slot, "")
@@ -223,7 +227,10 @@ def test_bytes_of_another_save_are_not_sent():
     server = threading.Thread(target=serve)
     server.start()
     pull = Puller([listener.address], secret)
-    assert list(pull(0, (0, mine), "file", [(0, 2), (4, 7)])) == [b"ab", b"efg"]
+    with closing(pull(0, (0, mine), "file", [(2, 3), (3, 4)])) as coming:
+        assert next(coming) == b"c"
+    ranges = [(0, 2), (4, 7), (7, 7), (1, 2)]
+    assert list(pull(0, (0, mine), "file", ranges)) == [b"ab", b"efg", b"", b"b"]
     with pytest.raises(StorageError, match="node 0 does not send its part of file"):
         list(pull(0, (0, (7, 2)), "file", [(0, 2)]))
     server.join(5)
