@@ -64,8 +64,8 @@ def test_ranks_that_are_not_quite_in_step_hear_the_same_answer(tmp_path):
     def work(rank):
         options = CheckpointOptions(**SLOW)
         with TensorCheckpointer(tmp_path / "run", options, dist.group.WORLD) as checkpointer:
-            answers = [checkpointer.save(1, **parts(1, "rows-2"))]
             what = parts(2, "rows-2")
+            answers = [checkpointer.save(1, **parts(1, "rows-2"))]
             dist.barrier()
             if rank == 1:
                 deadline = time.monotonic() + 0.2
