@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.jobs import Job, soak
@@ -22,6 +22,7 @@ def test_a_ring_computes_what_whole_attention_does(tmp_path: Path, ranks: int) -
     assert code == 0, output
 
 
+@settings(max_examples=25)
 @given(
     st.integers(2, 4), st.integers(1, 40), st.lists(st.integers(0, 3), min_size=1), st.booleans()
 )
