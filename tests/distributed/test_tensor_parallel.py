@@ -85,7 +85,6 @@ def alone(workspace):
                 ("cp2-selective", 2, [*CP, "strategy.activation_checkpointing=selective"], ()),
                 ("cp2-every", 2, [*CP, "strategy.reduce_every_pass=true"], ()),
                 ("cp2-offload", 2, [*CP, "strategy.offload=cpu"], ()),
-                ("cp2-muon", 2, CP, ["optimizer.name=muon"]),
                 ("cp2-uneven", 4, CP, ["batch.global_batch=7"]),
                 ("cp3", 3, ["strategy.cp=3"], ()),
                 ("cp4", 4, ["strategy.cp=4"], ()),
