@@ -94,7 +94,7 @@ def alone(workspace):
                 ),
                 ("tp2-cp2", 4, ["strategy.tp=2", *CP], ()),
                 ("tp2-sp-cp2", 4, [*SP, *CP], ()),
-                ("tp2-sp-cp2-fsdp2", 8, [*SP, *CP], ()),
+                ("tp2-sp-cp2-fsdp2", 8, [*SP, *CP], ["model.architecture.vocab_size=264"]),
                 ("tp2-sp-cp2-ddp2", 8, [*SP, *CP, "strategy.name=ddp"], ()),
             )
         ),

@@ -57,12 +57,12 @@ _CUT: dict[str, Placement] = {
 }
 
 
-def kinds_of(model: nn.Module, tp: int) -> dict[str, str]:
+def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
     """The kind of each module that has parameters, by FQN.
 
     Raises:
         RecipeError: the model has no `tensor_plan`, the plan leaves a module out, or cannot be
-            followed by `tp` ranks.
+            followed by `tp` ranks, of which FSDP cuts into `shards` what each has.
     """
     plan = getattr(model, "tensor_plan", None)
     if not plan:
@@ -81,7 +81,7 @@ def kinds_of(model: nn.Module, tp: int) -> dict[str, str]:
             raise RecipeError(
                 f"strategy.tp: {name} {found} in the tensor_plan; the kinds are {', '.join(_CUT)}"
             )
-        if problem := _problem(kind, module, tp):
+        if problem := _problem(kind, module, tp, shards):
             raise RecipeError(f"strategy.tp: {name} cannot be {kind}: {problem}")
         kinds[name] = kind
     if isinstance(model, Decoder):
@@ -95,7 +95,7 @@ def kinds_of(model: nn.Module, tp: int) -> dict[str, str]:
     return kinds
 
 
-def _problem(kind: str, module: Any, tp: int) -> str | None:
+def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
     """Why a module cannot be of a kind."""
     forward = type(module).forward
     if kind in ("column", "row") and forward is not nn.Linear.forward:
@@ -112,9 +112,27 @@ def _problem(kind: str, module: Any, tp: int) -> str | None:
         length = module.weight.shape[lengths[kind]]
         if kind == "vocabulary" and (tp - 1) * -(-length // tp) >= length:
             return f"its {length} rows leave one of tp={tp} ranks without any"
+        if kind == "vocabulary" and not _told_by_sums(length, tp, shards):
+            return (
+                f"its {length} rows are not even on tp={tp} ranks with {shards} shards each; take "
+                "a vocab_size that both divide, or another strategy.shard_size"
+            )
         if kind != "vocabulary" and length % tp:
             return f"its {length} {kind}s do not divide among tp={tp} ranks"
     return None
+
+
+def _told_by_sums(length: int, tp: int, shards: int) -> bool:
+    """Whether a DTensor tells right which rows a rank holds. It describes FSDP over tensor
+    parallelism by what the ranks of a shard hold together, cut evenly (`_StridedShard`)."""
+    by_rank = [_chunks(part, shards) for part in _chunks(length, tp)]
+    return all(_chunks(sum(rows), tp) == list(rows) for rows in zip(*by_rank, strict=True))
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    """Lengths as of torch.chunk, with those that are empty."""
+    most = -(-length // count)
+    return [max(0, min(most, length - most * place)) for place in range(count)]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:

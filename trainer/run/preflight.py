@@ -47,7 +47,7 @@ def check_inputs(
     if recipe.strategy.tp > 1:
         from trainer.parallel.tensor import kinds_of
 
-        kinds_of(task.model, recipe.strategy.tp)
+        kinds_of(task.model, recipe.strategy.tp, shards)
     if recipe.strategy.pp > 1:
         from trainer.parallel.pipeline import runs_of
 

@@ -30,9 +30,9 @@ def test_a_cut_model_computes_what_the_whole_one_does(tmp_path: Path) -> None:
     assert code == 0, output
 
 
-def refusal(model: nn.Module, tp: int) -> str:
+def refusal(model: nn.Module, tp: int, shards: int = 1) -> str:
     with pytest.raises(RecipeError) as error:
-        kinds_of(model, tp)
+        kinds_of(model, tp, shards)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -55,6 +55,16 @@ def test_what_does_not_divide_is_refused(changes: Any, tp: int, message: str) ->
         shape = FAMILY.complete(shape)
     with torch.device("meta"):
         assert message in refusal(Decoder(shape), tp)
+
+
+def test_rows_that_a_dtensor_would_tell_wrongly_are_refused() -> None:
+    """Of 257 rows two ranks have 129 and 128. In four shards that is 33, 33, 33, 30 and 4 x 32; but
+    by their sums the last shard, of 62, would be 31 and 31."""
+    with torch.device("meta"):
+        model = Decoder(architecture(vocab_size=257))
+        assert "its 257 rows are not even on tp=2 ranks with 4 shards" in refusal(model, 2, 4)
+        for vocab_size, shards in ((257, 1), (257, 2), (257, 3), (264, 4)):
+            assert kinds_of(Decoder(architecture(vocab_size=vocab_size)), 2, shards)
 
 
 def test_a_plan_leaves_nothing_out() -> None:
