@@ -13,10 +13,12 @@ from elastic.group.membership import Membership
 from elastic.node.agent import Node
 from elastic.node.facts import Program
 from elastic.node.standin import NODE_SOCKET
+from tests.checkpointing.faults import until
 
 ROOT = Path(__file__).parents[3]
 STRANGER = """
 import os, re, signal, sys
+from contextlib import suppress
 from pathlib import Path
 from elastic.node.standin import NODE_SOCKET, stand_in
 
@@ -37,6 +39,8 @@ for way in ways:
         stand_in("subprocess:call", "subprocess:call", ["touch", str(where)])
 for _ in ways:
     os.wait()
+with suppress(PermissionError):
+    where.with_suffix(".done").touch()
 """
 
 
@@ -79,7 +83,9 @@ def ask(node, folder, kind):
     ]
     if kind == "orphan":
         command = ["setsid", "--fork", *command]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=200, stdout=subprocess.PIPE)
+    # No pipe: a way that nobody answers keeps the streams that were sent along it open.
+    subprocess.run(command, cwd=ROOT, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    assert kind != "orphan" or until(where.with_suffix(".done").exists, 100)
     return where.exists()
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,18 +51,21 @@ def measure(recipe, world):
     if recipe.data.document_mask:
         batch["cu_seqlens"] = cu_seqlens_of(torch.zeros(shape, dtype=torch.int32))
     weights = [*model.parameters.values(), *model.optimized.values()]
+    activations = 0
+
+    def compute(step, number, inputs, model_of):
+        nonlocal activations
+        followed = step == 2 and number == 0
+        with LiveTensors() if followed else nullcontext() as forward:
+            loss = model_of(inputs)["loss"]
+        if followed:
+            activations = forward.total(ignored=model.module.parameters())
+        return loss
+
     with LiveTensors() as live:
         for step in range(3):
             live.peak = 0
-            for number in range(plan.passes):
-                with model.accumulate(last=number == plan.passes - 1):
-                    followed = step == 2 and number == 0
-                    with LiveTensors() if followed else nullcontext() as forward:
-                        loss = model(batch)["loss"]
-                    if followed:
-                        activations = forward.total(ignored=model.module.parameters())
-                    loss.backward()
-                    del loss
+            model.run([batch] * plan.passes, partial(compute, step), train=True)
             model.collect_gradients()
             gradients = held(weight.grad for weight in weights if weight.grad is not None)
             update(optimizer, model.portions(optimizer), 1.0)

@@ -19,7 +19,8 @@ def slow_ranks(rank: int, slower: dict[int, float]) -> set[int]:
     (micro,) = plan.micro_batches(rank, 0)
     told: list[str] = []
     run = SimpleNamespace(
-        plan=plan, progress=Progress(), mesh=Mesh(None, rank, 2, dist.group.WORLD),
+        recipe=SimpleNamespace(strategy=SimpleNamespace(pp=1)),
+        plan=plan, progress=Progress(), mesh=Mesh(None, rank, 2, dist.group.WORLD, 2),
         world=SimpleNamespace(device=torch.device("cpu"), rank=rank, world_size=2),
         log=SimpleNamespace(event=lambda _step, _event, what: told.append(what)),
     )  # fmt: skip
