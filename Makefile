@@ -48,7 +48,7 @@ gpu-wheelhouse:  ## packages for `make gpu` on a machine without a registry, in 
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --wheelhouse 3.12
 
 soak: $(DEV)     ## long randomised tests: kills, resumes, 200 seeded faults: about an hour
-	SOAK=1 $(BIN)/python -m pytest tests/distributed tests/checkpointing tests/test_docs.py
+	SOAK=1 $(BIN)/python -m pytest
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
 	tests/opt_in/gluster.sh --svg docs/images/writers.svg

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.checkpointing.worlds import (
 )
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
+soak = pytest.mark.skipif(not os.environ.get("SOAK"), reason="in `make soak`")
 WORLDS = {
     "replicated-1": ("replicated", 1),
     "replicated-2": ("replicated", 2),
@@ -34,6 +36,8 @@ WORLDS = {
         if shape
     },
 }
+REPEATS = {"replicated-1", "replicated-2", "rows-1", "rows-2", "rows-3", "columns-2"}
+"""Parts of others."""
 
 
 def save(folder: Path, strategy: str, world_size: int) -> Path:
@@ -64,7 +68,9 @@ def digests(path: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=[soak] * (world in REPEATS)) for world in WORLDS]
+)
 def test_every_world_writes_the_same_bytes_and_reads_those_of_one_process(world, saved, tmp_path):
     strategy, world_size = WORLDS[world]
     ours = save(tmp_path, strategy, world_size)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from checkpointing import read_state
-from tests.distributed.jobs import ROOT, losses
+from tests.distributed.jobs import ROOT, losses, soak
 from trainer.plan import predict
 from trainer.plan.search import ROOM, largest_micro_batch
 from trainer.plan.trace import read_blueprint
@@ -41,6 +41,7 @@ MODEL = [
 ]
 
 
+@soak
 def test_memory_that_ran_out_on_one_rank_halves_the_micro_batch_of_all(workspace, train, tmp_path):
     """The others wait for that rank in a collective. It is no failure, as one would end this job.
     What follows has the bits of a run with that number; another world has a number of its own."""

@@ -98,6 +98,7 @@ def starts(workspace, run):
     return [line for line in lines if line["kind"] == "start"]
 
 
+@soak  # without it: test_exact.py kills ranks, and the others go on in place
 @pytest.mark.timeout(240)
 def test_a_killed_rank_costs_the_others_neither_process_nor_compiled_code(job, workspace):
     nodes = job("place", "1", 2, "run.steps=100000")

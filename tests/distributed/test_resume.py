@@ -157,6 +157,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(workspace, train):
     assert file.name in output
 
 
+@soak
 def test_torchrun_restarts_a_killed_rank_and_it_resumes(workspace, train):
     """torch's own torchrun and rendezvous, as its manual has it."""
     train(1, "run.dir=whole-restart", *SHORT)

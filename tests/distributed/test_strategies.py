@@ -53,7 +53,7 @@ def single(workspace):
 @pytest.mark.parametrize(
     ("name", "ranks", "overrides"),
     [
-        ("ddp-2", 2, ["strategy.name=ddp"]),
+        pytest.param("ddp-2", 2, ["strategy.name=ddp"], marks=soak),
         pytest.param("no-shard-2", 2, ["strategy.sharding=NO_SHARD"], marks=soak),
         pytest.param("full-shard-1", 1, [], marks=soak),
         pytest.param("full-shard-2", 2, [], marks=soak),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import RECIPE, ROOT
+from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.data.prepare.prepare import prepare
 from trainer.run.trace_summary import (
     PHASES,
@@ -42,6 +42,7 @@ def test_intervals_are_sets_of_moments(one, other):
     assert moments(subtract(a, b)) == moments(one) - moments(other)
 
 
+@soak
 def test_a_traced_run_of_two_ranks(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 400)

@@ -253,6 +253,7 @@ def test_nothing_fits(recipe_file, monkeypatch):
     assert "Take larger GPUs" in plan_text(plan, "")
 
 
+@soak
 def test_one_pass_may_fit_where_several_do_not(recipe_file, monkeypatch):
     """It keeps no gradients for a next one."""
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
@@ -265,6 +266,7 @@ def test_one_pass_may_fit_where_several_do_not(recipe_file, monkeypatch):
     assert plan.best.recipe.strategy.offload == "none"
 
 
+@soak
 def test_offload_takes_what_the_host_has(recipe_file):
     """A GPU that no strategy fits without offload, and hosts that hold a checkpoint's slot only."""
     large = "model.architecture.hidden_size=960 model.architecture.intermediate_size=2240 "
