@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import python_path
+from elastic.exits import SIGNALS
 from tests.distributed.jobs import ROOT
 from trainer.data.prepare.sources import UNIT_BYTES
 from trainer.tools.local_nodes import LocalNode
@@ -24,6 +25,8 @@ def launch(workspace, tmp_path):
     """launch(*words) → a `perdure` command as leader of a process group, as a shell starts it."""
     started = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    # A test that has prepared data in this process has left it blocked, as `perdure data` does.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def launch(*words):
         log = tmp_path / f"{len(started)}.log"

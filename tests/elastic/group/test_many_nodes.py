@@ -37,7 +37,7 @@ def job():
         def add(self, name):
             client = Counted("127.0.0.1", store.port, 5.0)
             client.name = name
-            self[name] = Member(client, "run", name, LIMITS, lambda: None, lease=2.0)
+            self[name] = Member(client, "run", name, LIMITS, lambda: None, lease=4.0)
             self[name].start(SECRET)
             self[name].ask(Ask())
 
