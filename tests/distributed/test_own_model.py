@@ -96,6 +96,18 @@ def test_a_model_that_comes_in_eval_mode_is_trained(workspace, monkeypatch):
     assert all(module.training for module in model.modules())
 
 
+def test_a_model_without_a_loss_is_told_in_a_line(workspace, start):
+    """Without an agent of ours, which would have tried it."""
+    text = FACTORY.replace("return nn.functional.cross_entropy(", "return dict(logits=logits, x=")
+    (workspace / "no_loss.py").write_text(text.replace(".flatten(0, 1), labels.flatten())", ")"))
+    factory = ["model.architecture=null", "model.factory=no_loss:Model", "strategy.name=ddp"]
+    code, output = start(2, "run.dir=no-loss", *factory).wait()
+    assert code == 2, output
+    told = "error: model.factory: forward returns a dict without a scalar 'loss' (of 'logits', 'x')"
+    assert told in output
+    assert "Traceback" not in output
+
+
 def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp_path):
     """Where nobody has tried it before, as `perdure train` does."""
     text = FACTORY.replace("self.layers[0](input_ids)", "self.layers[0](input_ids) @ self.trained")

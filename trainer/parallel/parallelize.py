@@ -19,7 +19,7 @@ from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, reduce_in_backward
 from trainer.parallel.mesh import SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -78,7 +78,10 @@ class ParallelModel:
         with self.autocast():
             if self.context:
                 return self.context(self.module, inputs)
-            return means(self.module(**inputs))
+            result = self.module(**inputs)
+        if problem := loss_problem(result):
+            raise RecipeError(f"model.factory: forward returns {problem}")
+        return means(result)
 
     def run(
         self, inputs: Sequence[Mapping[str, torch.Tensor]], compute: Compute, *, train: bool
@@ -162,6 +165,19 @@ def means(result: Any) -> dict[str, torch.Tensor]:
         for name, value in result.items()
         if (isinstance(value, torch.Tensor) and value.dim() == 0) or isinstance(value, int | float)
     }
+
+
+def loss_problem(result: Any) -> str | None:
+    """What a model returned instead of a mean loss, and what it should; None if it is one."""
+    loss = means(result).get("loss")
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return None
+    found = type(result).__name__
+    if isinstance(loss, torch.Tensor):
+        found = f"a tensor of shape {tuple(loss.shape)}"
+    elif isinstance(result, dict):
+        found = f"a dict without a scalar 'loss' (of {', '.join(map(repr, result)) or 'nothing'})"
+    return f"{found}; it should be the mean loss, a scalar: alone, as ['loss'], or as .loss"
 
 
 def parallelize(

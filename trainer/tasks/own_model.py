@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic import Pulse
 from elastic.world import is_lost_peer
-from trainer.parallel.parallelize import DTYPES, ParallelModel, means
+from trainer.parallel.parallelize import DTYPES, ParallelModel, loss_problem
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import CIRCUMSTANCES, failure, place_in
 
@@ -94,14 +94,9 @@ def check_forward(recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.T
             if _is_misfit(error) and place_in(error) == place_in(failed):
                 raise _refusal(recipe, error) from error
             return
-    loss = means(result).get("loss")
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-        raise RecipeError(
-            f"model.factory: forward of {type(model).__name__} returns "
-            f"{what or type(result).__name__}; it should be the mean loss, a scalar: alone, as "
-            "['loss'], or as .loss"
-        )
+    if problem := loss_problem(result):
+        name = type(model).__name__
+        raise RecipeError(f"model.factory: forward of {name} returns {problem}")
 
 
 @contextmanager

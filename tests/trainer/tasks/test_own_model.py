@@ -58,7 +58,10 @@ def test_a_pass_that_fails_is_told_with_the_line_of_the_user(recipe, function):
     ("function", "what"),
     [
         (lambda hidden: hidden, r"returns a tensor of shape \(1, 8, 16\)"),
-        (lambda hidden: {"logits": hidden}, "returns dict;"),
+        (
+            lambda hidden: {"logits": hidden},
+            r"returns a dict without a scalar 'loss' \(of 'logits'\);",
+        ),
     ],
 )
 def test_a_pass_without_a_loss_is_told(recipe, function, what):
