@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import RECIPE, Job
+from tests.distributed.jobs import RECIPE, THIRTY, Job, told
 from trainer.data.prepare.prepare import prepare
 
 
@@ -24,6 +24,23 @@ def workspace(tmp_path_factory):
         (corpus / f"{number:03}.txt").write_text(" ".join(text))
     prepare([str(corpus)], folder / "data", tokenizer="bytes", validation_fraction=0.1)
     return folder
+
+
+@pytest.fixture(scope="session")
+def alone(workspace):
+    """alone(*overrides) → what one process tells of 30 steps."""
+    known: dict[tuple[str, ...], tuple[list[float], ...]] = {}
+
+    def alone(*overrides: str) -> tuple[list[float], ...]:
+        if overrides not in known:
+            run = f"alone-{len(known)}"
+            given = (f"run.dir={run}", "strategy.name=ddp", *THIRTY, *overrides)
+            code, output = Job(workspace, 1, given).wait()
+            assert code == 0, output
+            known[overrides] = told(workspace, run)
+        return known[overrides]
+
+    return alone
 
 
 @pytest.fixture

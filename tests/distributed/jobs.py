@@ -140,6 +140,30 @@ def losses(folder: Path, run: str) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(folder, run) if "loss" in record}
 
 
+THIRTY = ("run.steps=30", "run.evaluate_every=15")
+
+
+def told(folder: Path, run: str) -> tuple[list[float], ...]:
+    """(losses, gradient norms, validation losses) of a run."""
+    found = records(folder, run)
+    return tuple(
+        [record[key] for record in found if key in record]
+        for key in ("loss", "grad_norm", "validation_loss")
+    )
+
+
+def assert_follows(
+    name: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
+) -> None:
+    """What was `told` of a run is, but for rounding, what was told of another."""
+    differences = [
+        max(abs(a - b) / b for a, b in zip(x, y, strict=True))
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    print(name, *differences)
+    assert all(d <= most for d, most in zip(differences, (1e-5, 1e-4, 1e-5), strict=True)), name
+
+
 def wait_for_step(folder: Path, run: str, step: int, job: Job) -> None:
     """Until the run has logged `step`."""
     deadline = time.monotonic() + 60

@@ -3,43 +3,15 @@
 import pytest
 
 from checkpointing import newest_checkpoint, read_state
-from tests.distributed.jobs import Job, records, soak
+from tests.distributed.jobs import THIRTY, assert_follows, soak, told
 
-STEPS = 30
-LENGTH = (f"run.steps={STEPS}", "run.evaluate_every=15", "batch.micro_batch=1")
+LENGTH = (*THIRTY, "batch.micro_batch=1")
 PP = ("strategy.pp=2",)
 FOUR = ("model.architecture.num_hidden_layers=4",)
 INTERLEAVED = ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2")
 ZERO_BUBBLE = ("strategy.pp_schedule=zero_bubble", "strategy.sharding=SHARD_GRAD_OP")
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
-
-
-def told(workspace, run):
-    """(losses, gradient norms, validation losses) of a run."""
-    found = records(workspace, run)
-    return tuple(
-        [record[key] for record in found if key in record]
-        for key in ("loss", "grad_norm", "validation_loss")
-    )
-
-
-@pytest.fixture(scope="module")
-def alone(workspace):
-    """alone(*overrides) → what one process tells."""
-    known = {}
-
-    def alone(*overrides):
-        if overrides not in known:
-            run = f"alone-pp-{len(known)}"
-            code, output = Job(
-                workspace, 1, (f"run.dir={run}", "strategy.name=ddp", *LENGTH, *overrides)
-            ).wait()
-            assert code == 0, output
-            known[overrides] = told(workspace, run)
-        return known[overrides]
-
-    return alone
 
 
 @pytest.mark.parametrize(
@@ -90,15 +62,7 @@ def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strateg
     assert "ranks idle for" in output
     ours, theirs = told(workspace, name), alone(*model)
     assert max(theirs[1]) > 1.0, "clipping must happen, or curves do not show it"
-    print(
-        name,
-        *(
-            max(abs(a - b) / b for a, b in zip(x, y, strict=True))
-            for x, y in zip(ours, theirs, strict=True)
-        ),
-    )
-    for found, expected, bound in zip(ours, theirs, (1e-5, 1e-4, 1e-5), strict=True):
-        assert found == pytest.approx(expected, rel=bound)
+    assert_follows(name, ours, theirs)
 
 
 @soak

@@ -12,41 +12,12 @@ import pytest
 from benchmarks.support import python_path
 from elastic.record.history import read_history
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, Job, losses, records, soak
+from tests.distributed.jobs import ROOT, THIRTY, assert_follows, losses, soak, told
 from trainer.tools.local_nodes import LocalNodes
 
-STEPS = 30
-LENGTH = (f"run.steps={STEPS}", "run.evaluate_every=15")
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 CP = ("strategy.cp=2",)
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
-
-
-def told(workspace, run):
-    """(losses, gradient norms, validation losses) of a run."""
-    found = records(workspace, run)
-    return tuple(
-        [record[key] for record in found if key in record]
-        for key in ("loss", "grad_norm", "validation_loss")
-    )
-
-
-@pytest.fixture(scope="module")
-def alone(workspace):
-    """alone(*overrides) → what one process tells."""
-    known = {}
-
-    def alone(*overrides):
-        if overrides not in known:
-            run = f"alone-{len(known)}"
-            code, output = Job(
-                workspace, 1, (f"run.dir={run}", "strategy.name=ddp", *LENGTH, *overrides)
-            ).wait()
-            assert code == 0, output
-            known[overrides] = told(workspace, run)
-        return known[overrides]
-
-    return alone
 
 
 @pytest.mark.parametrize(
@@ -103,19 +74,11 @@ def alone(workspace):
 def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strategy, model):
     """Largest relative differences seen here: losses 2e-7, norms 2e-7, and of Llama 5e-5, as under
     FSDP alone: float32 rounding in another order."""
-    output = train(ranks, f"run.dir={name}", *LENGTH, *strategy, *model)
+    output = train(ranks, f"run.dir={name}", *THIRTY, *strategy, *model)
     assert strategy[0].removeprefix("strategy.") in output
     ours, theirs = told(workspace, name), alone(*model)
     assert max(theirs[1]) > 1.0, "clipping must happen, or curves do not show it"
-    print(
-        name,
-        *(
-            max(abs(a - b) / b for a, b in zip(x, y, strict=True))
-            for x, y in zip(ours, theirs, strict=True)
-        ),
-    )
-    for found, expected, bound in zip(ours, theirs, (1e-5, 1e-4, 1e-5), strict=True):
-        assert found == pytest.approx(expected, rel=bound)
+    assert_follows(name, ours, theirs)
 
 
 @soak
@@ -124,15 +87,14 @@ def test_a_model_of_the_users_joins_by_its_plan(workspace, train, alone):
     shutil.copy(ROOT / "examples/own_tensor_plan.py", workspace)
     own = ("model.architecture=null", "model.factory=own_tensor_plan:Model")
     own += ("data.document_mask=false",)
-    train(4, "run.dir=own", *LENGTH, *SP, *own)
+    train(4, "run.dir=own", *THIRTY, *SP, *own)
     ours, theirs = told(workspace, "own"), alone(*own)
-    for found, expected, bound in zip(ours, theirs, (1e-5, 1e-4, 1e-5), strict=True):
-        assert found == pytest.approx(expected, rel=bound)
+    assert_follows("own", ours, theirs)
 
 
 @soak
 def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
-    low = ("precision.dtype=bf16", "strategy.zero=3", *LENGTH)
+    low = ("precision.dtype=bf16", "strategy.zero=3", *THIRTY)
     train(2, "run.dir=bf16-fsdp", *low)
     train(4, "run.dir=bf16-tp", *SP, *low)
     ours, theirs = told(workspace, "bf16-tp")[0], told(workspace, "bf16-fsdp")[0]
