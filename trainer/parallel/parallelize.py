@@ -79,7 +79,8 @@ class ParallelModel:
             if self.context:
                 return self.context(self.module, inputs)
             result = self.module(**inputs)
-        if problem := loss_problem(result):
+        # What has no backward may be other than a loss: an evaluation is recall@20 of KGAT, say.
+        if torch.is_grad_enabled() and (problem := loss_problem(result)):
             raise RecipeError(f"model.factory: forward returns {problem}")
         return means(result)
 
