@@ -1,10 +1,14 @@
 """For all tests: one thread per process, as ranks have; no shared memory is left behind."""
 
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported: torch.set_num_threads makes threads that do not survive a fork.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Hundreds of processes start here: each would compile our packages anew if none may keep them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest
 from hypothesis import settings
