@@ -10,10 +10,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-import pytest
-from hypothesis import settings
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
-from checkpointing.storage.folders import SHARED_MEMORY, forget, hold
+from checkpointing.storage.folders import SHARED_MEMORY, forget, hold  # noqa: E402
 
 # A busy machine is no failure.
 settings.register_profile("perdure", deadline=None)

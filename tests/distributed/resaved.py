@@ -5,7 +5,7 @@ import sys
 
 import torch.distributed as dist
 
-from checkpointing import TensorCheckpointer, optimizer_tensors
+from checkpointing import TensorCheckpointer
 from elastic.world import join_world, leave_world
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.mesh import build_mesh
@@ -19,10 +19,7 @@ if __name__ == "__main__":
     task, mesh = build_task(recipe), build_mesh(recipe, world)
     model = parallelize(task.model, task.blocks, mesh, recipe, world.device, task.fill)
     optimizer = build_optimizer(model.optimized, recipe.optimizer)
-    tensors = {
-        "model": model.tensors,
-        "optimizer": optimizer_tensors(optimizer, model.optimized),
-    }
+    tensors = {"model": model.tensors, "optimizer": model.state_of(optimizer)}
     group, options = dist.group.WORLD, recipe.checkpoint
     with TensorCheckpointer(recipe.checkpoint_directory, options, group) as source:
         state = source.load(**tensors)

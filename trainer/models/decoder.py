@@ -201,6 +201,11 @@ class Decoder(nn.Module):
         return self.family.tensor_plan
 
     @property
+    def stacks(self) -> Sequence[str]:
+        """See `Family.stacks`."""
+        return self.family.stacks
+
+    @property
     def compiled_beside_blocks(self) -> Iterable[nn.Module]:
         """What else `strategy.compile` compiles."""
         return [self.head_loss]
@@ -276,7 +281,7 @@ class Decoder(nn.Module):
             return loss
         beside = self.family.beside_loss(statistics, self.model.architecture)
         if self.training:
-            loss = loss + sum(value * weight for value, weight in beside.values())
+            loss = loss + sum(value * weight for value, weight in beside.values() if weight)
         scalars = {name: value for name, (value, _) in beside.items()}
         return {"loss": loss, "cross_entropy": cross_entropy, **scalars}
 

@@ -21,6 +21,9 @@ TensorPlan = Mapping[str, str]
 """Pattern of the FQN of modules → how they are cut among tensor-parallel ranks, see [Note: tensor
 parallelism] in trainer/parallel/tensor.py. The first pattern that matches counts."""
 
+AfterStep = Callable[[nn.Module], None]
+"""Called on all ranks with the model after each optimizer step."""
+
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
 """(what the blocks returned beside x, architecture) → scalars by name, each with its weight."""
 
@@ -83,7 +86,14 @@ class Family:
 
     beside_loss: BesideLoss | None = None
     """Scalars of the statistics of the blocks. They are recorded, and added to the cross-entropy in
-    training, each times its weight."""
+    training, each times its weight; with a weight of 0 they are only recorded."""
+
+    after_step: AfterStep | None = None
+    """For what changes in the model besides by the optimizer."""
+
+    stacks: Sequence[str] = ()
+    """Patterns of the FQN of modules whose parameters stack what published files keep apart:
+    `a.experts.w` (E, …) is there `a.experts.0.w.weight` and so on. Checkpoints hold them so."""
 
     tensor_plan: TensorPlan | None = None
     """For `strategy.tp`; of usual blocks, `trainer.TENSOR_PLAN`. None: it has none."""

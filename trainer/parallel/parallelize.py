@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from checkpointing.format.tensors import optimizer_tensors
+from trainer.models.stacks import apart
 from trainer.optim.exact import use_exact_kernels
 from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
@@ -72,6 +74,8 @@ class ParallelModel:
     """Whose stages this rank has, instead of all blocks."""
     context: "Context | None" = None
     """What computes with this rank's part of each sequence, instead of all of it."""
+    stacks: Sequence[str] = ()
+    """Modules whose parameters checkpoints hold row by row, see `Family.stacks`."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`means` of one micro-batch. On all ranks."""
@@ -120,7 +124,18 @@ class ParallelModel:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers: what a checkpoint holds of the model."""
-        return {**self.parameters, **self.buffers}
+        return apart({**self.parameters, **self.buffers}, self.stacks)
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        """`tensors`, with copies of the buffers: they may change in the next forward pass, where
+        parameters wait for the copy before the update."""
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        return apart({**self.parameters, **buffers}, self.stacks)
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of the optimizer of `optimized`."""
+        return apart(optimizer_tensors(optimizer, self.optimized), self.stacks)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Zeros that live where the parameter does: for the optimizer's state."""
@@ -203,6 +218,7 @@ def parallelize(
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
+    stacks = getattr(model, "stacks", ())
     if recipe.exact:
         use_exact_kernels(device)
     stages: dict[int, Decoder] = {}
@@ -267,7 +283,7 @@ def parallelize(
         context = Context(mesh.ring)
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
-        draw_weights, Pipeline(stages, mesh, recipe, dtype) if stages else None, context,
+        draw_weights, Pipeline(stages, mesh, recipe, dtype) if stages else None, context, stacks,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from checkpointing import Spare, TensorCheckpointer, optimizer_tensors
+from checkpointing import Spare, TensorCheckpointer
 from elastic import Pulse, Start, World, describe_failure, job_secret
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
@@ -68,9 +68,7 @@ def build(
         pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe, task)
         pulse.safe = not checkpointer.newer_than_storage
-        memory = checkpointer.prepare(
-            model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
-        )
+        memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
         start = Start(
             step=progress.step,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model, optimizer_tensors
+from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model
 from elastic import SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
@@ -32,9 +32,7 @@ def restore(
     Raises:
         RecipeError: the checkpoint is not one that this recipe can go on from.
     """
-    state = checkpointer.load(
-        model=model.tensors, optimizer=optimizer_tensors(optimizer, model.optimized)
-    )
+    state = checkpointer.load(model=model.tensors, optimizer=model.state_of(optimizer))
     if state is not None:  # what is in memory has not been looked at before
         check_resume(state, recipe, task, f"the state in {checkpointer.loaded_from}")
     given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
@@ -100,14 +98,12 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
     """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
     all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
     model, optimized = run.model, run.model.optimized
-    # Parameters wait for the copy before the update; buffers may change in the next forward pass.
-    buffers = {name: buffer.clone() for name, buffer in model.buffers.items()}
     # The last one waits for all that is still being written.
     with run.pulse.during("end" if run.done or wait else "save"):
         run.checkpointer.save(
             run.progress.step,
-            model={**model.parameters, **buffers},
-            optimizer=optimizer_tensors(run.optimizer, optimized),
+            model=model.saved,
+            optimizer=model.state_of(run.optimizer),
             state={
                 **asdict(run.progress),
                 "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
@@ -175,10 +171,7 @@ def roll_back(run: Run) -> bool:
         return False
     with suppress(SaveFailed):
         checkpointer.wait()
-    loaded = checkpointer.load(
-        model=run.model.tensors,
-        optimizer=optimizer_tensors(run.optimizer, run.model.optimized),
-    )
+    loaded = checkpointer.load(model=run.model.tensors, optimizer=run.model.state_of(run.optimizer))
     if loaded is None:
         return False
     progress.rollbacks += 1

@@ -128,7 +128,14 @@ def build_task(recipe: Recipe) -> Task:
         parameters,
         notes=notes,
         groups=family.groups,
+        after_step=_after_step(decoder),
     )
+
+
+def _after_step(decoder: Decoder) -> Callable[[Forward, int], None] | None:
+    """What its family does after a step; the model is changed in place."""
+    change = decoder.family.after_step
+    return None if change is None else lambda _forward, _consumed: change(decoder)
 
 
 def _decoder(recipe: Recipe) -> tuple[Decoder, Fill]:
@@ -166,6 +173,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
     notes: list[str] = []
     blocks: Sequence[nn.Module]
     groups: Sequence[ParameterGroup] = ()
+    after_step = None
     values, fill = _named_values, None
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
@@ -175,6 +183,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         architecture, family = model.model.architecture, model.family
         check_decoder_inputs(inputs, architecture.vocab_size)
         blocks, values, groups = list(model.blocks), _loss_values, family.groups
+        after_step = _after_step(model)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(architecture, start, family)
         name = f"{architecture.model_type} decoder"
@@ -185,7 +194,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         name, model, blocks, fill, stream, validation, files, 0.0,
         sum(p.numel() for p in model.parameters()),
         unit="samples", notes=notes, usual_count=max(1.0, count / rows), inputs=inputs,
-        groups=groups,
+        groups=groups, after_step=after_step,
     )  # fmt: skip
 
 

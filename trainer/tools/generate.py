@@ -13,6 +13,7 @@ from trainer.data.tokenizer import read_tokenizer, start_ids
 from trainer.models import TIED_COPIES, Decoder, Family, read_config
 from trainer.models.family import find_family
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
+from trainer.models.stacks import apart
 from trainer.recipe.architecture import Architecture
 
 
@@ -114,7 +115,8 @@ def load_decoder(
         model = Decoder(architecture, family=family)
     model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
     optional = TIED_COPIES if architecture.tie_word_embeddings else ()
-    load_model(directory, dict(model.named_parameters()), optional=optional)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    load_model(directory, apart(tensors, model.stacks), optional=optional)
     return model.eval()
 
 

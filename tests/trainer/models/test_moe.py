@@ -3,12 +3,14 @@
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainer.models import Decoder, config_json, init_parameter, read_config
 from trainer.models.family import family_of
+from trainer.models.stacks import apart
 from trainer.recipe.architecture import Architecture
+from trainer.tools.generate import load_decoder
 
 FAMILY = family_of("qwen3_moe")
 ARCHITECTURE = FAMILY.complete(
@@ -43,13 +45,21 @@ def drawn() -> Decoder:
 
 def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path):
     decoder = drawn()
-    weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = apart(dict(decoder.named_parameters()), FAMILY.stacks)
+    assert weights["model.layers.1.mlp.experts.7.down_proj.weight"].shape == (48, 24)
+    whole = {name: tensor.detach().clone() for name, tensor in weights.items()}
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(config_json(ARCHITECTURE)))
     assert read_config(tmp_path) == ARCHITECTURE
     reference, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    published = tmp_path / "published"
+    reference.save_pretrained(published)
+    again = load_file(published / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    decoder = load_decoder(published, ARCHITECTURE, torch.device("cpu")).train()
 
     tokens = torch.randint(0, 131, (2, 101), generator=torch.Generator().manual_seed(1))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -67,7 +77,12 @@ def test_logits_losses_and_gradients_are_those_of_transformers(tmp_path):
     theirs.loss.backward()
     named = dict(reference.named_parameters())
     for name, parameter in decoder.named_parameters():
-        torch.testing.assert_close(parameter.grad, named[name].grad, atol=1e-5, rtol=1e-4)
+        if name.endswith(("experts.gate_proj", "experts.up_proj")):
+            stacked = named[f"{name.rpartition('.')[0]}.gate_up_proj"].grad
+            expected = stacked.chunk(2, dim=1)[name.endswith("up_proj")]
+        else:
+            expected = named[name].grad
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-5, rtol=1e-4)
     decoder.eval()
     held_out = decoder(inputs, labels)
     assert held_out["loss"] == held_out["cross_entropy"]

@@ -1,38 +1,59 @@
-"""Qwen3 with experts, as `Qwen3MoeConfig` of transformers writes it: every layer has them."""
+"""Qwen3 with experts, as `Qwen3MoeConfig` of transformers writes it: every layer has them.
+
+[Note: experts] Each token goes through the `num_experts_per_tok` experts that the router likes
+best, however many tokens an expert gets by that: none is dropped. Two things keep loads even.
+
+- The balance loss is added to the cross-entropy with `router_aux_loss_coef`. It is over the tokens
+  of a micro-batch: it follows from which sequences are in one, and from nothing else of the ranks.
+- With `router_bias_update_rate` each expert has a bias that is added to what the router likes, for
+  the choice alone. After a step it moves by that much: up where an expert got fewer tokens of the
+  global batch than the mean, down where it got more.
+
+Shapes: B batch, T sequence, D hidden, N tokens or rows, E experts, I their width.
+"""
 
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.attention import Documents
 from trainer.models.decoder import Block
 from trainer.models.families import qwen3
-from trainer.models.family import Family
+from trainer.models.family import Family, init_parameter
 from trainer.recipe.architecture import Architecture
+
+BIAS = "e_score_correction_bias"
+"""What DeepSeek-V3's checkpoints call the bias of the choice."""
 
 
 class Experts(nn.Module):
-    """SwiGLU layers beside each other, their weights stacked: E experts, hidden D, width I."""
+    """SwiGLU layers beside each other, their weights stacked."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.gate_proj = nn.Parameter(torch.empty(experts, width, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows (N, D), those of the first expert first; `counts` (E) says how many each has."""
-        # Not under autocast, which knows no grouped products: they want one dtype.
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.down_proj.dtype
-        ends = counts.cumsum(0, dtype=torch.int32)
+        return swiglu(x, counts, self.gate_proj, self.up_proj, self.down_proj)
 
-        def product(rows: Tensor, weight: Tensor) -> Tensor:
-            return F.grouped_mm(rows.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
 
-        gate, up = product(x, self.gate_up_proj).chunk(2, dim=-1)
-        return product(F.silu(gate) * up, self.down_proj)
+def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Rows (N, D) by expert, `counts` (E) of each → (N, D); weights (E, I, D) and (E, D, I)."""
+    # Not under autocast, which knows no grouped products: they want one dtype.
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else down.dtype
+    ends = counts.cumsum(0, dtype=torch.int32)
+
+    def product(rows: Tensor, weight: Tensor) -> Tensor:
+        return F.grouped_mm(rows.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
+
+    return product(F.silu(product(x, gate)) * product(x, up), down)
 
 
 class MoE(nn.Module):
@@ -43,22 +64,33 @@ class MoE(nn.Module):
         options, hidden = architecture.options or {}, architecture.hidden_size
         self.top, self.normalised = options["num_experts_per_tok"], options["norm_topk_prob"]
         self.gate = nn.Linear(hidden, options["num_experts"], bias=False)
+        self.rate = options["router_bias_update_rate"]
+        if self.rate:
+            self.gate.register_buffer(BIAS, torch.zeros(options["num_experts"]))
         self.experts = Experts(options["num_experts"], hidden, options["moe_intermediate_size"])
+        self.load: Tensor | None = None
+        """Tokens of each expert (E) in training since the bias was moved, on this rank."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(the weighted sum of what the experts give (B, T, D), statistics (2, E): the share of
-        tokens that each expert got, and the mean of its probability)."""
+        """(the weighted sum of what the experts give (B, T, D), statistics (3, E): the share of
+        tokens that each expert got, the mean of its probability, and its part of the entropy)."""
         tokens = x.flatten(0, 1)  # (N, D)
         likely = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
         weights, chosen = likely.topk(self.top, dim=-1)  # (N, top)
+        if self.rate:
+            chosen = (likely.detach() + getattr(self.gate, BIAS)).topk(self.top, dim=-1).indices
+            weights = likely.gather(-1, chosen)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # by expert
-        counts = F.one_hot(chosen.flatten(), likely.shape[1]).sum(dim=0)
+        counts = torch.bincount(chosen.flatten(), minlength=likely.shape[1])
+        if self.rate and self.training:
+            self.load = counts if self.load is None else self.load + counts
         found = self.experts(tokens[order // self.top], counts)
         placed = torch.empty_like(found).index_copy(0, order, found)  # as (N, top) again
         mixed = (placed.view(*chosen.shape, -1) * weights.type_as(x)[..., None]).sum(dim=1)
-        statistics = torch.stack([counts / len(tokens), likely.mean(dim=0)])
+        entropy = torch.special.entr(likely.detach()).mean(dim=0)
+        statistics = torch.stack([counts / len(tokens), likely.mean(dim=0), entropy])
         return mixed.type_as(x).view_as(x), statistics
 
 
@@ -84,12 +116,49 @@ def idle_parameters(architecture: Architecture) -> int:
 def balance(
     statistics: Sequence[Tensor], architecture: Architecture
 ) -> dict[str, tuple[Tensor, float]]:
-    """The load balancing loss (Fedus et al. 2021, "Switch Transformers"), over all layers and the
-    tokens of a micro-batch, as transformers has it; num_experts_per_tok where all are equal."""
-    options = architecture.options or {}
-    shares, likely = torch.stack(list(statistics)).mean(dim=0)
+    """Of the tokens of a micro-batch:
+
+    - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers, as transformers
+      has it; num_experts_per_tok where all are equal.
+    - `load_imbalance`: tokens of the busiest expert over the mean of all, mean of the layers.
+    - `router_entropy`: of what the router likes for a token, in nats, mean of the layers.
+    """
+    options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, E)
+    shares, likely, entropy = layers.mean(dim=0)
     loss = options["num_experts"] * (shares * likely).sum()
-    return {"balance_loss": (loss, options["router_aux_loss_coef"])}
+    busiest = layers[:, 0].amax(dim=-1).mean()
+    return {
+        "balance_loss": (loss, options["router_aux_loss_coef"]),
+        "load_imbalance": (
+            busiest * (options["num_experts"] / options["num_experts_per_tok"]),
+            0.0,
+        ),
+        "router_entropy": (entropy.sum(), 0.0),
+    }
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module) -> None:
+    """After a step: by the sign of the load of each expert (Wang et al. 2024, "Auxiliary-Loss-Free
+    Load Balancing Strategy for Mixture-of-Experts"). On all ranks."""
+    routers = [module for module in model.modules() if isinstance(module, MoE) and module.rate]
+    if not routers:
+        return
+    loads = torch.stack([router.load for router in routers if router.load is not None])
+    if dist.is_initialized():
+        dist.all_reduce(loads)  # of integers: the same sum on any number of ranks
+    means = loads.double().mean(dim=-1, keepdim=True)
+    for router, move in zip(routers, (means - loads).sign(), strict=True):
+        bias = getattr(router.gate, BIAS)
+        bias.add_(move.to(bias.dtype), alpha=router.rate)
+        router.load = None
+
+
+def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
+    """See `Draw`: as others, but biases of the choice are zeros."""
+    if name.endswith(BIAS):
+        return torch.zeros(shape)
+    return init_parameter(name, shape, architecture, seed)
 
 
 FAMILY = Family(
@@ -107,7 +176,11 @@ FAMILY = Family(
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
+        "router_bias_update_rate": 0.0,
     },
+    draw=draw,
     idle_parameters=idle_parameters,
     beside_loss=balance,
+    after_step=move_biases,
+    stacks=("*.mlp.experts",),
 )

@@ -1,0 +1,57 @@
+"""Stacked weights: one tensor in the model, and one for each of its rows in published files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpointing.format.plan import local_boxes
+from checkpointing.format.tensors import local_tensor, specs_of
+
+
+def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors as published files name them. Of a stack there are the rows that this rank has, as
+    views; other ranks have others.
+
+    Args:
+        tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
+        stacks: see `Family.stacks`.
+
+    Raises:
+        ValueError: a stack is cut otherwise than into rows.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        name_of = _name_of_rows(name, stacks) if tensor.dim() else None
+        if name_of is None:
+            found[name] = tensor
+        else:
+            found |= {name_of(number): row for number, row in _rows(name, tensor).items()}
+    return found
+
+
+def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | None:
+    """How the rows of a tensor are named, if it is a stack, or the state of one."""
+    head, _, last = name.rpartition(".")
+    module, _, parameter = head.rpartition(".")
+    for of, key, state in ((head, last, ""), (module, parameter, f".{last}")):
+        if any(fnmatchcase(of, pattern) for pattern in stacks):
+            return lambda number: f"{of}.{number}.{key}.weight{state}"
+    return None
+
+
+def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
+    """This rank's rows by number."""
+    local = local_tensor(tensor)
+    if not isinstance(tensor, DTensor):
+        return dict(enumerate(local))
+    spec = specs_of({name: tensor}, tensor.device_mesh.mesh.flatten().tolist())[name]
+    rows: dict[int, Tensor] = {}
+    for box in local_boxes(spec.meta.shape, spec.layouts, dist.get_rank()):
+        if box.shape[1:] != spec.meta.shape[1:]:
+            raise ValueError(f"{name}: is cut within its rows, which files hold whole")
+        first, local_first = box.offset[0], box.local_offset[0]
+        rows |= {first + i: local[local_first + i] for i in range(box.shape[0])}
+    return rows
