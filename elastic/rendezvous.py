@@ -9,7 +9,8 @@ and membership.py says who is in it.
 `--rdzv-conf` takes: is_host (0 or 1: host the store here; default: if the endpoint is an address of
 this machine and nobody hosts one there), join_timeout (seconds, default 600; a job that was trained
 before waits an hour), first_call (seconds, default 3), lease (seconds, default 1.2),
-restarts (failures of one hour that are answered by a new generation, default 30), secret (file with
+restarts (failures of one hour that are answered by a new generation, default 30), unit (ranks of
+which each round has a multiple, default what the program says of itself, or 1), secret (file with
 the secret of the job; see secret.py).
 """
 
@@ -119,6 +120,7 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
         parameters.max_nodes,
         first_call=float(parameters.get("first_call", Limits.first_call)),
         restarts=int(parameters.get("restarts", Limits.restarts)),
+        unit=int(parameters.get("unit", Limits.unit)),
     )
     return PerdureRendezvous(
         run_id=parameters.run_id,
@@ -620,7 +622,9 @@ class PerdureRendezvous(RendezvousHandler):
         if facts.error:
             raise self._refused(facts.error)
         member = self._member
-        member.limits = replace(member.limits, most_ranks=facts.most_ranks)
+        member.limits = replace(
+            member.limits, most_ranks=facts.most_ranks, unit=facts.unit or member.limits.unit
+        )
         secret = self._find_secret(facts)
         if facts.identity:
             self._identity = digest(facts.identity)
@@ -752,22 +756,27 @@ class PerdureRendezvous(RendezvousHandler):
                 )  # fmt: skip
             if self._node.leaving:
                 raise self._gone()
-            if name in state.arrived and state.members and not room(state, member.limits):
+            limits, waits = member.limits, name in state.arrived and name not in state.members
+            if waits and state.members and not room(state, limits):
                 deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
                 if not spare:
                     spare = True
+                    why = "there is no room or no work for more"
+                    if room(state, replace(limits, unit=1)):
+                        why = f"a replica of the model takes {limits.unit} ranks"
                     logger.warning(
-                        "%d node(s) train, and there is no room or no work for more: this node "
-                        "waits as a spare", len(state.members),
+                        "%d node(s) train, and %s: this node waits as a spare",
+                        len(state.members), why,
                     )  # fmt: skip
             if time.monotonic() < deadline:
                 continue
             if ended:  # it came late, and alone
                 raise JobClosed(ended)
+            of_replicas = f", in replicas of {limits.unit} ranks" if limits.unit > 1 else ""
             raise RendezvousTimeoutError(
-                f"{len(state.arrived)} node(s) are here, at least {member.limits.minimum} are "
-                f"needed, and no more came within {timeout:.0f} s; start more, with this secret "
-                f"({SECRET_FILE}), or lower --nnodes MIN:MAX"
+                f"{len(state.arrived)} node(s) are here, at least {limits.minimum} are "
+                f"needed{of_replicas}, and no more came within {timeout:.0f} s; start more, with "
+                f"this secret ({SECRET_FILE}), or lower --nnodes MIN:MAX"
             )
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:

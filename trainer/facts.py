@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.group.batch_plan import most_ranks
+from trainer.parallel.mesh import replica_ranks
 from trainer.recipe.errors import known_errors
 from trainer.run.worker import prepare
 
@@ -19,6 +20,7 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     return {
         "identity": identity,
         "most_ranks": shares * recipe.strategy.tp * recipe.strategy.pp * recipe.strategy.cp,
+        "unit": replica_ranks(recipe),
         "directory": str(Path(recipe.run.dir).absolute()),
         "save_seconds": recipe.checkpoint.deadline,
     }

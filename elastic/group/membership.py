@@ -17,6 +17,10 @@ Whoever is not in the document yet leaves its name at the *door*, a key to which
 and is let in when an observer has seen its counter rise. All others only look whether the version
 is another. Up to `OBSERVERS` nodes are all observers, and ask nobody.
 
+The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Who
+completes none waits as a spare, until others come with whom it does. Where a node is lost, the
+replicas of all others keep their nodes, so that these keep what they have in memory.
+
 Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
 for the length of a lease, on its own monotonic clock, takes that node out of the document. No
 clocks are compared between machines.
@@ -25,7 +29,7 @@ clocks are compared between machines.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -90,6 +94,10 @@ class Membership:
     """Nodes of this round that are still in it, in the order of their group ranks."""
     size: int = 0
     """Nodes this round began with."""
+    unit: int = 1
+    """Ranks of a replica in this round."""
+    broken: tuple[str, ...] = ()
+    """Members whose replica has lost a node."""
     address: str = ""
     """host:port of the store of this round's ranks, which group rank 0 hosts."""
     generation: int = 0
@@ -125,6 +133,7 @@ class Membership:
         body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
         body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
         body["suspects"] = tuple(body["suspects"])
+        body["broken"] = tuple(body["broken"])
         body["uneven"] = tuple((node, ranks) for node, ranks in body["uneven"])
         body["struck"] = tuple(Failure(**failure) for failure in body["struck"])
         for key in ("lost", "cause"):
@@ -142,6 +151,8 @@ class Limits:
     maximum: int
     most_ranks: int | None = None
     """Ranks for which there is work; None: any number."""
+    unit: int = 1
+    """Ranks of a replica: those of a round are a multiple."""
     first_call: float = 3.0
     """Seconds that the first round waits for more nodes than `minimum`, after each arrival."""
     settle: float = 0.3
@@ -250,9 +261,21 @@ def leave(state: Membership, *nodes: str) -> Membership:
     return replace(
         state,
         members=tuple(member for member in state.members if member not in gone),
+        broken=_broken(state, gone),
         arrived=tuple(other for other in state.arrived if other not in gone),
         uneven=tuple(one for one in state.uneven if one[0] not in gone),
     )
+
+
+def _broken(state: Membership, gone: Set[str]) -> tuple[str, ...]:
+    """The members whose replica has a node no longer, once these are gone."""
+    if state.unit == 1:
+        return ()
+    before = set(state.broken)
+    whole = [member for member in state.members if member not in before]
+    hit = [group for group in _replicas(state, whole, state.unit) if not gone.isdisjoint(group)]
+    broken = before.union(*hit) - gone
+    return tuple(member for member in state.members if member in broken)
 
 
 def lose(state: Membership, node: str, now: float) -> Membership:
@@ -271,17 +294,16 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         quiet: seconds for which the arrivals have been the same.
 
     Nodes that were in the round before keep their order, so that group rank 0 and the neighbours of
-    a node change as little as possible. Arrivals for which there is no room or no work go on
-    waiting, as spares.
+    a node change as little as possible; whose replica is broken comes after them. Arrivals for
+    which there is no room or no work, or who complete no replica, go on waiting, as spares.
     """
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
-    order = [member for member in state.members if member in state.arrived]
-    order += sorted(set(state.arrived) - set(order))
-    if len(order) < limits.minimum:
-        return state
+    order = _in_order(state)
     chosen = _fitting(state, order, limits)
-    one_more = _fitting(state, [*order, ""], limits)
+    if len(chosen) < limits.minimum:
+        return state
+    one_more = _fitting(state, [*order, ""], replace(limits, unit=1))
     if "" in one_more and quiet < (
         limits.settle if state.round >= state.first else limits.first_call
     ):
@@ -291,6 +313,8 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         round=state.round + 1,
         members=chosen,
         size=len(chosen),
+        unit=limits.unit,
+        broken=(),
         address="",
         generation=0,
         arrived=tuple(sorted(set(order) - set(chosen))),
@@ -304,21 +328,48 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
 
 def room(state: Membership, limits: Limits) -> int:
     """How many nodes wait that the next round could take beyond those of this one."""
-    waiting = sorted(set(state.arrived) - set(state.members))
-    return len(set(_fitting(state, [*state.members, *waiting], limits)) & set(waiting))
+    return len(set(_fitting(state, _in_order(state), limits)) - set(state.members))
+
+
+def _in_order(state: Membership) -> list[str]:
+    """The members whose replicas are whole, the other members, and those that wait."""
+    broken, members = set(state.broken), set(state.members)
+    whole = [member for member in state.members if member not in broken]
+    return [*whole, *state.broken, *sorted(set(state.arrived) - members)]
 
 
 def _fitting(state: Membership, order: Sequence[str], limits: Limits) -> tuple[str, ...]:
-    """The first of these nodes, as many as there is room and work for. Where there is work for
-    fewer than `minimum`, no fewer than these: their ranks will say what is wrong."""
+    """The first replicas that these nodes make, as many as there is room and work for. Where there
+    is work for fewer nodes than `minimum`, no fewer than these: their ranks will say what is wrong.
+    """
     ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
     chosen: list[str] = []
-    for node in order:
-        needs = ranks.get(node, state.ranks)
-        if len(chosen) < limits.maximum and (needs <= left or len(chosen) < limits.minimum):
-            chosen.append(node)
+    for nodes in _replicas(state, order, limits.unit):
+        needs = sum(ranks.get(node, state.ranks) for node in nodes)
+        fits = len(chosen) + len(nodes) <= limits.maximum
+        if fits and (needs <= left or len(chosen) < limits.minimum):
+            chosen += nodes
             left -= needs
     return tuple(chosen)
+
+
+def _replicas(state: Membership, order: Sequence[str], unit: int) -> list[list[str]]:
+    """The nodes that make whole replicas together: one that has ranks for some by itself, and
+    otherwise the next ones in order. Who is left over completes none."""
+    uneven, found = dict(state.uneven), []
+    together: list[str] = []
+    ranks = 0
+    for node in order:
+        own = uneven.get(node, state.ranks)
+        if own % unit == 0:
+            found.append([node])
+            continue
+        together.append(node)
+        ranks += own
+        if ranks % unit == 0:
+            found.append(together)
+            together, ranks = [], 0
+    return found
 
 
 def fail(
@@ -344,7 +395,7 @@ def fail(
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
     again = len(same) == limits.same_step and len({item.step for item in same}) == 1
     again = again and (len(ranks) == 1 or (bool(failure.error) and len(set(map(_kind, same))) == 1))
-    spared = len(state.members) > limits.minimum
+    spared = len(_fitting(state, _in_order(leave(state, failure.node)), limits)) >= limits.minimum
     often = f"{limits.same_step} times in a row in step {failure.step}"
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

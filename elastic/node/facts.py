@@ -42,6 +42,8 @@ class Facts:
     """What decides a step: key → value, or a digest of it. The same on all nodes of a job."""
     most_ranks: int | None = None
     """More ranks than these would have no work; None: there is always some."""
+    unit: int | None = None
+    """Ranks of a replica of the model, of which each round has a multiple; None: not known."""
     directory: str | None = None
     """Absolute path of the folder of the run, which all nodes share."""
     save_seconds: float | None = None

@@ -1,19 +1,11 @@
-"""Tensor, sequence and context parallelism give the losses of a single process, the same
-checkpoints, and the same elasticity."""
+"""Tensor, sequence and context parallelism give the losses of a single process, and the same
+checkpoints."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.support import python_path
-from elastic.record.history import read_history
-from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, THIRTY, assert_follows, losses, soak, told
-from trainer.tools.local_nodes import LocalNodes
+from tests.distributed.jobs import ROOT, THIRTY, assert_follows, soak, told
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 CP = ("strategy.cp=2",)
@@ -99,56 +91,6 @@ def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
     train(4, "run.dir=bf16-tp", *SP, *low)
     ours, theirs = told(workspace, "bf16-tp")[0], told(workspace, "bf16-fsdp")[0]
     assert ours == pytest.approx(theirs, rel=3e-3)
-
-
-@soak
-@pytest.mark.timeout(240)
-def test_nodes_of_whole_replicas_come_and_go(workspace, alone, tmp_path):
-    """A rank is killed, then its node, and a node joins: TP2 x DP2, x DP1, x DP2."""
-    rate = ("optimizer.lr=3e-4", "schedule.name=constant")
-    recipe = [*SP, *rate, "run.dir=replicas", "run.steps=100000", "strategy.name=ddp"]
-    recipe += ["elastic.snapshot_every=1", "checkpoint.slots=2"]
-
-    def reached():
-        return max(losses(workspace, "replicas"), default=0)
-
-    def go_on(node, steps):
-        goal = reached() + steps
-        assert until(lambda: reached() >= goal, 100), node.text()
-
-    def start():
-        return read_history(workspace / "replicas").attempts[-1].start
-
-    def world_of(ranks, node):
-        assert until(lambda: start().world_size == ranks, 150), node.text()
-
-    with LocalNodes(
-        ["-m", "trainer", "recipe.yaml", *recipe],
-        folder=workspace,
-        nnodes="1:2",
-        logs=tmp_path,
-        ranks=2,
-        environment={"PYTHONPATH": python_path(ROOT, workspace)},
-    ) as nodes:
-        first, second = nodes.add(), nodes.add()
-        go_on(first, 1)
-        world_of(4, second)
-        go_on(first, 5)
-        os.kill(second.trainers()[1], signal.SIGKILL)
-        go_on(first, 5)
-        assert start().source == "memory", first.text()
-        first.kill()
-        world_of(2, second)
-        assert start().source == "memory", second.text()
-        go_on(second, 5)
-        third = nodes.add()
-        world_of(4, third)
-        go_on(second, 5)
-    report = [sys.executable, "-m", "trainer.cli", "report", "replicas", "--check"]
-    subprocess.run(report, cwd=workspace, check=True)
-    found = losses(workspace, "replicas")
-    expected = alone(f"run.steps={len(found)}", *rate)[0]
-    assert [found[step] for step in sorted(found)] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -89,10 +89,12 @@ def _train(arguments: argparse.Namespace) -> int:
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
     if not arguments.dry_run:
         start_early()
+    from trainer.parallel.mesh import least_nodes
     from trainer.run.preflight import check_launch, default_ranks
 
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
-    nodes = int(arguments.nnodes.split(":")[0])
+    least, _, most = arguments.nnodes.partition(":")
+    nodes = min(least_nodes(recipe, int(least), ranks), int(most or least))
     notes = check_launch(recipe, nodes * ranks, ranks)
     if arguments.dry_run:
         for note in notes:

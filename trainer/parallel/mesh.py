@@ -5,6 +5,7 @@ group for every one of those on every rank, one after the other, and with gloo e
 that wakes a hundred times a second.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,21 @@ class Mesh:
         parts: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(parts, by_name, group=group)
         return {name: value for part in parts for name, value in part.items()}
+
+
+def replica_ranks(recipe: Recipe) -> int:
+    """Ranks of which a world must have a multiple: those of a whole replica of the model, as far as
+    the recipe alone says how it is spread."""
+    strategy = recipe.strategy
+    shards = (recipe.sharding == "HYBRID_SHARD" and strategy.shard_size) or 1
+    return strategy.tp * strategy.pp * math.lcm(strategy.cp, shards)
+
+
+def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
+    """Nodes, of so many ranks each, that hold whole replicas, and are no fewer than `nodes`."""
+    replica = replica_ranks(recipe)
+    together = replica // math.gcd(replica, ranks)
+    return math.ceil(nodes / together) * together
 
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:

@@ -2,11 +2,12 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from elastic import rendezvous
-from elastic.group.membership import OBSERVERS, Ask, Limits, raise_alarm, room
+from elastic.group.membership import OBSERVERS, Ask, Limits, lose, raise_alarm, room
 from elastic.group.secret import Secret
 from elastic.group.store import StoreClient, host_store
 from elastic.rendezvous import Member
@@ -122,9 +123,9 @@ def nodes():
     store = host_store("127.0.0.1", 0)
     clients = []
 
-    def make(name, minimum):
+    def make(name, minimum, unit=1):
         clients.append(Reading("127.0.0.1", store.port, 5.0))
-        limits = Limits(minimum, 9, first_call=0.0, settle=0.0)
+        limits = Limits(minimum, 9, unit=unit, first_call=0.0, settle=0.0)
         member = Member(clients[-1], "run", name, limits, lambda: None, None)
         member.client = clients[-1]
         member.trust(SECRET)
@@ -196,3 +197,34 @@ def test_a_node_is_lost_by_the_time_that_it_gave_itself(nodes, monkeypatch):
         member.look()
     look(members[:3], lambda: quick.name not in first.state.members)
     assert slow.name in first.state.members
+
+
+def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
+    members = {name: nodes(name, 4, unit=2) for name in "abcd"}
+
+    def come(*names):
+        """To the next round, which so many are to train in; returns its nodes and its spares."""
+        before = members[names[0]].state.round
+        for name in names:
+            members[name].ask(Ask(after=before))
+        here = [members[name] for name in names]
+        size = len(names) // 2 * 2
+
+        def begun():
+            return all(m.state.round > before and m.state.size == size for m in here)
+
+        look(here, begun)
+        for member in here:
+            if member.name in member.state.members:
+                member.ask(None)
+        return here[0].state.members, here[0].state.arrived
+
+    assert come(*"abcd") == (tuple("abcd"), ())
+    for member in members.values():
+        member.limits = replace(member.limits, minimum=1)
+    members["b"].change(lambda state: lose(state, "a", 0.0))
+    assert come(*"bcd") == (tuple("cd"), ("b",))
+    assert room(members["b"].state, members["b"].limits) == 0, "training goes on"
+    members["a"] = nodes("e", 1, unit=2)
+    look([*members.values()], lambda: room(members["c"].state, members["c"].limits) == 2)
+    assert come(*"bcda") == (tuple("cdbe"), ())

@@ -107,6 +107,40 @@ def test_who_would_train_something_else_does_not_get_in():
     assert Membership.decode(anew.encode()) == anew
 
 
+def test_nodes_come_and_go_in_whole_replicas():
+    limits = Limits(minimum=1, maximum=8, unit=2)
+    assert begin("a", limits=limits).round == 0, "no replica"
+    assert complete(begin("a", "b", limits=limits), limits, 99).members == ("a", "b")
+    state = begin("a", "b", "c", "d", limits=limits)
+    state = lose(state, "a", now=7.0)
+    assert state.broken == ("b",)
+    assert Membership.decode(state.encode()) == state
+    after = begin("b", "c", "d", limits=limits, state=state)
+    assert (after.members, after.arrived, after.broken) == (("c", "d"), ("b",), ())
+    assert room(after, limits) == 0
+    back = arrive(after, "a")
+    assert room(back, limits) == 2
+    whole = begin("c", "d", limits=limits, state=back)
+    assert whole.members == ("c", "d", "a", "b")
+    assert leave(whole, "a", "d").broken == ("c", "b")
+    assert begin("b", "c", limits=limits, state=leave(whole, "a", "d")).members == ("c", "b")
+    # A replica that cannot do without a node keeps it, but for others that would take its place.
+    often = replace(limits, strikes=1)
+    assert fail(begin("a", "b", limits=often), 1, 0, failure(), often).members == ("a", "b")
+    assert fail(whole, whole.round, 0, failure(), often).members == ("c", "d", "b")
+
+
+def test_nodes_of_many_ranks_make_replicas_by_themselves_and_others_together():
+    limits = Limits(minimum=1, maximum=8, unit=4)
+    state = Membership()
+    for node, ranks in (("a", 2), ("b", 8), ("c", 4), ("d", 2), ("e", 2)):
+        state = arrive(state, node, ranks)
+    state = complete(state, limits, quiet=99)
+    assert (state.members, state.arrived) == (("b", "c", "a", "d"), ("e",))
+    assert leave(state, "b").broken == ()
+    assert leave(state, "a").broken == ("d",)
+
+
 def test_below_the_minimum_nothing_begins_until_a_node_comes():
     state = begin("a", state=leave(begin("a", "b"), "b"))
     assert state.round == 1
@@ -340,10 +374,10 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(EVENTS)
-def test_whatever_happens_the_living_end_up_in_one_round(events):
+@given(EVENTS, st.sampled_from([1, 2, 3]))
+def test_whatever_happens_the_living_end_up_in_one_round(events, unit):
     """Nodes follow the rules of the handler: they come again when their round has changed."""
-    limits = Limits(minimum=1, maximum=4, restarts=1000, same_step=1000)
+    limits = Limits(minimum=1, maximum=4, unit=unit, restarts=1000, same_step=1000)
     state, alive, rounds = Membership(), set(), {}
 
     def follow(state):
@@ -361,8 +395,9 @@ def test_whatever_happens_the_living_end_up_in_one_round(events):
             assert state.round == before.round + 1
             assert 1 <= len(state.members) <= limits.maximum
             assert not set(state.members) & set(state.arrived)
-            survivors = [node for node in before.members if node in state.members]
-            assert list(state.members[: len(survivors)]) == survivors
+            assert len(state.members) % unit == 0
+            whole = [node for node in before.members if node not in before.broken]
+            assert list(state.members[: len(whole)]) == whole, "a lost node costs its replica only"
             rounds.update(dict.fromkeys(state.members, state.round))
         return state
 
@@ -379,9 +414,9 @@ def test_whatever_happens_the_living_end_up_in_one_round(events):
         state = turn(state, 0.1)
     for _ in range(3):
         state = turn(state, 99)
-    if alive:
+    if len(alive) >= unit:
         assert set(state.members) <= alive
-        assert len(state.members) == min(len(alive), limits.maximum)
+        assert len(state.members) == min(len(alive), limits.maximum) // unit * unit
         assert set(state.members) | set(state.arrived) == alive
 
 

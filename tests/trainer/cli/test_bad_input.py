@@ -110,9 +110,22 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
 @pytest.mark.parametrize(
     ("key", "size", "ranks"), [("tp", 1, 8), ("tp", 2, 16), ("pp", 2, 16), ("cp", 2, 16)]
 )
-def test_an_agent_knows_how_many_ranks_have_work(folder, key, size, ranks):
-    arguments = (str(folder / "recipe.yaml"), f"strategy.{key}={size}")
-    assert facts(arguments)["most_ranks"] == ranks
+def test_an_agent_knows_how_many_ranks_have_work_and_how_many_hold_the_model(
+    folder, key, size, ranks
+):
+    known = facts((str(folder / "recipe.yaml"), f"strategy.{key}={size}"))
+    assert (known["most_ranks"], known["unit"]) == (ranks, size)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "least"), [("1:4", 1, 2), ("3:4", 1, 4), ("1:4", 2, 1), ("1:4", 3, 2)]
+)
+def test_a_job_begins_with_whole_replicas(folder, monkeypatch, capsys, nodes, ranks, least):
+    order = ("train", "recipe.yaml", "strategy.pp=2", "--dry-run", "--rdzv-endpoint", "h:1")
+    order += ("--nnodes", nodes, "--nproc-per-node", f"{ranks}")
+    code, error = perdure(monkeypatch, capsys, *order)
+    assert code == 0, error
+    assert f"checked for {least * ranks} rank(s)" in error
 
 
 MISFIT = """
