@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
 
-from tests.distributed.jobs import ROOT, losses, records
+from tests.distributed.jobs import ROOT, losses
 from trainer.data.loader import TokenStream
 from trainer.models import read_config
 from trainer.models.family import find_family
@@ -113,25 +113,3 @@ def test_what_is_no_family_is_told_in_a_line(change, message):
         build_task(load_recipe("recipe.yaml", [*FRESH, *change]))
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_experts_train_and_their_balance_is_recorded(workspace, train):
-    """A family that comes with Perdure, with a loss beside the loss."""
-    train(
-        1, "run.dir=experts", "run.steps=30", "schedule={}", "run.evaluate_every=30",
-        "model.architecture.model_type=qwen3_moe",
-        "model.architecture.options={num_experts: 4, num_experts_per_tok: 2, "
-        "moe_intermediate_size: 32, norm_topk_prob: true, router_aux_loss_coef: 0.01}",
-    )  # fmt: skip
-    steps = {r["step"]: r for r in records(workspace, "experts") if "lr" in r}
-    assert steps[30]["cross_entropy"] < 0.8 * steps[1]["cross_entropy"]
-    for step in steps.values():
-        both = step["cross_entropy"] + 0.01 * step["balance_loss"]
-        assert step["loss"] == pytest.approx(both, rel=1e-6)
-        assert 1.9 < step["balance_loss"] < 3  # 2 is best
-    held_out = next(r for r in records(workspace, "experts") if "validation_loss" in r)
-    assert held_out["validation_loss"] == held_out["validation_cross_entropy"]
-    checkpoint = workspace / "experts/checkpoints/step-00000030"
-    _, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]

@@ -1,7 +1,7 @@
 """FSDP2: parameters as DTensors, gathered block by block (ZeRO-2, ZeRO-3, HSDP)."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import cast
 
 import torch
@@ -25,9 +25,11 @@ def apply_fsdp(
     mesh: DeviceMesh,
     recipe: Recipe,
     dtype: torch.dtype,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone), one unit per
-    block and one for the rest.
+    block and one for the rest; `experts` are units of their own, over `expert_mesh`.
 
     Works on the meta device. `dtype` is that of gathered parameters; gradients are reduced in
     float32, summed rather than averaged: the loss is already divided by the global number of
@@ -47,10 +49,11 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     free = recipe.gathers_twice
-    for unit in (*blocks, model):
+    inner, outer = zip(experts, repeat(expert_mesh)), zip((*blocks, model), repeat(mesh))
+    for unit, over in (*inner, *outer):
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=over,
             mp_policy=policy,
             offload_policy=offload,
             # What is in no block (embedding, head) is needed as soon as backward begins.

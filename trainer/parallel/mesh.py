@@ -16,8 +16,10 @@ from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
 
 REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
+EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 """Names of dimensions, in their order: over whole replicas, over the stages of one, over the shards
-of a stage, and over the ranks that compute each layer together, which are neighbours."""
+of a stage, and over the ranks that compute each layer together, which are neighbours. For experts
+SHARD is two: over ranks that have the same ones, and over neighbours that have all of them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Mesh:
     counts: bool = True
     """Whether sums over all ranks have this rank's share from this rank: of those that compute it
     together, the first of the last stage."""
+    experts: DeviceMesh | None = None
+    """Expert parallelism: all ranks by the dimensions of experts."""
     ring: dist.ProcessGroup | None = None
     """Context parallelism: the ranks with a part each of the same sequences, in their order."""
 
@@ -45,6 +49,13 @@ class Mesh:
         names = self.device_mesh.mesh_dim_names or ()
         shared = tuple(name for name in names if name not in (PIPELINE, TENSOR))
         return self.device_mesh if shared == names else self.device_mesh[shared]
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh | None:
+        """The dimensions over the ranks that have the same experts."""
+        if self.experts is None:
+            return None
+        return self.experts[tuple(n for n in self.experts.mesh_dim_names or () if n != EXPERT)]
 
     def merged(self, by_name: dict[str, Any]) -> dict[str, Any]:
         """What the stages of a pipeline know, each of its own parameters. On all ranks."""
@@ -109,6 +120,11 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
             f"strategy.shard_size: {groups} do not divide into groups of {shards}; "
             "start a multiple of the group size, or set strategy.shard_size"
         )
+    if shards % recipe.strategy.ep:
+        raise RecipeError(
+            f"strategy.ep: groups of {recipe.strategy.ep} ranks do not divide the {shards} that "
+            "share parameters; start a multiple of that, or set another strategy.ep"
+        )
     return world_size // shards, shards
 
 
@@ -154,4 +170,12 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
         ranks = [*range(first, first + tp * cp, tp)]
         ring = dist.new_group(ranks, use_local_synchronization=True)
     counts = among == part == 0 and stage == pp - 1
-    return Mesh(mesh, share, replicas * shards // cp, group, world.world_size // pp, counts, ring)
+    ep, experts = recipe.strategy.ep, None
+    if ep > 1:
+        sizes = {REPLICATE: replicas, EXPERT_SHARD: shards // ep, EXPERT: ep}
+        if replicas == 1:
+            del sizes[REPLICATE]
+        experts = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return Mesh(
+        mesh, share, replicas * shards // cp, group, world.world_size // pp, counts, experts, ring
+    )

@@ -19,7 +19,7 @@ from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, reduce_in_backward
-from trainer.parallel.mesh import SHARD, TENSOR, Mesh
+from trainer.parallel.mesh import EXPERT, SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.recipe import Recipe, RecipeError
 
@@ -292,7 +292,7 @@ def _apply(
 ) -> list[nn.Module]:
     """Apply what changes a model in place; returns its blocks as they are then.
 
-    Tensor parallelism comes first: it changes what the layers compute, and what they hold.
+    Tensor and expert parallelism come first: they change what layers compute, and what they hold.
     Activation checkpointing comes before compilation, so that recomputation is part of the
     compiled graph, and both before FSDP, whose hooks stay outside it.
     """
@@ -301,6 +301,12 @@ def _apply(
         from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
 
         apply_tensor_parallel(model, mesh.device_mesh[TENSOR], strategy.sequence_parallel)
+    experts: list[nn.Module] = []
+    if mesh.experts:
+        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
+
+        experts = stacked_modules(model)
+        apply_expert_parallel(model, mesh.experts[EXPERT])
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
     if strategy.compile:
@@ -309,7 +315,7 @@ def _apply(
         for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
             part.compile()
     if SHARD in (mesh.device_mesh.mesh_dim_names or ()):
-        apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype)
+        apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype, experts, mesh.expert_data_mesh)
     return blocks
 
 

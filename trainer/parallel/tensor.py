@@ -252,7 +252,7 @@ def _local(parameter: Tensor, partial: bool = False) -> Tensor:
 
 
 @contextmanager
-def _with_local(module: nn.Module, partial: bool = False) -> Iterator[None]:
+def with_local(module: nn.Module, partial: bool = False) -> Iterator[None]:
     """In it the parameters of a module are this rank's parts."""
     gathered = dict(module._parameters)  # by FSDP
     local: dict[str, Any] = {
@@ -272,7 +272,7 @@ def _column(module: nn.Module, ranks: Together) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        with _with_local(module):
+        with with_local(module):
             return compute(ranks.enter(x))
 
     return forward
@@ -298,7 +298,7 @@ def _replicated(module: nn.Module, partial: bool) -> Forward:
     compute = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        with _with_local(module, partial):
+        with with_local(module, partial):
             return compute(*args, **kwargs)
 
     return forward

@@ -45,6 +45,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _tensor_contradictions(recipe)
     yield from _pipeline_contradictions(recipe)
     yield from _context_contradictions(recipe)
+    yield from _expert_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
@@ -184,8 +185,31 @@ def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
+def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy = recipe.strategy
+    if strategy.ep == 1:
+        return
+    yield from _missing_beside(recipe, "ep")
+    for key in ("tp", "pp", "cp"):
+        if getattr(strategy, key) > 1:
+            yield f"strategy.{key}", "does not work with strategy.ep above 1 yet; set one of them 1"
+    if strategy.name == "ddp" or recipe.sharding == "NO_SHARD":
+        yield (
+            "strategy.ep",
+            "divides experts among ranks that share parameters, which these do not; use "
+            "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
+        )
+    if strategy.activation_checkpointing == "selective":
+        yield (
+            "strategy.activation_checkpointing",
+            "selective does not work with strategy.ep above 1 yet; use full, or none",
+        )
+    if recipe.model.factory:
+        yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
+
+
 def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
-    """What does not work with `tp`, `pp` or `cp` yet."""
+    """What does not work with `tp`, `pp`, `cp` or `ep` yet."""
     strategy = recipe.strategy
     yet = f"does not work with strategy.{ranks} above 1 yet"
     # Those of a ring hold parameters like any others, so the optimizer and its like see no change.

@@ -291,6 +291,10 @@ class Strategy:
     """Ranks of a node that have a part of each sequence each, for long ones (context parallelism);
     parameters are spread over them as over any others. See docs/parallelism.md."""
 
+    ep: Positive = 1
+    """Ranks among which the experts of each layer are divided, of those that share parameters as
+    `sharding` says (expert parallelism); tokens go to their experts. See docs/parallelism.md."""
+
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the
     device, in host memory, or in files on a local disk (see docs/offload.md)."""

@@ -122,6 +122,8 @@ def describe(run: Run) -> str:
         strategy = f"{pipeline(recipe, run.plan.passes)}, {strategy}"
     if recipe.strategy.cp > 1:
         strategy = f"cp={recipe.strategy.cp}, {strategy}"
+    if recipe.strategy.ep > 1:
+        strategy = f"ep={recipe.strategy.ep}, {strategy}"
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))

@@ -57,6 +57,10 @@ def check_inputs(
 
         if problem := problem_of(task.model):
             raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
+    if recipe.strategy.ep > 1:
+        from trainer.parallel.expert import check_experts
+
+        check_experts(task.model, shards)
     try:
         batch, strategy = recipe.batch, recipe.strategy
         shares = world_size // (strategy.tp * strategy.pp * strategy.cp)

@@ -37,6 +37,7 @@ def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
             "tp": recipe.strategy.tp,
             "pp": recipe.strategy.pp,
             "cp": recipe.strategy.cp,
+            "ep": recipe.strategy.ep,
         },
     }
 

@@ -206,6 +206,8 @@ def check_plannable(recipe: Recipe) -> None:
         raise RecipeError("strategy.pp: pipeline parallelism cannot be planned yet; set 1")
     if recipe.strategy.cp > 1:
         raise RecipeError("strategy.cp: context parallelism cannot be planned yet; set 1")
+    if recipe.strategy.ep > 1:
+        raise RecipeError("strategy.ep: expert parallelism cannot be planned yet; set 1")
     if recipe.data.factory:
         raise RecipeError(
             "data.factory: only prepared tokens can be planned; `perdure compare` measures what "

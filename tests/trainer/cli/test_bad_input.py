@@ -79,6 +79,17 @@ def perdure(monkeypatch, capsys, *arguments):
             ["strategy.pp=2", "model.architecture.model_type=qwen3_moe"],
             "strategy.pp: qwen3_moe cannot be cut into stages; set strategy.pp=1",
         ),
+        (["strategy.ep=3"], "strategy.ep: groups of 3 ranks do not divide the 2 that share"),
+        (["strategy.ep=2"], "strategy.ep: the model has no experts; set strategy.ep=1"),
+        (["strategy.ep=2", "strategy.name=ddp"], "strategy.ep: divides experts among ranks that"),
+        (["strategy.ep=2", "strategy.cp=2"], "strategy.cp: does not work with strategy.ep above 1"),
+        (
+            [
+                *("strategy.ep=2", "model.architecture.model_type=qwen3_moe"),
+                "model.architecture.options={num_experts: 5}",
+            ],
+            "strategy.ep: 5 experts are not even on the 2 ranks that share parameters; start",
+        ),
         (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
         (
             ["model.architecture=null", "model.factory=no.such:thing"],

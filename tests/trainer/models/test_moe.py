@@ -30,6 +30,7 @@ ARCHITECTURE = FAMILY.complete(
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
             "router_aux_loss_coef": 0.01,
+            "router_aux_loss_per_sequence": False,
         },
     )
 )

@@ -4,7 +4,9 @@
 best, however many tokens an expert gets by that: none is dropped. Two things keep loads even.
 
 - The balance loss is added to the cross-entropy with `router_aux_loss_coef`. It is over the tokens
-  of a micro-batch: it follows from which sequences are in one, and from nothing else of the ranks.
+  of each sequence, as in DeepSeek-V3, so it depends neither on ranks nor on micro-batches. With
+  `router_aux_loss_per_sequence: false` it is over those of a micro-batch, as transformers has it;
+  which sequences are in one follows from batch.micro_batch and the number of ranks.
 - With `router_bias_update_rate` each expert has a bias that is added to what the router likes, for
   the choice alone. After a step it moves by that much: up where an expert got fewer tokens of the
   global batch than the mean, down where it got more.
@@ -13,6 +15,7 @@ Shapes: B batch, T sequence, D hidden, N tokens or rows, E experts, I their widt
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,11 +72,12 @@ class MoE(nn.Module):
             self.gate.register_buffer(BIAS, torch.zeros(options["num_experts"]))
         self.experts = Experts(options["num_experts"], hidden, options["moe_intermediate_size"])
         self.load: Tensor | None = None
-        """Tokens of each expert (E) in training since the bias was moved, on this rank."""
+        """Tokens of each expert (E) since the bias was moved, on this rank."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(the weighted sum of what the experts give (B, T, D), statistics (3, E): the share of
-        tokens that each expert got, the mean of its probability, and its part of the entropy)."""
+        """(the weighted sum of what the experts give (B, T, D), statistics (3, B, E): of each
+        sequence the share of tokens that each expert got, the mean of its probability, and its part
+        of the entropy)."""
         tokens = x.flatten(0, 1)  # (N, D)
         likely = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
         weights, chosen = likely.topk(self.top, dim=-1)  # (N, top)
@@ -83,15 +87,25 @@ class MoE(nn.Module):
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # by expert
-        counts = torch.bincount(chosen.flatten(), minlength=likely.shape[1])
-        if self.rate and self.training:
-            self.load = counts if self.load is None else self.load + counts
+        by_row = chosen.view(len(x), -1)  # (B, T * top)
+        of_rows = by_row.new_zeros(len(x), likely.shape[1])
+        of_rows = of_rows.scatter_add(1, by_row, torch.ones_like(by_row))  # (B, E)
+        counts = of_rows.sum(dim=0)
+        if self.rate and weights.requires_grad:
+            weights.register_hook(partial(self._count, counts))
         found = self.experts(tokens[order // self.top], counts)
         placed = torch.empty_like(found).index_copy(0, order, found)  # as (N, top) again
         mixed = (placed.view(*chosen.shape, -1) * weights.type_as(x)[..., None]).sum(dim=1)
-        entropy = torch.special.entr(likely.detach()).mean(dim=0)
-        statistics = torch.stack([counts / len(tokens), likely.mean(dim=0), entropy])
+        likely = likely.view(*x.shape[:2], -1)
+        entropy = torch.special.entr(likely.detach()).mean(dim=1)
+        statistics = torch.stack([of_rows / x.shape[1], likely.mean(dim=1), entropy])
         return mixed.type_as(x).view_as(x), statistics
+
+    def _count(self, counts: Tensor, gradient: Tensor) -> None:
+        """In backward, which a recomputed pass has once, and where one that only keeps a rank in
+        step with the others has a gradient of zeros."""
+        counts = counts * gradient.any()
+        self.load = counts if self.load is None else self.load + counts
 
 
 class MoEBlock(Block):
@@ -116,24 +130,24 @@ def idle_parameters(architecture: Architecture) -> int:
 def balance(
     statistics: Sequence[Tensor], architecture: Architecture
 ) -> dict[str, tuple[Tensor, float]]:
-    """Of the tokens of a micro-batch:
+    """Scalars of a micro-batch:
 
-    - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers, as transformers
-      has it; num_experts_per_tok where all are equal.
+    - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers; see [Note:
+      experts]. It is num_experts_per_tok where all are equal.
     - `load_imbalance`: tokens of the busiest expert over the mean of all, mean of the layers.
     - `router_entropy`: of what the router likes for a token, in nats, mean of the layers.
     """
-    options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, E)
-    shares, likely, entropy = layers.mean(dim=0)
-    loss = options["num_experts"] * (shares * likely).sum()
-    busiest = layers[:, 0].amax(dim=-1).mean()
+    options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, B, E)
+    experts, shares = options["num_experts"], layers[:, 0]
+    both = layers[:, :2].mean(dim=0)  # (2, B, E)
+    if not options["router_aux_loss_per_sequence"]:
+        both = both.mean(dim=1, keepdim=True)
+    loss = experts * both.prod(dim=0).sum(dim=-1).mean()
+    busiest = shares.mean(dim=1).amax(dim=-1).mean() * (experts / options["num_experts_per_tok"])
     return {
         "balance_loss": (loss, options["router_aux_loss_coef"]),
-        "load_imbalance": (
-            busiest * (options["num_experts"] / options["num_experts_per_tok"]),
-            0.0,
-        ),
-        "router_entropy": (entropy.sum(), 0.0),
+        "load_imbalance": (busiest, 0.0),
+        "router_entropy": (layers[:, 2].sum(dim=-1).mean(), 0.0),
     }
 
 
@@ -176,6 +190,7 @@ FAMILY = Family(
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
+        "router_aux_loss_per_sequence": True,
         "router_bias_update_rate": 0.0,
     },
     draw=draw,

@@ -80,6 +80,8 @@ def candidate(
         raise RecipeError("strategy.pp: pipeline parallelism cannot be compared yet; set 1")
     if plain.strategy.cp > 1:
         raise RecipeError("strategy.cp: context parallelism cannot be compared yet; set 1")
+    if plain.strategy.ep > 1:
+        raise RecipeError("strategy.ep: expert parallelism cannot be compared yet; set 1")
     strategy = [*BASES[base], *_PLAIN, *(MODIFIERS[word] for word in modifiers)]
     if base == "hybrid":
         size = next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), None)

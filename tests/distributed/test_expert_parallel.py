@@ -1,0 +1,137 @@
+"""Experts on several ranks, whole or divided among them, give the losses of a single process and
+the same checkpoints."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.jobs import THIRTY, assert_follows, records, soak, told
+
+MOE = (
+    "model.architecture.model_type=qwen3_moe",
+    "model.architecture.options={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: "
+    "32, norm_topk_prob: true, router_aux_loss_coef: 0.01, router_bias_update_rate: 0.001}",
+)
+UNTIED = (*MOE, "model.architecture.tie_word_embeddings=false")
+EP = ("strategy.ep=2",)
+HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
+
+
+def weights(checkpoint):
+    files = checkpoint.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy", "model"),
+    [
+        ("ep2", 2, EP, MOE),
+        *(
+            pytest.param(*case, marks=soak)
+            for case in (
+                ("moe-ddp2", 2, ["strategy.name=ddp"], MOE),
+                ("moe-zero1", 2, ["strategy.zero=1"], MOE),
+                ("moe-zero2", 2, ["strategy.zero=2"], MOE),
+                ("moe-fsdp2", 2, [], MOE),
+                ("moe-fsdp4", 4, [], UNTIED),
+                ("moe-hsdp", 4, HSDP, MOE),
+                ("moe-full", 2, ["strategy.activation_checkpointing=full"], MOE),
+                ("ep2-untied", 2, EP, UNTIED),
+                ("ep2-zero2", 2, [*EP, "strategy.zero=2"], MOE),
+                ("ep2-full", 2, [*EP, "strategy.activation_checkpointing=full"], MOE),
+                ("moe-selective", 2, ["strategy.activation_checkpointing=selective"], MOE),
+                ("ep2-every", 2, [*EP, "strategy.reduce_every_pass=true"], MOE),
+                ("ep2-whole", 2, [*EP, "data.document_mask=false"], MOE),
+                ("ep2-uneven", 2, [*EP, "batch.global_batch=5"], MOE),
+                ("ep2-fsdp2", 4, EP, MOE),
+                ("ep2-fsdp2-zero2", 4, [*EP, "strategy.zero=2"], UNTIED),
+                ("ep2-hsdp", 4, [*EP, *HSDP], MOE),
+                ("ep4", 4, ["strategy.ep=4"], MOE),
+                ("ep2-fsdp4", 8, [*EP, "batch.micro_batch=1"], MOE),
+                (
+                    "ep2-fsdp2-hsdp", 8,
+                    [*EP, HSDP[0], "strategy.shard_size=4", "batch.micro_batch=1"], MOE,
+                ),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strategy, model):
+    shared = [key for key in strategy if key.startswith(("batch", "data"))]
+    output = train(ranks, f"run.dir={name}", *THIRTY, *strategy, *model)
+    assert ("ep=" in output) == any("ep=" in key for key in strategy)
+    ours, theirs = told(workspace, name), alone(*model, *shared)
+    assert max(theirs[1]) > 1.0, "clipping must happen, or curves do not show it"
+    assert_follows(name, ours, theirs)
+
+
+def test_what_is_recorded_and_saved(workspace, train):
+    train(2, "run.dir=told", "run.steps=4", "schedule={}", "run.evaluate_every=4", *EP, *MOE)
+    steps = [r for r in records(workspace, "told") if "lr" in r]
+    for step in steps:
+        both = step["cross_entropy"] + 0.01 * step["balance_loss"]
+        assert step["loss"] == pytest.approx(both, rel=1e-6)
+        assert 2 < step["balance_loss"] < 3  # 2 is best
+        assert 1 < step["load_imbalance"] <= 4
+        assert 1.9 < step["router_entropy"] < 2.08  # ln 8 at most
+    held_out = next(r for r in records(workspace, "told") if "validation_loss" in r)
+    assert held_out["validation_loss"] == held_out["validation_cross_entropy"]
+    checkpoint = workspace / "told/checkpoints/step-00000004"
+    _, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not report["missing_keys"]
+    biases = {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in range(2)}
+    assert set(report["unexpected_keys"]) == biases  # transformers has none for this family
+    saved = weights(checkpoint)
+    for name in biases:
+        assert 0 < saved[name].abs().max() <= 4.001e-3  # a step moves it by 1e-3
+
+
+@soak
+@pytest.mark.timeout(240)
+def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start):
+    short = ("run.steps=3", "schedule={}", *MOE)
+    train(1, "run.dir=experts-alone", "strategy.name=ddp", *short)
+    train(2, "run.dir=experts-saved", *EP, *short)
+    alone, before = (workspace / f"experts-{n}/checkpoints" for n in ("alone", "saved"))
+    whole = weights(alone / "step-00000003")
+    for name, tensor in weights(before / "step-00000003").items():
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-3)
+    layouts = [(1, ()), (2, EP), (2, ()), (4, EP), (4, ("strategy.ep=4",)), (3, ()), (1, ())]
+    layouts += [(4, (*EP, *HSDP)), (2, ("strategy.zero=1",)), (2, EP)]
+    for number, (ranks, overrides) in enumerate(layouts):
+        after = workspace / f"experts-saved/again-{number}"
+        program = ("tests.distributed.resaved", str(after))
+        given = (f"checkpoint.directory={before}", "schedule={}", *overrides, *MOE)
+        code, output = start(ranks, *given, program=program).wait()
+        assert code == 0, output
+        one, other = (path / "step-00000003" for path in (before, after))
+        names = [str(path.relative_to(one)) for path in sorted(one.rglob("*.safetensors"))]
+        assert len(names) == 2
+        for name in names:
+            assert (one / name).read_bytes() == (other / name).read_bytes(), (number, name)
+        before = after
+    AutoModelForCausalLM.from_pretrained(before / "step-00000003")
+
+
+@soak
+def test_a_run_goes_on_in_another_layout(workspace, train, alone):
+    """From storage: EP2, one process, EP2 x FSDP2, FSDP2."""
+    layouts = [(2, EP), (1, ("strategy.name=ddp",)), (4, EP), (2, ())]
+    shared = ("run.steps=30", "run.evaluate_every=15", "schedule.name=constant")
+    for number, (ranks, strategy) in enumerate(layouts):
+        last = min(30, 8 * (number + 1))
+        given = ("run.dir=goes-on", *shared, f"run.steps={last}", "checkpoint.slots=0")
+        train(ranks, *given, *strategy, *MOE)
+    ours, theirs = told(workspace, "goes-on")[:1], alone(*MOE, "schedule.name=constant")[:1]
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+
+
+@soak
+def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
+    low = ("precision.dtype=bf16", *THIRTY, *MOE)
+    train(2, "run.dir=experts-bf16", *low)
+    train(2, "run.dir=ep-bf16", *EP, *low)
+    ours, theirs = told(workspace, "ep-bf16")[0], told(workspace, "experts-bf16")[0]
+    print("ep2-bf16", max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)))
+    assert ours == pytest.approx(theirs, rel=3e-3)
