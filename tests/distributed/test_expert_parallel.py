@@ -37,6 +37,7 @@ def weights(checkpoint):
                 ("moe-fsdp4", 4, [], UNTIED),
                 ("moe-hsdp", 4, HSDP, MOE),
                 ("moe-full", 2, ["strategy.activation_checkpointing=full"], MOE),
+                ("moe-compile", 2, ["strategy.compile=true"], MOE),
                 ("ep2-untied", 2, EP, UNTIED),
                 ("ep2-zero2", 2, [*EP, "strategy.zero=2"], MOE),
                 ("ep2-full", 2, [*EP, "strategy.activation_checkpointing=full"], MOE),
@@ -125,6 +126,15 @@ def test_a_run_goes_on_in_another_layout(workspace, train, alone):
         train(ranks, *given, *strategy, *MOE)
     ours, theirs = told(workspace, "goes-on")[:1], alone(*MOE, "schedule.name=constant")[:1]
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+
+
+@soak
+def test_exact_is_exact_with_experts(workspace, train):
+    for ranks, strategy in ((1, ()), (2, ()), (4, ("strategy.zero=2",))):
+        given = (f"run.dir=exact-moe-{ranks}", "run.determinism=exact", *THIRTY, *MOE)
+        train(ranks, *given, *strategy)
+    first, *others = (told(workspace, f"exact-moe-{ranks}") for ranks in (1, 2, 4))
+    assert all(first == other for other in others)
 
 
 @soak

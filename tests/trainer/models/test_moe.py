@@ -1,12 +1,15 @@
 """Experts: what transformers computes, and what counts of them."""
 
 import json
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from trainer.models import Decoder, config_json, init_parameter, read_config
+from trainer.models.families.qwen3_moe import MoE, move_biases
 from trainer.models.family import family_of
 from trainer.models.stacks import apart
 from trainer.recipe.architecture import Architecture
@@ -36,8 +39,8 @@ ARCHITECTURE = FAMILY.complete(
 )
 
 
-def drawn() -> Decoder:
-    decoder = Decoder(ARCHITECTURE)
+def drawn(architecture: Architecture = ARCHITECTURE) -> Decoder:
+    decoder = Decoder(architecture)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(init_parameter(name, tuple(parameter.shape), ARCHITECTURE, 3))
@@ -95,3 +98,49 @@ def test_a_token_costs_the_experts_it_meets():
     met = parameters - embedding - 2 * (8 - 2) * expert
     attention = 12 * 2 * 64 * 32
     assert FAMILY.flops_per_token(ARCHITECTURE, parameters, 32) == 6 * met + attention
+
+
+def test_biases_move_by_load_and_change_the_choice_alone():
+    options = {**ARCHITECTURE.options, "router_bias_update_rate": 0.5}
+    moe = MoE(replace(ARCHITECTURE, options=options))
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.normal_(std=0.2, generator=draw)
+    x = torch.randn(2, 50, 48, generator=draw)
+    mixed, statistics = moe(x)
+    (mixed.sum() * 0).backward()  # as of a pass that only keeps a rank in step
+    assert not moe.load.any()
+    moe(x)[0].sum().backward()
+    loads = statistics[0].detach().sum(dim=0) * 50
+    assert loads.sum() == 2 * 100
+    assert torch.equal(moe.load, loads.round().long())
+    move_biases(moe)
+    bias = moe.gate.e_score_correction_bias
+    assert torch.equal(bias, 0.5 * (25 - loads.round()).sign())
+    assert moe.load is None
+
+    bias.copy_(torch.tensor([0.0, 0, 0, 9, 0, 9, 0, 0]))
+    mixed, statistics = moe(x)
+    assert statistics[0, :, [3, 5]].eq(1).all()
+    likely = (x @ moe.gate.weight.T).softmax(-1)[..., [3, 5]]
+    weights = likely / likely.sum(-1, keepdim=True)
+    each = []
+    for number in (3, 5):
+        gate, up, down = (weight[number].T for weight in moe.experts.parameters())
+        each.append((F.silu(x @ gate) * (x @ up)) @ down)
+    expected = (torch.stack(each, -1) * weights[..., None, :]).sum(-1)
+    torch.testing.assert_close(mixed, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_balance_loss_is_the_same_however_sequences_are_batched():
+    options = {**ARCHITECTURE.options, "router_aux_loss_per_sequence": True}
+    decoder = drawn(replace(ARCHITECTURE, options=options))
+    tokens = torch.randint(0, 131, (4, 33), generator=torch.Generator().manual_seed(1))
+
+    def losses(rows):
+        parts = [decoder(part[:, :-1], part[:, 1:]) for part in tokens.split(rows)]
+        return torch.stack([part["balance_loss"] for part in parts])
+
+    torch.testing.assert_close(losses(1).mean(), losses(4)[0], rtol=1e-6, atol=0)
+    assert losses(1).std() > 1e-3

@@ -46,6 +46,7 @@ class Experts(nn.Module):
         return swiglu(x, counts, self.gate_proj, self.up_proj, self.down_proj)
 
 
+@torch.compiler.disable  # which takes grouped products in bf16 only, and leaves nothing to fuse
 def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Rows (N, D) by expert, `counts` (E) of each → (N, D); weights (E, I, D) and (E, D, I)."""
     # Not under autocast, which knows no grouped products: they want one dtype.
