@@ -79,7 +79,7 @@ def measure(tokens: int) -> None:
     if world.world_size == 1:
         loss = means(model(**inputs))["loss"]
     else:
-        loss = Context(group)(model, inputs)["loss"]
+        loss = Context(group)(model, inputs)
     loss.backward()
     seconds = time.perf_counter() - began
     grown = [0] * world.world_size

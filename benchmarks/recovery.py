@@ -32,7 +32,7 @@ from benchmarks.support import (
     write_json,
 )
 from benchmarks.support.elastic_job import Job, Recovery
-from benchmarks.support.faults import SCENARIOS, join
+from benchmarks.support.faults import SCENARIOS, Scenario, join
 from checkpointing.storage.folders import run_id
 from elastic.group.secret import SECRET_FILE, make_secret, read_secret
 from elastic.rendezvous import key_prefix
@@ -67,7 +67,8 @@ join     a node joins; from 1 to 2             first  the same, with rank 0 (Sto
 join 3   the same; from 2 to 3                        of 3
 notice   SIGTERM to an agent; of 2 nodes       hang   SIGSTOP of a rank; 2 nodes
 store    kill -9 of the store's host, which comes back after 1 s; 1 s later kill -9 of one rank,
-         from which is counted. Stock: kill -9 of the node that hosts it"""
+         from which is counted. Stock: kill -9 of the node that hosts it
+tp, pp   as node, with TP2 on each of 2 nodes, and PP2 over 4 nodes: DP2, DP1, and DP2 again"""
 
 SAVE_EVERY = 10
 STEADY_SECONDS = 1.0
@@ -120,9 +121,8 @@ class System:
         """Whether this is Perdure."""
         return self.backend == "perdure"
 
-    def job(self, folder: Path, most_nodes: int, node_ranks: int) -> Job:
-        """A job of 1 to `most_nodes` nodes, of so many ranks each, that leaves its files in
-        `folder`."""
+    def job(self, folder: Path, scenario: Scenario) -> Job:
+        """A job of nodes that a fault is done to, which leaves its files in `folder`."""
         folder.mkdir()
         task = Task(
             architecture=ARCHITECTURE,
@@ -139,13 +139,16 @@ class System:
         peer = str(ROOT / "benchmarks/peers/stock_elastic.py")
         (folder / "data").symlink_to(folder.parent / "data")
         recipe = {**RECIPE, "elastic": {"snapshot_every": 1, "recovery": self.recovery}}
+        if scenario.strategy:
+            batch = {"global_batch": GLOBAL_BATCH, "micro_batch": GLOBAL_BATCH // 4}
+            recipe |= {"strategy": dict(scenario.strategy), "batch": batch}
         (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
         nodes = LocalNodes(
             ["-m", "trainer", "recipe.yaml"] if self.ours else [peer, json.dumps(asdict(task))],
             folder=folder,
-            nnodes=f"1:{most_nodes}",
+            nnodes=f"1:{scenario.nodes}",
             logs=folder,
-            ranks=node_ranks,
+            ranks=scenario.node_ranks,
             environment={
                 "PYTHONPATH": python_path(ROOT),
                 "TMPDIR": str(folder.parent),
@@ -219,6 +222,8 @@ def main() -> None:
         for system in options.systems.split(","):
             figures[system] = {}
             for scenario in options.scenarios.split(","):
+                if SCENARIOS[scenario].strategy and not SYSTEMS[system].ours:
+                    continue
                 found = _run(SYSTEMS[system], scenario, options, Path(scratch), spans)
                 for kind, recoveries in found.items():
                     figures[system].setdefault(kind, []).extend(recoveries)
@@ -260,7 +265,7 @@ def _run(
         for number in range(options.faults):
             if job is None:
                 folder = scratch / f"{system.title}-{name}-{number}"
-                job = stack.enter_context(system.job(folder, scenario.nodes, scenario.node_ranks))
+                job = stack.enter_context(system.job(folder, scenario))
                 failure = job.start(scenario.nodes, scenario.node_ranks)
                 if failure:
                     _note(found, name, Recovery(None, failure=f"at the start: {failure}"), system)
@@ -296,7 +301,7 @@ def _one(job: Job, name: str, number: int, limit: float) -> dict[str, Recovery]:
     ranks = scenario.nodes * scenario.node_ranks
     job.steady(ranks, limit, after_save, SAVE_EVERY)
     recoveries = {name: scenario.fault(job, number, limit)}
-    left = ranks - (scenario.node_ranks if scenario.rejoin else 0)
+    left = ranks - (scenario.taken or scenario.node_ranks if scenario.rejoin else 0)
     if recoveries[name].failure:
         return recoveries
     failure = job.steady(left, limit, after_save, SAVE_EVERY)

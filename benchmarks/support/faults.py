@@ -3,9 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from benchmarks.support.elastic_job import Job, Recovery
 from trainer.tools.local_nodes import LocalNode
@@ -113,6 +114,10 @@ class Scenario:
     """The kind of the join that makes up for the node that the fault took; "": it took none."""
     node_ranks: int = 1
     """Ranks of each node."""
+    taken: int = 0
+    """Ranks that the fault takes out of the job, the spares among them; 0: those of its node."""
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe; only Perdure has it."""
 
 
 SCENARIOS = {
@@ -123,4 +128,6 @@ SCENARIOS = {
     "first": Scenario(3, lose_first, rejoin="join 3"),
     "store": Scenario(2, kill_store),
     "hang": Scenario(2, hang),
+    "tp": Scenario(2, lose_node, "join tp", node_ranks=2, strategy={"name": "ddp", "tp": 2}),
+    "pp": Scenario(4, lose_node, "join pp", taken=2, strategy={"name": "ddp", "pp": 2}),
 }

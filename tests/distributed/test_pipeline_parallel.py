@@ -10,6 +10,7 @@ PP = ("strategy.pp=2",)
 FOUR = ("model.architecture.num_hidden_layers=4",)
 INTERLEAVED = ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2")
 ZERO_BUBBLE = ("strategy.pp_schedule=zero_bubble", "strategy.sharding=SHARD_GRAD_OP")
+CP = ("strategy.cp=2",)
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
 
@@ -49,6 +50,13 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-tp2-sp-ddp2-uneven", 8,
                  [*PP, *SP, "strategy.name=ddp", "batch.micro_batch=2"],
                  ["batch.global_batch=7"]),
+                ("pp2-cp2", 4, [*PP, *CP], ()),
+                ("pp2-cp2-llama-31", 4, [*PP, *CP], [*LLAMA, "data.seq_len=31"]),
+                ("pp2-cp2-interleaved", 4, [*PP, *CP, *INTERLEAVED], FOUR),
+                ("pp2-cp2-zero-bubble", 4, [*PP, *CP, *ZERO_BUBBLE], ()),
+                ("pp2-cp2-full", 4, [*PP, *CP, "strategy.activation_checkpointing=full"], ()),
+                ("pp2-cp2-fsdp2-uneven", 8, [*PP, *CP], ["batch.global_batch=7"]),
+                ("pp2-tp2-sp-cp2", 8, [*PP, *SP, *CP], ()),
                 ("pp2-fsdp3", 6, PP, ["batch.global_batch=7"]),
                 ("pp2-hsdp", 8,
                  [*PP, "strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"], ()),

@@ -323,15 +323,21 @@ class Context:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
+    def tokens(self, length: int) -> int:
+        """How many tokens of a sequence this rank has."""
+        cp, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        return sum(map(len, chunks(length, cp, rank)))
+
     def __call__(
-        self, module: Callable[..., Tensor], inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+        self, module: Callable[..., Tensor], inputs: Mapping[str, Tensor], **beside: Tensor
+    ) -> Tensor:
         """The loss of a micro-batch, the same on the ranks of the group, each of which has its part
-        of the gradient. On all ranks.
+        of the gradient; of a stage without a head the hidden states (B, t, D). On all ranks.
 
         Args:
             module: a `Decoder`, or what wraps one.
             inputs: as of `Decoder.forward`: the whole sequences, and all their labels.
+            beside: given to the module as it is.
         """
         ids, labels = inputs["input_ids"], inputs["labels"]
         ring = Ring(self._group, inputs.get("cu_seqlens"), (ids.shape[0], ids.shape[1]), ids.device)
@@ -342,11 +348,14 @@ class Context:
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
-        mean = module(
-            input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring)
-        )
+        found = module(
+            input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring),
+            **beside,
+        )  # fmt: skip
+        if found.dim():
+            return found
         share = _counted(mine) / _counted(labels).clamp(min=1)
-        return {"loss": _Sum.apply(mean * share, self._group)}
+        return _Sum.apply(found * share, self._group)
 
 
 def _counted(labels: Tensor) -> Tensor:

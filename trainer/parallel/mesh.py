@@ -72,7 +72,7 @@ def replica_ranks(recipe: Recipe) -> int:
     the recipe alone says how it is spread."""
     strategy = recipe.strategy
     shards = (recipe.sharding == "HYBRID_SHARD" and strategy.shard_size) or 1
-    return strategy.tp * strategy.pp * math.lcm(strategy.cp, shards)
+    return strategy.tp * strategy.pp * math.lcm(strategy.cp, strategy.ep, shards)
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
@@ -125,7 +125,35 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
             f"strategy.ep: groups of {recipe.strategy.ep} ranks do not divide the {shards} that "
             "share parameters; start a multiple of that, or set another strategy.ep"
         )
+    if pp > 1 and shards % recipe.strategy.cp:
+        raise RecipeError(
+            f"strategy.cp: with pp={pp}, a ring of {recipe.strategy.cp} ranks does not fit in "
+            f"shard groups of {shards}; use strategy.sharding=SHARD_GRAD_OP, or FULL_SHARD"
+        )
     return world_size // shards, shards
+
+
+def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
+    """Which groups of ranks that compute together lie inside a node, and which go across."""
+    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
+    tp, pp, cp = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp
+    inside: list[str] = []
+    across: list[str] = []
+    for name, size, neighbours in (
+        (TENSOR, tp, tp),
+        ("cp", cp, tp * cp),
+        ("ep", recipe.strategy.ep, tp * recipe.strategy.ep),
+        (SHARD, shards, tp * shards),
+        (PIPELINE, pp, tp * shards * pp),
+        (REPLICATE, replicas, world_size),
+    ):
+        if size > 1:
+            where = across if local_world_size % neighbours else inside
+            where.append(f"{name}={size}")
+    places = [f"{', '.join(inside)} inside a node"] if inside else []
+    if across:
+        places.append(f"{', '.join(across)} across {world_size // local_world_size} nodes")
+    return "; ".join(places)
 
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:

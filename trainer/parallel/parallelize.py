@@ -81,7 +81,7 @@ class ParallelModel:
         """`means` of one micro-batch. On all ranks."""
         with self.autocast():
             if self.context:
-                return self.context(self.module, inputs)
+                return means(self.context(self.module, inputs))
             result = self.module(**inputs)
         # What has no backward may be other than a loss: an evaluation is recall@20 of KGAT, say.
         if torch.is_grad_enabled() and (problem := loss_problem(result)):
@@ -281,9 +281,10 @@ def parallelize(
         from trainer.parallel.context import Context  # others get by without
 
         context = Context(mesh.ring)
+    pipeline = Pipeline(stages, mesh, recipe, dtype, context) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
-        draw_weights, Pipeline(stages, mesh, recipe, dtype) if stages else None, context, stacks,
+        draw_weights, pipeline, context, stacks,
     )  # fmt: skip
 
 

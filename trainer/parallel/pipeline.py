@@ -15,6 +15,7 @@ Shapes: B micro-batch, T sequence, D hidden.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from trainer.parallel.mesh import PIPELINE, Mesh
 from trainer.parallel.parallelize import Compute, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from trainer.parallel.context import Context
 
 
 def runs_of(model: nn.Module, recipe: Recipe) -> list[range]:
@@ -66,6 +70,7 @@ class Pipeline:
         mesh: Mesh,
         recipe: Recipe,
         dtype: torch.dtype,
+        context: "Context | None",
     ) -> None:
         """
         Args:
@@ -73,8 +78,10 @@ class Pipeline:
             mesh: with PIPELINE.
             recipe: of the run.
             dtype: of hidden states.
+            context: by which a stage computes with a part of each sequence.
         """
         self._stages, self._strategy, self._dtype = stages, recipe.strategy, dtype
+        self._context = context
         self._links = _Links(mesh)
         self._tied: Tensor | None = None
         for stage in stages.values():
@@ -103,8 +110,9 @@ class Pipeline:
         if not train:
             orders = [[action for action in order if action.kind == "F"] for order in orders]
         among = strategy.tp if strategy.sequence_parallel else 1
+        tokens = self._context.tokens if self._context else int
         shapes = [
-            (rows, length // among, self._width)
+            (rows, tokens(length) // among, self._width)
             for rows, length in (batch["input_ids"].shape for batch in inputs)
         ]
         messages = _Messages(self._links, orders, shapes, self._dtype)
@@ -117,7 +125,7 @@ class Pipeline:
             stage = self._stages[s]
             if kind == "F":
                 x = messages.receive(action).requires_grad_(train) if s else None
-                out = compute(number, inputs[number], partial(_forward, stage, x))
+                out = compute(number, inputs[number], partial(self._forward, stage, x))
                 if s < top:
                     messages.send(Action("F", s + 1, number), out.detach())
                 if train:
@@ -142,6 +150,15 @@ class Pipeline:
                 messages.send(Action(kind, s - 1, number), x.grad)
         messages.finish()
 
+    def _forward(
+        self, stage: Decoder, hidden: Tensor | None, inputs: Mapping[str, Tensor]
+    ) -> Tensor | dict[str, Tensor]:
+        beside = {} if hidden is None else {"hidden": hidden}
+        found = (
+            self._context(stage, inputs, **beside) if self._context else stage(**inputs, **beside)
+        )
+        return means(found) if stage.has_head else found
+
     def _backward(self, stage: nn.Module, out: Tensor, gradient: Tensor | None, last: bool) -> None:
         reduce_in_backward(stage, last, self._strategy.reduce_every_pass)
         torch.autograd.backward(out, gradient)
@@ -157,13 +174,6 @@ class Pipeline:
         self._links.send(mine, peer).wait()
         receiving.wait()
         mine += theirs
-
-
-def _forward(
-    stage: Decoder, hidden: Tensor | None, inputs: Mapping[str, Tensor]
-) -> Tensor | dict[str, Tensor]:
-    found = stage(**inputs) if hidden is None else stage(**inputs, hidden=hidden)
-    return means(found) if stage.has_head else found
 
 
 def _backward_of_input(

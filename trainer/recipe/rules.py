@@ -171,8 +171,6 @@ def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if cp == 1:
         return
     yield from _missing_beside(recipe, "cp")
-    if recipe.strategy.pp > 1:
-        yield "strategy.pp", "does not work with strategy.cp above 1 yet; set one of them to 1"
     if recipe.model.factory:
         yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
     if recipe.model.attention != "auto":

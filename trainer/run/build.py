@@ -17,7 +17,7 @@ from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import Recipe
 from trainer.run.metrics import Log, Startup
@@ -127,6 +127,10 @@ def describe(run: Run) -> str:
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
+    placed = []
+    sizes = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp, recipe.strategy.ep
+    if max(sizes) > 1:
+        placed = [f"placement: {placement(recipe, world.world_size, world.local_world_size)}"]
     lines = [
         f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
         f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
@@ -134,6 +138,7 @@ def describe(run: Run) -> str:
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
         f"{epochs:.2f} epochs",
+        *placed,
         *(f"note: {note}" for note in notes),
     ]
     steps, lost = recipe.run.steps, max(0, run.log.reached - start.step)

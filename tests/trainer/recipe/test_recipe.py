@@ -151,7 +151,6 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
         ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
         ("data.factory=a:b", "data.factory: does not work with strategy.cp"),
         ("batch.micro_batch=auto", "name a number instead of auto"),
-        ("strategy.pp=2", "strategy.pp: does not work with strategy.cp above 1 yet"),
         ("strategy.compile=true", "strategy.compile: does not work with strategy.cp"),
         ("tracking.profile_steps=1", "tracking.profile_steps: does not work with strategy.cp"),
         ("data.seq_len=3", "strategy.cp: a sequence is cut into 4 chunks, but data.seq_len is 3"),

@@ -1,0 +1,75 @@
+"""Where ranks are placed, and which layouts are refused; without any process."""
+
+import pytest
+
+from tests.distributed.jobs import RECIPE
+from trainer.parallel.mesh import least_nodes, mesh_shape, placement, replica_ranks
+from trainer.recipe import RecipeError, load_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """recipe(*overrides)"""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return lambda *overrides: load_recipe(
+        path, ["model.architecture.num_hidden_layers=8", *overrides]
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "node", "shown"),
+    [
+        (["tp=2"], 8, 4, "tp=2 inside a node; dp_shard=4 across 2 nodes"),
+        (["tp=2", "pp=2", "name=ddp"], 8, 4, "tp=2, pp=2 inside a node; dp_replicate=2 across 2"),
+        (["tp=4", "pp=2", "name=ddp"], 16, 4, "tp=4 inside a node; pp=2, dp_replicate=2 across 4"),
+        (["tp=2", "pp=2"], 16, 4, "tp=2 inside a node; dp_shard=4, pp=2 across 4 nodes"),
+        (["cp=4"], 8, 4, "cp=4 inside a node; dp_shard=8 across 2 nodes"),
+        (["tp=2", "cp=2", "pp=2"], 8, 8, "tp=2, cp=2, dp_shard=2, pp=2 inside a node"),
+        (["pp=2", "name=ddp"], 4, 1, "pp=2, dp_replicate=2 across 4 nodes"),
+    ],
+)
+def test_the_first_lines_say_what_goes_across_nodes(recipe, overrides, world, node, shown):
+    chosen = recipe(*(f"strategy.{one}" for one in overrides))
+    assert placement(chosen, world, node).startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "node", "reason"),
+    [
+        (["tp=4"], 8, 2, "groups of 4 ranks do not divide the 2 rank(s) of a node, and none may"),
+        (["tp=2", "cp=2"], 8, 2, "groups of tp x cp = 4 ranks do not divide the 2 rank(s) of a"),
+        (["pp=4"], 6, 3, "6 rank(s) do not divide into pipelines of 4; start a multiple"),
+        (
+            ["tp=2", "sharding=HYBRID_SHARD", "shard_size=4"], 12, 4,
+            "6 groups of tp=2 ranks do not divide into groups of 4",
+        ),
+        (["pp=2", "cp=2", "name=ddp"], 4, 4, "a ring of 2 ranks does not fit in shard groups of 1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_or_would_cross_nodes_is_refused(
+    recipe, overrides, world, node, reason
+):
+    with pytest.raises(RecipeError) as error:
+        mesh_shape(recipe(*(f"strategy.{one}" for one in overrides)), world, node)
+    assert reason in str(error.value)
+
+
+def test_whole_replicas_are_what_mesh_shape_takes(recipe):
+    """A world of so many ranks, or a multiple, is never refused; others are."""
+    for overrides, unit in (
+        (["tp=2", "pp=2"], 4),
+        (["pp=2", "cp=2", "sharding=SHARD_GRAD_OP"], 4),
+        (["pp=3", "name=ddp"], 3),
+        (["tp=2", "sharding=HYBRID_SHARD", "shard_size=2"], 4),
+    ):
+        chosen = recipe(*(f"strategy.{one}" for one in overrides))
+        assert replica_ranks(chosen) == unit
+        for world in range(1, 4 * unit + 1):
+            fits = True
+            try:
+                mesh_shape(chosen, world, world)
+            except RecipeError:
+                fits = False
+            assert fits == (world % unit == 0), (overrides, world)
+    assert [least_nodes(recipe("strategy.pp=4"), nodes, 2) for nodes in (1, 2, 3)] == [2, 2, 4]
