@@ -48,6 +48,7 @@ def weights(checkpoint):
                 ("ep2-fsdp2", 4, EP, MOE),
                 ("ep2-fsdp2-zero2", 4, [*EP, "strategy.zero=2"], UNTIED),
                 ("ep2-hsdp", 4, [*EP, *HSDP], MOE),
+                ("ep2-fsdp3", 6, EP, MOE),
                 ("ep4", 4, ["strategy.ep=4"], MOE),
                 ("ep2-fsdp4", 8, [*EP, "batch.micro_batch=1"], MOE),
                 (
@@ -99,7 +100,7 @@ def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start)
     for name, tensor in weights(before / "step-00000003").items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-3)
     layouts = [(1, ()), (2, EP), (2, ()), (4, EP), (4, ("strategy.ep=4",)), (3, ()), (1, ())]
-    layouts += [(4, (*EP, *HSDP)), (2, ("strategy.zero=1",)), (2, EP)]
+    layouts += [(4, (*EP, *HSDP)), (6, EP), (2, ("strategy.zero=1",)), (2, EP)]
     for number, (ranks, overrides) in enumerate(layouts):
         after = workspace / f"experts-saved/again-{number}"
         program = ("tests.distributed.resaved", str(after))

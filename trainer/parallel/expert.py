@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.parallel.tensor import with_local
+from trainer.parallel.tensor import told_by_sums, with_local
 from trainer.recipe import RecipeError
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -43,20 +43,24 @@ def stacked_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def check_experts(model: nn.Module, shards: int) -> None:
-    """Refuse what cannot be shared by `shards` ranks, `strategy.ep` of which share the experts.
+def check_experts(model: nn.Module, ep: int, shards: int) -> None:
+    """Refuse what `ep` ranks cannot divide, and FSDP then cut further: over `shards` ranks in all.
 
     Raises:
-        RecipeError: there are no experts, or they cannot be shared evenly.
+        RecipeError: there are no experts, or their number does not fit.
     """
     counts = {len(p) for module in stacked_modules(model) for p in module.parameters()}
     if not counts:
         raise RecipeError("strategy.ep: the model has no experts; set strategy.ep=1")
     for count in counts:
-        if count % shards:
+        if count % ep:
             raise RecipeError(
-                f"strategy.ep: {count} experts are not even on the {shards} ranks that share "
-                "parameters; start another number of ranks, or set strategy.shard_size"
+                f"strategy.ep: {count} experts do not divide among {ep} ranks; set a divisor"
+            )
+        if not told_by_sums(count, ep, shards // ep):
+            raise RecipeError(
+                f"strategy.ep: {count} experts cannot be cut over {shards} ranks; start another "
+                "number of them, or set strategy.shard_size"
             )
 
 

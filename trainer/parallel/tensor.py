@@ -112,7 +112,7 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
         length = module.weight.shape[lengths[kind]]
         if kind == "vocabulary" and (tp - 1) * -(-length // tp) >= length:
             return f"its {length} rows leave one of tp={tp} ranks without any"
-        if kind == "vocabulary" and not _told_by_sums(length, tp, shards):
+        if kind == "vocabulary" and not told_by_sums(length, tp, shards):
             return (
                 f"its {length} rows are not even on tp={tp} ranks with {shards} shards each; take "
                 "a vocab_size that both divide, or another strategy.shard_size"
@@ -122,7 +122,7 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
     return None
 
 
-def _told_by_sums(length: int, tp: int, shards: int) -> bool:
+def told_by_sums(length: int, tp: int, shards: int) -> bool:
     """Whether a DTensor tells right which rows a rank holds. It describes FSDP over tensor
     parallelism by what the ranks of a shard hold together, cut evenly (`_StridedShard`)."""
     by_rank = [_chunks(part, shards) for part in _chunks(length, tp)]

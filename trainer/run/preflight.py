@@ -60,7 +60,7 @@ def check_inputs(
     if recipe.strategy.ep > 1:
         from trainer.parallel.expert import check_experts
 
-        check_experts(task.model, shards)
+        check_experts(task.model, recipe.strategy.ep, shards)
     try:
         batch, strategy = recipe.batch, recipe.strategy
         shares = world_size // (strategy.tp * strategy.pp * strategy.cp)

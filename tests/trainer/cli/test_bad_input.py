@@ -88,7 +88,7 @@ def perdure(monkeypatch, capsys, *arguments):
                 *("strategy.ep=2", "model.architecture.model_type=qwen3_moe"),
                 "model.architecture.options={num_experts: 5}",
             ],
-            "strategy.ep: 5 experts are not even on the 2 ranks that share parameters; start",
+            "strategy.ep: 5 experts do not divide among 2 ranks; set a divisor",
         ),
         (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
         (
