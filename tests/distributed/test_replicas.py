@@ -11,6 +11,7 @@ from benchmarks.support import python_path
 from elastic.record.history import read_history
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, losses, soak
+from tests.distributed.test_expert_parallel import EP, MOE
 from trainer.tools.local_nodes import LocalNodes
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
@@ -29,6 +30,7 @@ COPIES = ("elastic.snapshot_every=1", "checkpoint.slots=2", "checkpoint.peer_cop
         ("cp2-dp2", [*CP, "strategy.name=ddp"], 2, 2),
         ("pp2-dp2", [*PP, "strategy.name=ddp"], 4, 1),
         ("pp2-fsdp2", PP, 4, 1),
+        ("ep2-fsdp2", [*EP, *MOE, "batch.micro_batch=1"], 4, 1),
         ("tp2-pp2-dp2", [*SP, *PP, "strategy.name=ddp"], 4, 2),
     ],
 )
@@ -80,5 +82,6 @@ def test_nodes_of_whole_replicas_come_and_go(
     report = [sys.executable, "-m", "trainer.cli", "report", run.name, "--check"]
     subprocess.run(report, cwd=workspace, check=True)
     found = losses(workspace, run.name)
-    expected = alone(f"run.steps={len(found)}", *RATE)[0]
+    model = [key for key in layout if key.startswith("model.")]
+    expected = alone(f"run.steps={len(found)}", *RATE, *model)[0]
     assert [found[step] for step in sorted(found)] == pytest.approx(expected, rel=1e-4)

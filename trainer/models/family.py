@@ -22,7 +22,7 @@ TensorPlan = Mapping[str, str]
 parallelism] in trainer/parallel/tensor.py. The first pattern that matches counts."""
 
 AfterStep = Callable[[nn.Module], None]
-"""Called on all ranks with the model after each optimizer step."""
+"""Called on all ranks after each optimizer step, with what is trained: the model, or a wrapper."""
 
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
 """(what the blocks returned beside x, architecture) → scalars by name, each with its weight."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,10 +27,13 @@ from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import check_signature
 
+if TYPE_CHECKING:
+    from trainer.parallel.parallelize import ParallelModel
+
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """See `trainer.parallel.parallelize.Fill`."""
-Forward = Callable[[dict[str, torch.Tensor]], object]
-"""Inputs of one micro-batch → what the model makes of them."""
+AfterStep = Callable[["ParallelModel", int], None]
+"""Called with the model that is trained, and the samples consumed so far."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Task:
     """What a user should know before training."""
     groups: Sequence[ParameterGroup] = ()
     """What the model says of how parameters are trained; the recipe's come first."""
-    after_step: Callable[[Forward, int], None] | None = None
+    after_step: AfterStep | None = None
     """Called on all ranks after each step, with the parallel model and the samples consumed so far:
     for what changes in the model besides by the optimizer."""
 
@@ -128,14 +132,14 @@ def build_task(recipe: Recipe) -> Task:
         parameters,
         notes=notes,
         groups=family.groups,
-        after_step=_after_step(decoder),
+        after_step=_after_step(family),
     )
 
 
-def _after_step(decoder: Decoder) -> Callable[[Forward, int], None] | None:
-    """What its family does after a step; the model is changed in place."""
-    change = decoder.family.after_step
-    return None if change is None else lambda _forward, _consumed: change(decoder)
+def _after_step(family: Family) -> AfterStep | None:
+    """What a family does after a step, to what is trained: the model of a task may be copied."""
+    change = family.after_step
+    return None if change is None else lambda model, _consumed: change(model.module)
 
 
 def _decoder(recipe: Recipe) -> tuple[Decoder, Fill]:
@@ -183,7 +187,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         architecture, family = model.model.architecture, model.family
         check_decoder_inputs(inputs, architecture.vocab_size)
         blocks, values, groups = list(model.blocks), _loss_values, family.groups
-        after_step = _after_step(model)
+        after_step = _after_step(family)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(architecture, start, family)
         name = f"{architecture.model_type} decoder"
@@ -269,7 +273,7 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return initial_tensor(name, shape, adjacency, options, seed)
 
-    def update_attention(model: Forward, consumed: int) -> None:
+    def update_attention(model: "ParallelModel", consumed: int) -> None:
         """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the
         authors' code); nothing to do where there is none."""
         if graph.triples_per_sample and consumed % stream.sequences == 0:
