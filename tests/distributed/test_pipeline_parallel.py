@@ -19,6 +19,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
     ("name", "ranks", "strategy", "model"),
     [
         ("pp2", 2, PP, ()),
+        ("pp2-tp2-sp", 4, [*PP, *SP, "batch.micro_batch=4"], ()),
         *(
             pytest.param(*case, marks=soak)
             for case in (
@@ -42,7 +43,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-selective", 4, [*PP, "strategy.activation_checkpointing=selective"], ()),
                 ("pp2-every", 4, [*PP, "strategy.reduce_every_pass=true"], ()),
                 ("pp2-tp2", 4, [*PP, "strategy.tp=2"], ()),
-                ("pp2-tp2-sp", 4, [*PP, *SP], ()),
+                ("pp2-tp2-sp-8", 4, [*PP, *SP], ()),
                 ("pp2-tp2-sp-llama", 4, [*PP, *SP], LLAMA),
                 ("pp2-tp2-sp-fsdp2", 8, [*PP, *SP], ()),
                 ("pp2-tp2-sp-fsdp2-interleaved", 8, [*PP, *SP, *INTERLEAVED], FOUR),

@@ -57,6 +57,17 @@ class Mesh:
             return None
         return self.experts[tuple(n for n in self.experts.mesh_dim_names or () if n != EXPERT)]
 
+    @property
+    def stages(self) -> list[list[int]]:
+        """The ranks of each stage of a pipeline; all ranks, where there is none."""
+        names = self.device_mesh.mesh_dim_names or ()
+        if PIPELINE not in names:
+            return [[*range(dist.get_world_size(self.group))]]
+        of_stages: list[list[int]] = (
+            self.device_mesh.mesh.movedim(names.index(PIPELINE), 0).flatten(1).tolist()
+        )
+        return of_stages
+
     def merged(self, by_name: dict[str, Any]) -> dict[str, Any]:
         """What the stages of a pipeline know, each of its own parameters. On all ranks."""
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):

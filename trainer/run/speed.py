@@ -22,7 +22,8 @@ class Speed:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._window, self._pace = Window(), Pace()
+        self._window, self._stages = Window(), run.mesh.stages
+        self._paces = [Pace() for _ in self._stages]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -53,11 +54,16 @@ class Speed:
         self._window = Window()
 
     def _name_stragglers(self) -> None:
-        if self._run.recipe.strategy.pp > 1:
-            return  # stages take their own times
-        self._pace, sentences = compare_ranks(self._pace, *self._passes())
-        for sentence in sentences:
-            self._run.log.event(self._run.progress.step, "straggler", sentence)
+        seconds, sequences = self._passes()
+        for stage, ranks in enumerate(self._stages):  # which take their own times
+            self._paces[stage], sentences = compare_ranks(
+                self._paces[stage],
+                [seconds[rank] for rank in ranks],
+                [sequences[rank] for rank in ranks],
+                ranks if len(self._stages) > 1 else None,
+            )
+            for sentence in sentences:
+                self._run.log.event(self._run.progress.step, "straggler", sentence)
 
     def _passes(self) -> tuple[list[float], list[float]]:
         """By rank: seconds of a forward pass in this interval, sequences of one."""

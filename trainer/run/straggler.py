@@ -37,7 +37,10 @@ class Pace:
 
 
 def compare_ranks(
-    pace: Pace, seconds: Sequence[float], sequences: Sequence[float] | None = None
+    pace: Pace,
+    seconds: Sequence[float],
+    sequences: Sequence[float] | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> tuple[Pace, list[str]]:
     """Judge one more window; every rank that calls it with the same values gets the same result.
 
@@ -45,6 +48,7 @@ def compare_ranks(
         pace: after the window before.
         seconds: by rank, compute time of a pass in this window, without waits for other ranks.
         sequences: by rank, how many a pass has on average; None: all ranks have as many.
+        ranks: that these are of, those of a stage of a pipeline; None: all, in order.
 
     Returns the new pace, and a sentence for each rank that became slow or is no longer: slow is a
     rank that is more than SLOWER times the median and an outlier, both in this window and in the
@@ -70,12 +74,14 @@ def compare_ranks(
     median = median_low(smoothed) if smoothed else 0.0
     sentences = []
     for rank in sorted(changed):
-        times = f"{smoothed[rank]:.3g} s, median of all ranks {median:.3g} s"
+        whose = "its stage" if ranks else "all ranks"
+        times = f"{smoothed[rank]:.3g} s, median of {whose} {median:.3g} s"
+        name = ranks[rank] if ranks else rank
         if rank in pace.named:
-            sentences.append(f"rank {rank} is no longer slow ({times})")
+            sentences.append(f"rank {name} is no longer slow ({times})")
         else:
             sentences.append(
-                f"rank {rank} is slow, and all others wait for it: {smoothed[rank] / median:.1f} "
+                f"rank {name} is slow, and all others wait for it: {smoothed[rank] / median:.1f} "
                 f"times the median for {WINDOWS} log intervals in a row ({times}); look for "
                 "other processes, heat, or lowered clocks on its machine"
             )
