@@ -26,10 +26,11 @@ def weights(checkpoint):
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("ep2", 2, EP, MOE),
+        ("ep2-short", 2, [*EP, "run.steps=10", "run.evaluate_every=10"], MOE),
         *(
             pytest.param(*case, marks=soak)
             for case in (
+                ("ep2", 2, EP, MOE),
                 ("moe-ddp2", 2, ["strategy.name=ddp"], MOE),
                 ("moe-zero1", 2, ["strategy.zero=1"], MOE),
                 ("moe-zero2", 2, ["strategy.zero=2"], MOE),
@@ -60,7 +61,7 @@ def weights(checkpoint):
     ],
 )  # fmt: skip
 def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strategy, model):
-    shared = [key for key in strategy if key.startswith(("batch", "data"))]
+    shared = [key for key in strategy if key.startswith(("batch", "data", "run"))]
     output = train(ranks, f"run.dir={name}", *THIRTY, *strategy, *model)
     assert ("ep=" in output) == any("ep=" in key for key in strategy)
     ours, theirs = told(workspace, name), alone(*model, *shared)
