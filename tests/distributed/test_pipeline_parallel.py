@@ -139,6 +139,17 @@ def test_a_pipeline_starts_from_a_published_model(workspace, train):
 
 
 @soak
+def test_fp16_loses_no_more_than_fsdp_does(workspace, train):
+    """Every stage scales by what the last one multiplies the loss with. Nothing overflows here."""
+    low = ("precision.dtype=fp16", "strategy.zero=2", *LENGTH)
+    train(2, "run.dir=fp16-dp", *low)
+    expected = told(workspace, "fp16-dp")[0]
+    for name, strategy in (("pp", PP), ("tp-pp", [*PP, *SP])):
+        train(4, f"run.dir=fp16-{name}", *low, *strategy)
+        assert told(workspace, f"fp16-{name}")[0] == pytest.approx(expected, rel=3e-3)
+
+
+@soak
 def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
     low = ("precision.dtype=bf16", "strategy.zero=2", *LENGTH)
     train(2, "run.dir=bf16-dp", *low)

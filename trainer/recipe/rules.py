@@ -226,7 +226,11 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
         ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
         ("strategy.offload", cut and strategy.offload != "none", "set none"),
         ("strategy.compile", strategy.compile, "set false"),
-        ("precision.dtype", cut and recipe.precision.dtype == "fp16", "use bf16 or fp32"),
+        (
+            "precision.dtype",
+            ranks == "ep" and recipe.precision.dtype == "fp16",
+            "use bf16 or fp32",
+        ),
         ("tracking.profile_steps", recipe.tracking.profile_steps > 0, "set 0"),
     ):
         if chosen:
