@@ -168,6 +168,7 @@ CASES: tuple[Case, ...] = (
     _case("machine.attention", 0, 40),
     _case("correct.fp32", 1, 60, _same("difference", 1e-4)),
     _case("correct.bf16", 1, 40, _same("difference", 2e-2)),
+    _case("correct.float8", 1, 120, _same("difference", 5e-2)),
     _case("correct.strategies", 1, 110, _same("difference", 1e-4)),
     _case("correct.compiled", 1, 90, _same("difference", 5e-3)),
     _case("correct.attention", 1, 75, _same("difference", 5e-3)),

@@ -29,6 +29,21 @@ def bf16(setting: Setting) -> dict[str, Any]:
     return {"difference": difference(ours, losses(setting, "fp32"))}
 
 
+def float8(setting: Setting) -> dict[str, Any]:
+    """Products in 8 bits against bf16, eager and compiled."""
+    setting.need_gpu("products in 8 bits")
+    reference, found = losses(setting, "bf16", **BF16), {}
+    for matmul in ("fp8_rowwise", "fp8_tensorwise"):
+        for on in (False, True):
+            sections = {
+                "precision": {"dtype": "bf16", "matmul": matmul},
+                "strategy": {"compile": on},
+            }
+            name = matmul + "_compiled" * on
+            found[name] = difference(losses(setting, name, **sections), reference)
+    return {"difference": max(found.values()), **found}
+
+
 def strategies(setting: Setting) -> dict[str, Any]:
     """Every sharding on one rank against DDP, in float32."""
     reference = losses(setting, "ddp")

@@ -276,6 +276,12 @@ def parallelize(
         if fill:
             _fill({**parameters, **buffers}, fill, cores)
 
+    gathers_8_bits = recipe.precision.matmul == "fp8_tensorwise" and strategy.offload == "none"
+    if gathers_8_bits and sharded_by_fsdp:
+        from trainer.parallel.float8 import gather_in_8_bits  # others get by without
+
+        for part in stages.values() or (model,):
+            gather_in_8_bits(part)
     context = None
     if mesh.ring:
         from trainer.parallel.context import Context  # others get by without
@@ -293,11 +299,16 @@ def _apply(
 ) -> list[nn.Module]:
     """Apply what changes a model in place; returns its blocks as they are then.
 
-    Tensor and expert parallelism come first: they change what layers compute, and what they hold.
+    Products in 8 bits come first, as they take the place of layers. Tensor and expert parallelism
+    change what layers compute, and what they hold.
     Activation checkpointing comes before compilation, so that recomputation is part of the
     compiled graph, and both before FSDP, whose hooks stay outside it.
     """
     strategy = recipe.strategy
+    if recipe.precision.matmul:
+        from trainer.parallel.float8 import apply_float8  # others get by without
+
+        apply_float8(blocks, recipe.precision.matmul)
     if strategy.tp > 1:
         from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
 

@@ -46,6 +46,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _pipeline_contradictions(recipe)
     yield from _context_contradictions(recipe)
     yield from _expert_contradictions(recipe)
+    yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
@@ -235,6 +236,28 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
     ):
         if chosen:
             yield key, f"{yet}; {instead}"
+
+
+def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What does not go with products in 8 bits."""
+    if recipe.precision.matmul is None:
+        return
+    for key, chosen, problem in (
+        ("precision.dtype", recipe.precision.dtype != "bf16", "goes with bf16; set that"),
+        ("run.determinism", recipe.exact, "has no exact mode; set fast"),
+        ("strategy.tp", recipe.strategy.tp > 1, "does not work with it yet; set strategy.tp=1"),
+        ("model.kgat", bool(recipe.model.kgat), "finds no layers there; remove it"),
+    ):
+        if chosen:
+            yield key, f"precision.matmul={recipe.precision.matmul} {problem}"
+    length = recipe.data.seq_len
+    if recipe.precision.matmul == "mxfp8" and not recipe.data.factory:
+        multiple = 32 * (2 * recipe.strategy.cp if recipe.strategy.cp > 1 else 1)
+        if length % multiple:
+            yield (
+                "data.seq_len",
+                f"{length} is no multiple of {multiple}, as mxfp8 needs; change it",
+            )
 
 
 def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:

@@ -323,6 +323,11 @@ class Precision:
     """Format of activations and matrix products (and of gathered parameters under fsdp).
     Gradients are reduced in float32. fp16 uses a dynamic loss scale."""
 
+    matmul: Literal["fp8_rowwise", "fp8_tensorwise", "mxfp8"] | None = None
+    """Have the linear layers of the blocks multiply in 8 bits, through torchao. One scale for each
+    row, each tensor, or each 32 elements. fp8 needs compute capability 8.9, mxfp8 10.0. Under fsdp
+    fp8_tensorwise also sends weights in 8 bits."""
+
     loss_scale: Annotated[float, Ge(1)] = 65536.0
     """First loss scale for fp16; halved on overflow, doubled after 2000 good steps."""
 

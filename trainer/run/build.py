@@ -124,6 +124,9 @@ def describe(run: Run) -> str:
         strategy = f"cp={recipe.strategy.cp}, {strategy}"
     if recipe.strategy.ep > 1:
         strategy = f"ep={recipe.strategy.ep}, {strategy}"
+    formats: str = recipe.precision.dtype
+    if recipe.precision.matmul:
+        formats += f" with products in {recipe.precision.matmul}"
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
@@ -133,7 +136,7 @@ def describe(run: Run) -> str:
         placed = [f"placement: {placement(recipe, world.world_size, world.local_world_size)}"]
     lines = [
         f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
-        f"{recipe.precision.dtype}, {strategy} over {world.world_size} rank(s) on "
+        f"{formats}, {strategy} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "

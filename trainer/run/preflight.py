@@ -36,6 +36,10 @@ def check_inputs(
     """
     _check_device(recipe, local_world_size)
     _check_attention(recipe, task)
+    if recipe.precision.matmul:
+        from trainer.parallel.float8 import capability_here, check_matmul
+
+        check_matmul(recipe, task.blocks, capability_here())
     _, shards = mesh_shape(recipe, world_size, local_world_size)
     if recipe.strategy.offload_directory:
         from trainer.optim.groups import moments

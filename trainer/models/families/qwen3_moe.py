@@ -63,6 +63,9 @@ def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) ->
 class MoE(nn.Module):
     """Each token goes through the experts that the router likes best (Shazeer et al. 2017)."""
 
+    precise = ("gate",)
+    """Never multiplied in 8 bits."""
+
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         options, hidden = architecture.options or {}, architecture.hidden_size
