@@ -1,18 +1,21 @@
 """Configurations as public projects publish them become recipes, with every key accounted for."""
 
+import inspect
 import json
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import main as cli
+from trainer.optim.own import build_own
 from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tools.deepspeed.config import read_config
 from trainer.tools.deepspeed.imported import NEEDED, inline
-from trainer.tools.deepspeed.translate import import_deepspeed
+from trainer.tools.deepspeed.translate import TORCH, import_deepspeed
 
 SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 CPU = {"device": "cpu", "pin_memory": True}
@@ -280,6 +283,36 @@ def test_schedules_end_where_deepspeed_s_do(config, tmp_path, kind, params, last
     recipe = filled(made.recipe(), tmp_path, made.open)
     steps, lr = recipe.run.steps, recipe.optimizer.lr
     assert learning_rate(steps, steps, lr, recipe.schedule) == pytest.approx(last)
+
+
+def test_an_optimizer_of_torch_becomes_a_factory(config, tmp_path):
+    params = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "foreach": "auto"}
+    warm = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 9}}
+    made = import_deepspeed(
+        config({"optimizer": {"type": "sgd", "params": params}, "scheduler": warm})
+    )
+    optimizer = filled(made.recipe(), tmp_path, made.open).optimizer
+    assert optimizer.factory == "torch.optim:SGD"
+    assert optimizer.factory_options == {"momentum": 0.9, "nesterov": True}
+    assert (optimizer.lr, optimizer.weight_decay) == (0.2, 1e-4)  # the scheduler's peak
+    made_of = build_own({"w": torch.nn.Parameter(torch.zeros(2, 2))}, optimizer)
+    assert made_of.param_groups[0]["nesterov"] is True
+    for name, rate in TORCH.items():
+        made = import_deepspeed(config({"optimizer": {"type": name}}))
+        optimizer = filled(made.recipe(), tmp_path, made.open).optimizer
+        assert inspect.signature(getattr(torch.optim, name)).parameters["lr"].default == rate
+        assert optimizer.lr == rate
+        assert optimizer.factory == f"torch.optim:{name}"
+
+
+def test_muon_is_the_bundled_one(config, tmp_path):
+    params = {"lr": 0.01, "muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "ns_method": "gram"}
+    made = import_deepspeed(config({"optimizer": {"type": "Muon", "params": params}}))
+    optimizer = filled(made.recipe(), tmp_path, made.open).optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("muon", 0.02, 0.0)
+    assert (optimizer.muon.momentum, optimizer.muon.adjust_lr) == (0.9, "original")
+    dropped = {line.key: line.why for line in made.lines if not line.became}
+    assert "lr_scale: 0.05" in dropped["optimizer.params.adam_lr"]
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])

@@ -26,6 +26,11 @@ from trainer.tools.deepspeed.config import (
 from trainer.tools.deepspeed.imported import Imported
 
 ADAM = ("adam", "adamw", "onebitadam", "zerooneadam")
+TORCH = {
+    "Adadelta": 1.0, "Adafactor": 0.01, "Adagrad": 0.01, "Adamax": 2e-3, "ASGD": 0.01,
+    "NAdam": 2e-3, "RAdam": 1e-3, "RMSprop": 0.01, "Rprop": 0.01, "SGD": 1e-3,
+}  # fmt: skip
+"""Optimizers of torch that DeepSpeed takes by their names, and their learning rates."""
 
 
 def import_deepspeed(
@@ -180,8 +185,8 @@ def _precision(source: Source) -> None:
 
 
 def _optimizer(source: Source) -> tuple[float | None, str]:
-    """AdamW's parameters; returns the learning rate, if there is one, and for another optimizer why
-    its learning rates mean nothing here."""
+    """Its parameters; returns the learning rate, if there is one, and for an optimizer that is not
+    known here why its learning rates mean nothing."""
     params = "optimizer.params."
     clip = source.take("gradient_clipping", a_number, None)
     legacy = source.take(params + "max_grad_norm", a_number, None)
@@ -196,8 +201,15 @@ def _optimizer(source: Source) -> tuple[float | None, str]:
     if kind is None:
         source.became("optimizer.type", "", "null")
         return None, ""
+    if kind.lower() == "muon":
+        return _muon(source), ""
+    if named := next((name for name in TORCH if name.lower() == kind.lower()), None):
+        return _of_torch(source, named), ""
     if kind.lower() not in ADAM:
-        foreign = f"Perdure trains with AdamW; {kind} wants other values"
+        foreign = (
+            f"torch.optim has no {kind}, and its values are not AdamW's; a class of yours or of a "
+            "package is named in optimizer.factory"
+        )
         source.settle(source.below("optimizer."), "", foreign)
         return None, foreign
     compressed = "; gradients are sent whole" if kind.lower() in ADAM[2:] else ""
@@ -222,6 +234,47 @@ def _optimizer(source: Source) -> tuple[float | None, str]:
         target, why = ("", other + same) if differs else ("optimizer", same)
         source.became(params + name, target, why)
     return lr, ""
+
+
+def _of_torch(source: Source, name: str) -> float:
+    """An optimizer of torch.optim as a factory; returns the learning rate."""
+    params = "optimizer.params."
+    source.put("optimizer.type", "optimizer.factory", f"torch.optim:{name}")
+    lr: float = source.move(params + "lr", "optimizer.lr", a_number, TORCH[name], 5e-5)
+    decayed = "matrices and embeddings only"
+    source.move(params + "weight_decay", "optimizer.weight_decay", a_number, 0.0, 0.0, decayed)
+    given = [key for key in source.below(params) if source.left[key] not in (None, "auto")]
+    options = {key.removeprefix(params): source.left[key] for key in given}
+    if options:
+        source.made.set("optimizer.factory_options", options, given[0])
+    source.settle(given, "optimizer.factory_options")
+    source.settle(source.below(params), "", f"torch's default of {name}")
+    return lr
+
+
+def _muon(source: Source) -> float:
+    """Muon, with AdamW for the rest; returns the learning rate."""
+    params = "optimizer.params."
+    source.put("optimizer.type", "optimizer.name", "muon", "the adjustment is the original one")
+    muon: dict[str, Any] = {"adjust_lr": "original"}
+    if (momentum := source.take(params + "momentum", a_number)) is not None:
+        muon["momentum"] = momentum if momentum != "auto" else 0.95
+    source.made.set("optimizer.muon", muon, "optimizer.type")
+    source.became(params + "momentum", "optimizer.muon.momentum")
+    source.became(params + "ns_method", "", "the iteration of torch.optim.Muon")
+    own = params + ("muon_lr" if source.left.get(params + "muon_lr") is not None else "lr")
+    lr: float = source.move(own, "optimizer.lr", a_number, 0.02, 5e-5)
+    source.became(params + "lr", "", "muon_lr is given")
+    adam = source.take(params + "adam_lr", a_number)
+    if isinstance(adam, float):
+        scale = f"{adam / lr:g}" if lr else "of your choice"
+        why = f"one rate for all; optimizer.groups gives names of AdamW's an lr_scale: {scale}"
+        source.became(params + "adam_lr", "", why)
+    source.move(params + "betas", "optimizer.betas", a_pair, [0.9, 0.95], [0.9, 0.95])
+    source.move(params + "eps", "optimizer.eps", a_number, 1e-10, 1e-10)
+    decayed = "matrices and embeddings only"
+    source.move(params + "weight_decay", "optimizer.weight_decay", a_number, 0.0, 0.0, decayed)
+    return lr
 
 
 def _schedule(source: Source, peak: float | None, foreign: str) -> None:
