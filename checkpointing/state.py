@@ -12,11 +12,17 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.errors import WrongModel
 from checkpointing.format.tensors import optimizer_tensors
 from checkpointing.format.values import from_json, to_json
+
+OF_VALUES = (torch.optim.LBFGS, torch.optim.SparseAdam)
+"""Optimizers whose state is more than tensors of parameters: LBFGS has lists of directions through
+all of them, SparseAdam a count. It is saved with the values, which need not be spread over ranks.
+"""
 
 MODEL = "model"
 """What the module is called that keeps its own names."""
@@ -81,12 +87,15 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
     kept: set[Tensor] = set()
     for key, value in optimizers.items():
         own = _of_optimizer(key, value, names)
+        if value in guarded:
+            kept.update(_parameters(value))
+        if isinstance(value, OF_VALUES):
+            values[key] = to_json(value.state_dict(), key)
+            continue
         if twice := sorted(own.keys() & optimizer.keys()):
             raise ValueError(f"{key}: another optimizer has state called {twice[0]}, too")
         optimizer |= own
         values[key] = to_json(_groups(value), key)
-        if value in guarded:
-            kept.update(_parameters(value))
     live = {name: value if value in kept else value.detach() for name, value in model.items()}
     return Parts(live, optimizer, values)
 
@@ -113,7 +122,7 @@ def put_back(state: State, values: Mapping[str, Any]) -> None:
         )
     for key, value in values.items():
         target, found = state[key], from_json(value)
-        if isinstance(target, torch.optim.Optimizer):
+        if isinstance(target, torch.optim.Optimizer) and not isinstance(target, OF_VALUES):
             _set_groups(key, target, found)
         elif isinstance(target, nn.Module):
             target.load_state_dict(found, strict=False)
@@ -160,6 +169,13 @@ def _of_optimizer(
             f"{key} trains a parameter that is in no module of this state: add the module. After "
             "fully_shard or .to(), make the optimizer anew"
         )
+    if isinstance(optimizer, OF_VALUES):
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            raise ValueError(
+                f"{key}: {type(optimizer).__name__} keeps more than tensors, which can be saved of "
+                "whole parameters only, and these are sharded; use another optimizer, or DDP"
+            )
+        return {}
     try:
         return optimizer_tensors(optimizer, {names[one]: one for one in parameters})
     except ValueError as error:

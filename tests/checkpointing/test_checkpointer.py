@@ -85,6 +85,54 @@ def test_a_save_is_one_moment_in_time(tmp_path, guarded):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)  # MultiStepLR knows its steps
 
 
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_whose_state_is_more_than_tensors_goes_on_as_if_nothing_were(tmp_path, kind):
+    def start():
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 4, sparse=kind is torch.optim.SparseAdam)
+        return {"model": model, "optimizer": kind(model.parameters(), lr=0.1)}
+
+    def train(state, steps):
+        model, optimizer = state.values()
+
+        def loss():
+            optimizer.zero_grad()
+            loss = (model(torch.tensor([1, 5])) - 1).pow(4).sum()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(loss)
+        return bits(*state.values())
+
+    wanted, state = train(start(), 5), start()
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(state) is None
+        checkpointer.guard(state["optimizer"])
+        train(state, 3)
+        checkpointer.save(3, state)
+        assert same(train(state, 2), wanted)
+    state = start()
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(state) == 3
+    assert same(train(state, 2), wanted)
+
+
+def test_such_an_optimizer_of_sharded_parameters_is_refused(tmp_path):
+    def work(_rank):
+        model = nn.Linear(4, 4, bias=False)
+        (model.weight,) = map(nn.Parameter, spread({"w": model.weight.data}, "rows-2").values())
+        state = {"model": model, "optimizer": torch.optim.LBFGS(model.parameters())}
+        with (
+            Checkpointer(tmp_path / "steps") as checkpointer,
+            pytest.raises(ValueError, match=r"LBFGS keeps more than tensors.*or DDP"),
+        ):
+            checkpointer.save(1, state)
+        return "refused"
+
+    assert run_ranks(2, work, tmp_path) == ["refused"] * 2
+
+
 def test_what_changes_a_guarded_parameter_besides_the_optimizer_is_never_half_saved(tmp_path):
     model, optimizer, schedule = make(width=8192)
     state = state_of(model, optimizer, schedule)
