@@ -206,7 +206,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """As `close`; after an exception, which others may not have, it waits 10 s at most."""
+        """As `close`; after an exception, which others may not have, it waits 10 s at most, unless
+        it has a true `of_all_ranks`, as that of a job that pauses."""
         atexit.unregister(self._at_exit)
         self._tensors.__exit__(kind)
         self._hear()

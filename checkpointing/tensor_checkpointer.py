@@ -115,8 +115,9 @@ class TensorCheckpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """As `close`. After an exception of one rank alone, the others may wait for it where they
-        are: it waits for them no longer than LEAVE_SECONDS."""
-        together = kind is None or len(self._ranks.all) == 1
+        are: it waits for them no longer than LEAVE_SECONDS. One that all ranks raise alike says so
+        by a true `of_all_ranks`."""
+        together = kind is None or len(self._ranks.all) == 1 or getattr(kind, "of_all_ranks", False)
         self._close(kind is not None, None if together else LEAVE_SECONDS)
 
     def start_early(self) -> None:

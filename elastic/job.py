@@ -20,6 +20,13 @@ if TYPE_CHECKING:  # torch, which a process that only stands in does without
     from elastic.world import World
 
 
+class Paused(SystemExit):
+    """All ranks leave after the same step."""
+
+    of_all_ranks = True
+    """So what waits for others may wait for them: `Checkpointer` does, for its last save."""
+
+
 class Job:
     """A job, as one of its ranks sees it. `join` makes it.
 
@@ -60,7 +67,7 @@ class Job:
             self._asked = None
             if pauses:
                 self._pulse.report(step, "end")
-                raise SystemExit(pause_code(self._pulse))
+                raise Paused(pause_code(self._pulse))
         self._pulse.report(total, "end")
 
     def due_to_pause(self) -> bool:

@@ -19,6 +19,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 state = {"model": model, "optimizer": optimizer}
 checkpointer = Checkpointer("checkpoints", keep=2)
 done = checkpointer.load(state) or 0
+if done and job.world.is_main:
+    print(f"after step {done} from {checkpointer.loaded_from}", flush=True)
 checkpointer.guard(optimizer)
 
 for step in job.steps(done, STEPS):

@@ -2,13 +2,14 @@
 was called, and what is forgotten costs time, never truth."""
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from checkpointing import Checkpointer, CheckpointError, WrongModel
+from checkpointing import Checkpointer, CheckpointError, WrongModel, tensor_checkpointer
 from checkpointing.format.values import from_json, to_json
 from tests.checkpointing.worlds import run_ranks, same_bits, spread
 
@@ -116,6 +117,22 @@ def test_an_optimizer_whose_state_is_more_than_tensors_goes_on_as_if_nothing_wer
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.load(state) == 3
     assert same(train(state, 2), wanted)
+
+
+def test_an_exception_of_all_ranks_waits_for_the_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_checkpointer, "LEAVE_SECONDS", 0.1)
+
+    class Pause(SystemExit):
+        of_all_ranks = True
+
+    def work(_rank):
+        slow = Checkpointer(tmp_path / "steps", max_bandwidth="4 MB")
+        with suppress(Pause), slow:
+            slow.save(1, {"bulk": torch.zeros(1 << 20)})
+            raise Pause
+        return sorted(path.name for path in (tmp_path / "steps").glob("step-*"))
+
+    assert run_ranks(2, work, tmp_path) == [["step-00000001"]] * 2
 
 
 def test_such_an_optimizer_of_sharded_parameters_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import ROOT, Job
+from tests.distributed.jobs import ROOT, Job, soak
 from trainer.tools.local_nodes import LocalNode, LocalNodes
 
 EXAMPLES = ROOT / "examples"
@@ -110,6 +110,26 @@ def test_a_node_that_is_told_to_go_saves_and_leaves(cluster, tmp_path, undisturb
     after = alone(tmp_path, "elastic_loop", 2)
     assert min(after) == last + 1
     assert before | after == pytest.approx(undisturbed["elastic_loop"], abs=1e-5)
+
+
+@soak
+def test_a_node_is_lost_and_comes_back(cluster, tmp_path, undisturbed):
+    """Two nodes; what the lost one had is in the memory of the other, or in storage."""
+    nodes = cluster("elastic_loop", "1:2", ranks=1)
+    first, second = nodes.add(), nodes.add()
+    for node in (first, second):
+        node.seen = 0
+    wait_for_step(first, 120)
+    second.kill()
+    first.seen = len(first.text())
+    wait_for_step(first, 200)
+    nodes.restart(second)
+    assert nodes.wait(180) == [0, 0], first.text()
+    text = first.text() + second.text()
+    found = re.findall(r"after step (\d+) from (memory|storage)", text)
+    assert len(found) >= 2  # the node was lost, and came back
+    assert int(found[0][0]) >= 100
+    assert losses(text) == pytest.approx(undisturbed["elastic_loop"], abs=1e-5)
 
 
 def test_becoming_elastic_takes_ten_lines():
