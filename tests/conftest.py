@@ -8,12 +8,13 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 # Hundreds of processes start here: each would compile our packages anew if none may keep them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import pytest
+from hypothesis import settings
+
+from checkpointing.storage.folders import SHARED_MEMORY, forget, hold
+
 sys.dont_write_bytecode = False
-
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
-
-from checkpointing.storage.folders import SHARED_MEMORY, forget, hold  # noqa: E402
 
 # A busy machine is no failure.
 settings.register_profile("perdure", deadline=None)

@@ -118,7 +118,9 @@ def survey(directory: str, home: int, run: str, held: ExitStack) -> list[LeftSlo
 def newest_whole(
     left: Sequence[LeftSlot], tensors: str, listed: int | None, good: int | None
 ) -> tuple[int, list[LeftSlot]] | None:
-    """The newest step that is whole, and its parts, one for each node of the run that left it.
+    """The newest step that is whole, and its parts, one for each node of the run that left it. Of a
+    part and its copy that which is on the node of the same number: there its ranks are again, who
+    then read it where they are.
 
     Args:
         left: of all machines.
@@ -132,7 +134,9 @@ def newest_whole(
         follows = listed in (found.committed, found.step) and (good is None or found.step >= good)
         if found.tensors == tensors and follows:
             key = found.step, found.nodes, found.attempt
-            parts.setdefault(key, {})[found.node] = part
+            by_node = parts.setdefault(key, {})
+            if part.home == found.node or found.node not in by_node:
+                by_node[found.node] = part
     whole = [key for key, by_node in parts.items() if len(by_node) == key[1]]
     if not whole:
         return None

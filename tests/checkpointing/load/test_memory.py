@@ -410,9 +410,10 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
 
 
 def part(
-    step: int, node: int, nodes: int, committed: int | None = None, tensors="t", attempt="a"
+    step: int, node: int, nodes: int, committed: int | None = None, tensors="t", attempt="a", home=0
 ) -> LeftSlot:
-    return LeftSlot("", 0, Manifest(attempt, step, committed, tensors, node, nodes, {}, {}, "{}"))
+    manifest = Manifest(attempt, step, committed, tensors, node, nodes, {}, {}, "{}")
+    return LeftSlot("", home, manifest)
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():
@@ -438,3 +439,10 @@ def test_the_newest_step_of_which_all_is_there_is_taken():
     stale = part(20, 0, 2, 10, attempt="before")
     assert taken([*both, stale], 10) == (20, both), "never of two attempts"
     assert taken([stale, both[1]], 10) is None
+
+
+def test_of_a_part_and_its_copy_the_one_where_its_ranks_are_is_taken():
+    on_both = [part(20, node, 2, home=home) for home in (0, 1) for node in (0, 1)]
+    here = [part(20, 0, 2, home=0), part(20, 1, 2, home=1)]
+    for left in on_both, on_both[::-1]:
+        assert newest_whole(left, "t", 20, 20) == (20, here)
