@@ -6,10 +6,11 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of running text, without headings, tables and code blocks. A list item is one."""
+    """Sentences of running text, without headings, tables and code blocks. A list item is one.
+    What stands between backticks is a word."""
     text = re.sub(r"<!--.*?-->", "", FENCE.sub("\n\n", text), flags=re.S)
     lines = [line for line in text.split("\n") if not re.match(r"\s*(#|\||!\[)", line)]
-    text = re.sub(r"`[^`]*`", lambda code: re.sub(r"[.!?]", "_", code[0]), "\n".join(lines))
+    text = re.sub(r"`[^`]*`", lambda code: re.sub(r"[.!?\s]", "_", code[0]), "\n".join(lines))
     text = re.sub(r"\]\([^)]*\)", "]", text)
     found = []
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):

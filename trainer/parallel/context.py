@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.attention import Documents
 from trainer.models.decoder import Attention, Decoder
+from trainer.models.loss import on_gpu
 
 
 def problem_of(model: nn.Module) -> str | None:
@@ -275,7 +276,7 @@ class _RingAttention(torch.autograd.Function):
 def look(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Attention within a block: (out (n, N, H), logarithms of sums (N, n)); 0 and -inf of queries
     that see nothing. q (n, N, H), k and v (m, K, H)."""
-    if q.device.type != "cpu":
+    if on_gpu(q):
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, block.query_ends, block.key_ends, *block.longest, 0.0, block.causal, False
         )
@@ -296,7 +297,7 @@ def look_back(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from one block; `out` and `sums` are those over all blocks."""
-    if q.device.type != "cpu":
+    if on_gpu(q):
         drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
         return torch.ops.aten._flash_attention_backward(
             gradient, q, k, v, out, sums.contiguous(), block.query_ends, block.key_ends,

@@ -148,6 +148,7 @@ class Pipeline:
             if x is not None:
                 assert x.grad is not None
                 messages.send(Action(kind, s - 1, number), x.grad)
+            del x, out, gradient  # before the next micro-batch is under way
         messages.finish()
 
     def _forward(

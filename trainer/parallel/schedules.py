@@ -133,13 +133,23 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action("F", stage, number), *above]
 
 
-def simulate(orders: Sequence[Order], cost: Mapping[Kind, float] = COST) -> Simulation:
+def simulate(
+    orders: Sequence[Order],
+    cost: Mapping[Kind, float] = COST,
+    stages: Sequence[Mapping[Kind, float]] = (),
+) -> Simulation:
     """What happens when each rank follows its order, and messages take no time.
+
+    Args:
+        orders: of all ranks.
+        cost: of an action.
+        stages: by stage, if they do not cost the same.
 
     Raises:
         ValueError: ranks would wait for each other for ever.
     """
-    stages = 1 + max(action.stage for order in orders for action in order)
+    count = 1 + max(action.stage for order in orders for action in order)
+    costs = stages or [cost] * count
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
     ahead, held = [0] * len(orders), [0] * len(orders)
@@ -147,11 +157,11 @@ def simulate(orders: Sequence[Order], cost: Mapping[Kind, float] = COST) -> Simu
     while any(waiting):
         before = len(ended)
         for rank, order in enumerate(waiting):
-            while order and all(need in ended for need in needs(order[0], stages)):
+            while order and all(need in ended for need in needs(order[0], count)):
                 action = order.popleft()
                 free = spans[rank][-1].ended if spans[rank] else 0.0
-                began = max([free, *(ended[need] for need in needs(action, stages))])
-                ended[action] = began + cost[action.kind]
+                began = max([free, *(ended[need] for need in needs(action, count))])
+                ended[action] = began + costs[action.stage][action.kind]
                 spans[rank].append(Span(action, began, ended[action]))
                 ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 held[rank] = max(held[rank], ahead[rank])

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.parallel.parallelize import DTYPES
+from trainer.parallel.schedules import Kind, Order, Simulation, simulate
 from trainer.plan.gpus import GPUS, Gpu, peak_tflops
 from trainer.plan.memory import Layout
-from trainer.plan.trace import Blueprint, Shape, Trace, Work
+from trainer.plan.trace import Shape, Stage, Trace, Work
 from trainer.recipe import Recipe, RecipeError
 
 PEAK_SHARE = 0.7
@@ -184,29 +185,49 @@ class Collective:
         """Bytes that every rank sends, and receives."""
         return self.times * self.payload * (self.ranks - 1) / self.ranks
 
+    def in_node(self, machine: Machine) -> int:
+        """Neighbours of the group that a node has."""
+        return max(1, min(self.ranks, machine.gpus_per_node // self.stride))
+
+    def crosses(self, machine: Machine) -> bool:
+        """Whether it goes over the network."""
+        return self.ranks > self.in_node(machine)
+
     def seconds(self, machine: Machine) -> float:
         """On a ring."""
-        in_node = max(1, min(self.ranks, machine.gpus_per_node // self.stride))
         bandwidth = machine.gpu.link
-        if self.ranks > in_node:  # groups of one node share its network
-            bandwidth = min(bandwidth, machine.net * in_node / machine.gpus_per_node)
+        if self.crosses(machine):  # groups of one node share its network
+            share = self.in_node(machine) / machine.gpus_per_node
+            bandwidth = min(bandwidth, machine.net * share)
         return self.sent / (bandwidth * NETWORK_SHARE)
 
 
-def collectives_of(blueprint: Blueprint, recipe: Recipe, layout: Layout) -> list[Collective]:
-    """What a step communicates; a few bytes that carry loss and norm are left out."""
-    shapes = [shape for unit in blueprint.units for shape in unit]
+def collectives_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> list[Collective]:
+    """What the ranks of a stage, or of the stages of a rank, communicate in a step, to share the
+    data; a few bytes that carry loss and norm are left out."""
+    shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     if not layout.by_fsdp:  # ZeRO-1 gathers the updated parameters once more
         times = 3 if recipe.sharding == "OPTIMIZER_STATE" else 2
         return [Collective(4 * _elements(shapes, 1), times, layout.replicas, 1)]
     shards = layout.shards
-    whole, root = (shards * _elements(these, shards) for these in (shapes, blueprint.units[0]))
+    roots = [shape for stage in stages for shape in stage.units[0]]
+    whole, root = (shards * _elements(these, shards) for these in (shapes, roots))
     # What is in no block stays gathered for the backward pass.
     gathered = 2 * whole - root if recipe.gathers_twice else whole
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
     reduction = layout.reductions * reduced * whole
-    sharded = Collective(layout.passes * compute * gathered + reduction, 1, shards, 1)
-    return [sharded, Collective(reduction // shards, 2, layout.replicas, shards)]
+    tp, replica = recipe.strategy.tp, recipe.strategy.tp * recipe.strategy.pp * shards
+    sharded = Collective(layout.passes * compute * gathered + reduction, 1, shards, tp)
+    return [sharded, Collective(reduction // shards, 2, layout.replicas, replica)]
+
+
+def messages_of(
+    stages: Sequence[Stage], traces: Sequence[Trace], recipe: Recipe, layout: Layout
+) -> Collective:
+    """What a rank of a pipeline sends to others of it in a step: hidden states, their gradients."""
+    sides = sum((not stage.first) + (not stage.last) for stage in stages)
+    apart = recipe.strategy.tp * layout.shards
+    return Collective(layout.passes * sides * traces[0].hidden, 2, 2, apart)
 
 
 def _elements(shapes: Sequence[Shape], ranks: int) -> int:
@@ -218,37 +239,86 @@ class Times:
     """Seconds of a step."""
 
     compute: float
-    """Forward and backward passes, recomputation included."""
+    """Forward and backward passes of the rank with most, recomputation included."""
     update: float
     """Norm, clipping and optimizer; with offload also the sums of gradients on the host."""
     transfers: float
     """Between host and device, with strategy.offload, as if nothing overlapped."""
     communication: float
     """As if nothing overlapped."""
+    network: float
+    """What of it is between nodes."""
     exposed: float
     """What of communication and transfers no computation hides."""
+    waiting: float = 0.0
+    """For other stages of a pipeline."""
 
     @property
     def step(self) -> float:
         """All together."""
-        return self.compute + self.update + self.exposed
+        return self.compute + self.update + self.exposed + self.waiting
 
 
-def times_of(
-    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, machine: Machine
-) -> Times:
+@dataclass(frozen=True)
+class Pieces:
+    """What the ranks of a pipeline compute; without one, what every rank does."""
+
+    stages: Sequence[Stage]
+    """All of them, in order."""
+    traces: Sequence[Trace]
+    """Of a pass of each."""
+    orders: Sequence[Order]
+    """Of each rank; empty without a pipeline."""
+
+    def of_rank(self, rank: int) -> tuple[Sequence[Stage], Sequence[Trace]]:
+        """Its stages."""
+        ranks = len(self.orders) or 1
+        return self.stages[rank::ranks], self.traces[rank::ranks]
+
+
+def times_of(pieces: Pieces, recipe: Recipe, layout: Layout, machine: Machine) -> Times:
     """Estimate a step. Kernels run one after another, each as fast as arithmetic or memory allows;
     launching is free. What is moved lies beside computation as far as that reaches, but for the
-    share of one unit: what the first one needs is waited for, and nothing follows the last."""
-    compute = layout.passes * work_seconds((*trace.forward, *trace.backward), machine)
-    shapes = [shape for unit in blueprint.units for shape in unit]
+    share of one unit: what the first one needs is waited for, and nothing follows the last.
+    Tensor parallelism waits for all that it sends, and a ring for what attention does not hide. A
+    pipeline waits for its first message to go through all ranks, and for the last to come back."""
+    ranks = range(len(pieces.orders) or 1)
+    each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
+    if not pieces.orders:
+        return each[0]
+    slowest = max(each, key=lambda times: times.step)
+    within = layout.passes * max(
+        sum(sum(_together_seconds(trace, machine)) for trace in pieces.of_rank(rank)[1])
+        for rank in ranks
+    )
+    found = simulated(pieces, machine)
+    hop = messages_of(
+        [replace(pieces.stages[0], last=False)], pieces.traces, recipe, replace(layout, passes=1)
+    )
+    once = 2 * (len(pieces.stages) - 1) * hop.seconds(machine)
+    busy = slowest.compute + within
+    return replace(slowest, exposed=slowest.exposed + once, waiting=max(0.0, found.seconds - busy))
+
+
+def _times_of_rank(
+    stages: Sequence[Stage],
+    traces: Sequence[Trace],
+    recipe: Recipe,
+    layout: Layout,
+    machine: Machine,
+) -> Times:
+    compute = layout.passes * sum(
+        work_seconds((*trace.forward, *trace.backward), machine) for trace in traces
+    )
+    shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     zero1 = recipe.sharding == "OPTIMIZER_STATE"
     cut = layout.replicas if zero1 else layout.shards
     owned, state = _elements(shapes, cut), sum(shape.moment_bytes(cut) for shape in shapes)
     traffic, on_disk = UPDATE_TRAFFIC * owned + 2 * state, UPDATE_ON_DISK * owned + 2 * state
     update = traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
-    communication = sum(c.seconds(machine) for c in collectives_of(blueprint, recipe, layout))
-    late = communication / 3 if zero1 else 0.0  # the gather, which follows the update
+    collectives = collectives_of(stages, recipe, layout)
+    shared = sum(c.seconds(machine) for c in collectives)
+    late = shared / 3 if zero1 else 0.0  # the gather, which follows the update
     transfers, beside = 0.0, compute
     if recipe.strategy.offload != "none":
         sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
@@ -262,9 +332,61 @@ def times_of(
             update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)
         if layout.shards == 1:  # FSDP's all-gather is a copy then, before what computes with it
             beside = 0.0
-    moving = communication + transfers - late
-    exposed = late + max(moving / len(blueprint.units), moving - beside)
-    return Times(compute, update, transfers, communication, exposed)
+    moving = shared + transfers - late
+    units = sum(len(stage.units) for stage in stages)
+    exposed = late + max(moving / units, moving - beside)
+    messages = messages_of(stages, traces, recipe, layout)
+    crossing = sum(c.seconds(machine) for c in (*collectives, messages) if c.crosses(machine))
+    together = (
+        layout.passes
+        * sum(half.tp + half.cp for trace in traces for half in trace.sent)
+        / _link(machine)
+    )
+    exposed += layout.passes * sum(sum(_together_seconds(trace, machine)) for trace in traces)
+    communication = shared + together + messages.seconds(machine)
+    return Times(compute, update, transfers, communication, crossing, exposed)
+
+
+def _link(machine: Machine) -> float:
+    """Bytes/s of a ring inside a node."""
+    return machine.gpu.link * NETWORK_SHARE
+
+
+def _together_seconds(trace: Trace, machine: Machine) -> tuple[float, float]:
+    """What tensor and context parallelism wait for in a pass: forward, backward."""
+    arithmetic = machine.peak_flops * PEAK_SHARE
+    forward, backward = (
+        half.tp / _link(machine) + max(0.0, half.cp / _link(machine) - half.attention / arithmetic)
+        for half in trace.sent
+    )
+    return forward, backward
+
+
+def simulated(pieces: Pieces, machine: Machine | None) -> Simulation:
+    """A step of a pipeline whose stages cost what was traced: seconds, or on a machine of which
+    nothing is known operations."""
+    costs: dict[int, dict[Kind, float]] = {}
+    for trace in pieces.traces:
+        if id(trace) in costs:
+            continue
+        if machine:
+            arithmetic = machine.peak_flops * PEAK_SHARE
+            forward, backward = (work_seconds(w, machine) for w in (trace.forward, trace.backward))
+            waits = _together_seconds(trace, machine)
+        else:
+            arithmetic, waits = 1.0, (0.0, 0.0)
+            forward, backward = (
+                sum(w[0] for w in half) for half in (trace.forward, trace.backward)
+            )
+        # The gradients of weights are as many products as forward has, but for attention.
+        weights = min(backward / 2, forward - trace.sent[0].attention / arithmetic)
+        costs[id(trace)] = {
+            "F": forward + waits[0],
+            "B": backward + waits[1],
+            "I": backward - weights + waits[1],
+            "W": weights,
+        }
+    return simulate(pieces.orders, stages=[costs[id(trace)] for trace in pieces.traces])
 
 
 def work_seconds(work: Work, machine: Machine) -> float:

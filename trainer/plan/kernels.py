@@ -26,14 +26,17 @@ def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
         capability=lambda _: (8, 0) if flash else (7, 0),
         flex_kernels=lambda: (_flex_attention, lambda *_: None),
     )
-    gpu = patch.multiple(
-        loss,
-        on_gpu=lambda _tensor: True,
-        most_logits=lambda _tensor: loss.logits_in(memory),
-        add_product=_add_product,
-    )
-    with kernels, choice, gpu:
+    with kernels, choice, patch.multiple(loss, **loss_of_gpu(memory)):
         yield
+
+
+def loss_of_gpu(memory: float) -> dict[str, Any]:
+    """What of `trainer.models.loss` depends on the device, by name."""
+    return {
+        "on_gpu": lambda _tensor: True,
+        "most_logits": lambda _tensor: loss.logits_in(memory),
+        "add_product": _add_product,
+    }
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -24,18 +24,22 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   another format or lies elsewhere.
 - What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
   allocator gives out in powers of two.
+- A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
+  message is received ahead of its use, one from each neighbour. Each stage has an FSDP root, whose
+  weights stay gathered; with several stages a rank, those of the others add to each moment.
 - DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
   into them in the last pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.optim.groups import moments as kept_by
 from trainer.parallel.ddp import buckets
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.trace import Blueprint, Shape, Trace
+from trainer.parallel.schedules import Order
+from trainer.plan.trace import Shape, Stage, Trace
 from trainer.recipe import Recipe
 
 
@@ -97,38 +101,58 @@ class Moment:
     pass_: int = 0
     """The peak of a phase of the traced pass."""
     other: int = 0
+    last: bool = False
+    """Comes only in a pass that reduces."""
 
 
 def memory_of(
-    blueprint: Blueprint, recipe: Recipe, layout: Layout, trace: Trace, device: str
+    stages: Sequence[Stage],
+    traces: Sequence[Trace],
+    recipe: Recipe,
+    layout: Layout,
+    device: str,
+    buffers: int,
+    order: Order | None = None,
 ) -> Memory:
     """Add up what a rank holds.
 
     Args:
-        blueprint: the model.
+        stages: of the rank, in order; one, unless there is a pipeline.
+        traces: of a pass of each.
         recipe: its strategy and precision count.
         layout: how they lie over the ranks.
-        trace: of one pass.
         device: "cuda", or "cpu", where all is on the host and only files take something from it.
+        buffers: bytes of the model's.
+        order: of a pipeline, of this rank.
     """
-    shapes = [shape for unit in blueprint.units for shape in unit]
+    shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     whole = _bytes(shapes)
     slices = _bytes(shapes, layout.shards)
     to_disk = recipe.strategy.offload == "nvme"
     to_host = recipe.strategy.offload == "cpu" and device != "cpu"
     offloaded = to_disk or to_host
     state = sum(shape.state_bytes(layout.shards) for shape in shapes)
+    activations = traces[0].saved
     if layout.by_fsdp:
         parameters, gradients = slices, slices
-        moments = _fsdp_moments(blueprint, recipe, layout, trace, offloaded)
+        moments = [Moment("update", slices)]
+        activations, beside = _in_flight(order, traces) if order else (activations, [_ALONE])
+        resting = [_resting(stage, recipe, layout) for stage in stages]
+        for stage, trace, own, more in zip(stages, traces, resting, beside, strict=True):
+            for found in _fsdp_moments(stage, recipe, layout, trace, offloaded, more.from_start):
+                held = more.forward if found.name == "forward" else more.backward
+                if found.last and not recipe.strategy.reduce_every_pass:
+                    held = more.last
+                other = found.other + sum(resting) - own
+                moments.append(replace(found, pass_=found.pass_ + held, other=other))
     else:
         parameters, gradients = whole, whole
         gathered = 0
         if recipe.sharding == "OPTIMIZER_STATE":
             state = sum(shape.state_bytes(layout.replicas) for shape in shapes)
             gathered = _gather_bytes(shapes, layout.replicas)
-        moments = _ddp_moments(blueprint, layout, trace, gathered)
-    standing = blueprint.buffers + (0 if offloaded else parameters + state)
+        moments = _ddp_moments(stages[0], layout, traces[0], gathered)
+    standing = buffers + (0 if offloaded else parameters + state)
     held = parameters + gradients + state
     in_memory = 2 * _pinned_bytes(shapes, layout.shards) + state if to_host else 0
 
@@ -141,14 +165,67 @@ def memory_of(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=state,
-        buffers=blueprint.buffers,
-        activations=trace.saved,
-        transient=moment.other + max(0, moment.pass_ - trace.saved),
+        buffers=buffers,
+        activations=activations,
+        transient=moment.other + max(0, moment.pass_ - activations),
         peak=device_bytes(moment),
         moment=moment.name,
         host=portions if to_disk else in_memory,
         disk=held if to_disk else 0,
     )
+
+
+@dataclass
+class _Beside:
+    """Most bytes that a pipeline's rank holds for other micro-batches than the one that is in a
+    stage."""
+
+    forward: int = 0
+    backward: int = 0
+    last: int = 0
+    """In the last backward."""
+    from_start: bool = False
+    """All forwards come before all backwards."""
+
+
+_ALONE = _Beside()
+
+
+def _in_flight(order: Order, traces: Sequence[Trace]) -> tuple[int, list[_Beside]]:
+    """(most bytes of activations of a pipeline's rank, what is beside each of its stages)."""
+    numbers = sorted({action.stage for action in order})
+    found = {number: (_Beside(), trace) for number, trace in zip(numbers, traces, strict=True)}
+    kinds = [action.kind for action in order]
+    from_start = "F" not in kinds[kinds.count("F") :]
+    held = put_off = most = 0
+    for kind, number, _ in order:
+        beside, trace = found[number]
+        if kind == "F":
+            beside.forward = max(beside.forward, held + put_off)
+            held += trace.saved
+            most = max(most, held)
+            continue
+        beside.from_start = from_start
+        beside.last = held + put_off - trace.saved
+        beside.backward = max(beside.backward, beside.last)
+        if kind == "I":
+            put_off += trace.products
+            continue
+        held -= trace.saved
+        if kind == "W":
+            put_off -= trace.products
+    return most, [beside for beside, _ in found.values()]
+
+
+def _resting(stage: Stage, recipe: Recipe, layout: Layout) -> int:
+    """What a stage keeps while another one of its rank computes: weights that stay gathered, and
+    whole gradients of passes before."""
+    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
+    kept = stage.units[:1] if recipe.gathers_twice else stage.units
+    gathered = sum(layout.shards * _bytes(unit, layout.shards, compute) for unit in kept)
+    if layout.passes == 1 or recipe.strategy.reduce_every_pass:
+        return gathered
+    return gathered + sum(_bytes(unit, 1, reduced) for unit in stage.units)
 
 
 def _bytes(shapes: Sequence[Shape], ranks: int = 1, itemsize: int | None = None) -> int:
@@ -170,9 +247,9 @@ def _gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
     return largest
 
 
-def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
-    shapes = [shape for unit in blueprint.units for shape in unit]
-    whole, root = _bytes(shapes), _bytes(blueprint.units[0])
+def _ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
+    shapes = [shape for unit in stage.units for shape in unit]
+    whole, root = _bytes(shapes), _bytes(stage.units[0])
     several = layout.passes > 1
     moments = [Moment("update", whole, 0, gathered)]
     if layout.replicas > 1:
@@ -183,40 +260,41 @@ def _ddp_moments(blueprint: Blueprint, layout: Layout, trace: Trace, gathered: i
             Moment("blocks", whole, trace.last_backward, aside),
             Moment("end", whole, trace.tail_backward, min(aside, root)),
         ]
-        block = _bytes(blueprint.units[-1])
-        for back, below in _inner_blocks(blueprint):
+        block = _bytes(stage.units[-1])
+        for back, below in _inner_blocks(stage):
             held = trace.first_backward + below * trace.block_saved
             moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
         return moments
     # Gradients of passes before are all there; else those of what the trace is through with.
-    before, block = (whole, 0) if several else (0, _bytes(blueprint.units[-1]))
+    before, block = (whole, 0) if several else (0, _bytes(stage.units[-1]))
     moments += [
         Moment("forward", before, trace.head_forward),
         Moment("head", before, trace.head_backward),
         Moment("blocks", before, trace.last_backward),
         Moment("end", before or whole - root, trace.tail_backward),
     ]
-    for back, below in _inner_blocks(blueprint):
+    for back, below in _inner_blocks(stage):
         held = trace.first_backward + below * trace.block_saved
         moments.append(Moment("blocks", before + back * block, held))
     return moments
 
 
-def _inner_blocks(blueprint: Blueprint) -> list[tuple[int, int]]:
+def _inner_blocks(stage: Stage) -> list[tuple[int, int]]:
     """(blocks that are through with their backward pass, blocks still to come) where the next one
     to last is at work, and where the first one is."""
-    others = len(blueprint.units) - 2
+    others = len(stage.units) - 2
     return [(1, others - 1), (others, 0)] if others > 0 else []
 
 
 def _fsdp_moments(
-    blueprint: Blueprint,
+    stage: Stage,
     recipe: Recipe,
     layout: Layout,
     trace: Trace,
     offloaded: bool,
+    from_start: bool = False,
 ) -> list[Moment]:
-    shards, units = layout.shards, blueprint.units
+    shards, units = layout.shards, stage.units
     compute = DTYPES[recipe.precision.dtype].itemsize
     reduced = 8 if recipe.exact else 4
 
@@ -257,18 +335,23 @@ def _fsdp_moments(
     left = 0 if layout.gathers_ahead else flat
     before, after = all_reduced(0), all_reduced(len(blocks))
     moments = [
-        Moment("forward", early, trace.head_forward, gathered + left + aside + kept + before),
+        Moment(
+            "forward",
+            early,
+            trace.head_forward,
+            gathered + left + (0 if from_start else aside + kept) + before,
+        ),
         Moment("head", early, trace.head_backward, gathered + ahead + aside + kept + before),
     ]
     if blocks:
         own = 0 if keeps_whole else block
         other = gathered + own + ahead + aside + kept + before
         moments.append(Moment("blocks", early, trace.last_backward, other))
-    for back, below in _inner_blocks(blueprint):
+    for back, below in _inner_blocks(stage):
         other = gathered - back * block if keeps_whole else root + block + (flat if below else 0)
         other += aside - back * block_aside + buffer + all_reduced(back)
         held = trace.first_backward + below * trace.block_saved
-        moments.append(Moment("blocks", max(early, back * block_slices), held, other))
+        moments.append(Moment("blocks", max(early, back * block_slices), held, other, True))
 
     def reducing(gradients: int, buffer: int) -> int:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
@@ -283,11 +366,10 @@ def _fsdp_moments(
         other += aside - back * block_aside + reducing(max(block, block_aside), buffer)
         held = trace.after_block + below * trace.block_saved
         reduced_before = max(early, (back - 1) * block_slices)
-        moments.append(Moment("blocks", reduced_before, held, other + all_reduced(back - 1)))
+        moments.append(Moment("blocks", reduced_before, held, other + all_reduced(back - 1), True))
     done = max(early, slices - root_slices)
     return [
         *moments,
-        Moment("end", done, trace.tail_backward, root + buffer + root_aside + after),
-        Moment("reduce", done, 0, reducing(max(root, root_aside), root_buffer) + after),
-        Moment("update", slices),
+        Moment("end", done, trace.tail_backward, root + buffer + root_aside + after, True),
+        Moment("reduce", done, 0, reducing(max(root, root_aside), root_buffer) + after, True),
     ]

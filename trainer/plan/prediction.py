@@ -1,7 +1,9 @@
 """What one recipe needs on one machine: the numbers behind `perdure plan` and `perdure compare`."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,9 +12,19 @@ from elastic.group.batch_plan import plan_batch
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.costs import Machine, collectives_of, times_of
+from trainer.parallel.schedules import Order, bubble_formula, schedule
+from trainer.plan.costs import Machine, Pieces, collectives_of, messages_of, simulated, times_of
 from trainer.plan.memory import Layout, Memory, memory_of
-from trainer.plan.trace import USUAL_GPU, Blueprint, read_blueprint, trace
+from trainer.plan.trace import (
+    USUAL_GPU,
+    Blueprint,
+    Cut,
+    Stage,
+    Trace,
+    read_blueprint,
+    stage_of,
+    trace,
+)
 from trainer.recipe import Recipe, RecipeError
 
 HOW = {
@@ -22,8 +34,9 @@ HOW = {
     ),
     "trace": "activations",
     "both": "transient peak",
-    "roofline": "seconds_per_step communication_seconds transfer_seconds exposed_seconds mfu "
-    "checkpoint_seconds",
+    "simulation": "bubble",
+    "roofline": "seconds_per_step communication_seconds network_seconds transfer_seconds "
+    "exposed_seconds tokens_per_second mfu checkpoint_seconds",
 }
 """Where figures come from. shapes: sums over those of the parameters. trace: one pass of the model
 on fake tensors. both: what a pass works with is traced, the rest computed. roofline: work that was
@@ -53,14 +66,23 @@ class Prediction(Memory):
     """What a node's local disk holds: `disk` of its ranks, and one slot, where slots are files."""
     slot_bytes: int
     """Size of one slot, on one node."""
+    bubble: float
+    """Share of the time in which a pipeline's ranks wait for each other, by its schedule and what
+    its stages cost; messages take none."""
+    bubble_formula: float
+    """The same if all stages cost as much, and backward twice as much as forward."""
     checkpoint_seconds: float | None
     seconds_per_step: float | None
     communication_seconds: float | None
     """Per step, as if nothing overlapped."""
+    network_seconds: float | None
+    """What of it is between nodes; the rest is within them."""
     transfer_seconds: float | None
     """Per step, between host and device, as if nothing overlapped."""
     exposed_seconds: float | None
     """What of communication and transfers no computation hides."""
+    tokens_per_second: float | None
+    """All ranks together."""
     mfu: float | None
     """Share of the peak FLOP/s, as `perdure train` reports it."""
 
@@ -93,14 +115,15 @@ def predict(
     if device is None:
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
-    batch = recipe.batch
+    strategy, batch = recipe.strategy, recipe.batch
+    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
+    shares = replicas * shards // strategy.cp
     try:
-        plan = plan_batch(batch.global_batch, world_size, recipe.micro_batch, fixed=recipe.exact)
+        plan = plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
-    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     by_fsdp = is_sharded_by_fsdp(recipe, world_size)
-    reductions = plan.passes if recipe.strategy.reduce_every_pass else 1
+    reductions = plan.passes if strategy.reduce_every_pass else 1
     layout = Layout(
         replicas,
         shards,
@@ -110,31 +133,55 @@ def predict(
         reductions,
         plan.micro_batch,
     )
-    dtype, recompute = DTYPES[recipe.precision.dtype], recipe.strategy.activation_checkpointing
     flash = machine is None or machine.gpu.flash_attention
     if gpu_memory is None:
         gpu_memory = machine.gpu.memory if machine else USUAL_GPU
     keep = by_fsdp or (world_size == plan.passes == 1)  # no bucket, nothing to be added to
-    traced = trace(
-        blueprint, plan.micro_batch, recompute, dtype, not by_fsdp, device, flash, gpu_memory, keep
-    )
-    memory = memory_of(blueprint, recipe, layout, traced, device)
+    cut = Cut(strategy.tp, strategy.sequence_parallel, strategy.cp)
+    stages = [stage_of(blueprint, run, strategy.tp) for run in _runs(blueprint, recipe, shards)]
+    of_stage = partial(
+        trace, blueprint, plan.micro_batch, strategy.activation_checkpointing,
+        DTYPES[recipe.precision.dtype], not by_fsdp, device, flash, gpu_memory, keep, cut,
+    )  # fmt: skip
+    traces: dict[Stage, Trace] = {}
+    for stage in stages:
+        traces[stage] = traces.get(stage) or of_stage(stage=stage)
+    orders: Sequence[Order] = ()
+    if strategy.pp > 1:
+        per_rank = strategy.pp_stages_per_rank
+        orders = schedule(strategy.pp_schedule, strategy.pp, per_rank, plan.passes)
+    pieces = Pieces(stages, [traces[stage] for stage in stages], orders)
+    memories = [
+        memory_of(
+            *pieces.of_rank(rank), recipe, layout, device, blueprint.buffers,
+            orders[rank] if orders else None,
+        )
+        for rank in range(strategy.pp)
+    ]  # fmt: skip
+    memory = max(memories, key=lambda memory: memory.peak)
+    sums = ("parameters", "gradients", "optimizer_state", "activations", "host", "disk")
+    most = {name: max(getattr(of_rank, name) for of_rank in memories) for name in sums}
     saved = sum(shape.saved_bytes for unit in blueprint.units for shape in unit)
     checkpoint = saved + blueprint.buffers
     slot = checkpoint * local_world_size // world_size
-    on_host = memory.host + (memory.peak if device == "cpu" else 0)
-    node_memory, node_disk = local_world_size * on_host, local_world_size * memory.disk
+    on_host = most["host"] + (memory.peak if device == "cpu" else 0)
+    node_memory, node_disk = local_world_size * on_host, local_world_size * most["disk"]
     if recipe.checkpoint.slot_directory is not None:
         node_disk += slot
     else:
         peer = recipe.checkpoint.peer_copy and world_size > local_world_size
         node_memory += 2 * slot if peer else slot
-    seconds = communication = transfer = exposed = mfu = writing = None
+    seconds = communication = network = transfer = exposed = rate = mfu = writing = None
+    bubble = formula = 0.0
+    if orders:
+        bubble = simulated(pieces, machine).bubble
+        formula = bubble_formula(strategy.pp_schedule, strategy.pp, per_rank, plan.passes)
     if machine:
-        times = times_of(blueprint, recipe, layout, traced, machine)
+        times = times_of(pieces, recipe, layout, machine)
         seconds, exposed = times.step, times.exposed
-        communication, transfer = times.communication, times.transfers
+        communication, transfer, network = times.communication, times.transfers, times.network
         tokens = batch.global_batch * recipe.data.seq_len
+        rate = tokens / seconds
         arithmetic = blueprint.flops_per_token * tokens
         mfu = arithmetic / (seconds * machine.peak_flops * world_size)
         writing = checkpoint / machine.storage if machine.storage else None
@@ -142,8 +189,12 @@ def predict(
         world_size=world_size,
         passes=plan.passes,
         micro_batch=plan.micro_batch,
-        **dataclasses.asdict(memory),
-        communication_bytes=sum(c.sent for c in collectives_of(blueprint, recipe, layout)),
+        **dataclasses.asdict(memory) | most,
+        communication_bytes=max(
+            _sent(*pieces.of_rank(rank), recipe, layout) for rank in range(strategy.pp)
+        ),
+        bubble=bubble,
+        bubble_formula=formula,
         checkpoint_bytes=checkpoint,
         node_memory=node_memory,
         node_disk=node_disk,
@@ -151,7 +202,41 @@ def predict(
         checkpoint_seconds=writing,
         seconds_per_step=seconds,
         communication_seconds=communication,
+        network_seconds=network,
         transfer_seconds=transfer,
         exposed_seconds=exposed,
+        tokens_per_second=rate,
         mfu=mfu,
     )
+
+
+def _sent(
+    stages: Sequence[Stage], traces: Sequence[Trace], recipe: Recipe, layout: Layout
+) -> float:
+    """Bytes that a rank sends in a step."""
+    shared = sum(c.sent for c in collectives_of(stages, recipe, layout))
+    together = sum(half.tp + half.cp for trace in traces for half in trace.sent)
+    return shared + layout.passes * together + messages_of(stages, traces, recipe, layout).sent
+
+
+def _runs(blueprint: Blueprint, recipe: Recipe, shards: int) -> list[range]:
+    """The blocks of each stage.
+
+    Raises:
+        RecipeError: the model cannot be computed by so many ranks together.
+    """
+    strategy, model = recipe.strategy, blueprint.model
+    if strategy.tp > 1:
+        from trainer.parallel.tensor import kinds_of  # others get by without
+
+        kinds_of(model, strategy.tp, shards)
+    if strategy.cp > 1:
+        from trainer.parallel.context import problem_of
+
+        if problem := problem_of(model):
+            raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
+    if strategy.pp == 1:
+        return [range(blueprint.block_count)]
+    from trainer.parallel.pipeline import runs_of
+
+    return runs_of(model, recipe)

@@ -10,6 +10,7 @@ from trainer.plan.costs import Machine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Blueprint, Recompute, read_blueprint
 from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.recipe.rules import contradictions
 
 ROOM = 0.1
 """Share of a GPU's memory that a recommended strategy leaves free: for what torch, CUDA and NCCL
@@ -100,6 +101,8 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
     for label, strategy in _strategies(recipe, machine):
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
+            if _refused(dataclasses.replace(recipe, strategy=changed)):
+                continue
             tried: list[Candidate] = []
             micro_batches = _micro_batches(recipe, world_size)
             while micro_batches:
@@ -160,8 +163,9 @@ def largest_micro_batch(
 
 
 def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strategy]]:
-    """What `trainer.parallel` offers, and DeepSpeed's name for it."""
-    plain = Strategy(compile=recipe.strategy.compile)
+    """What `trainer.parallel` offers, and DeepSpeed's name for it; below the model parallelism of
+    the recipe."""
+    plain = _plain(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
     if not recipe.exact:
         yield "ZeRO-1", dataclasses.replace(plain, sharding="OPTIMIZER_STATE")
@@ -171,8 +175,9 @@ def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strateg
     yield "ZeRO-3", three
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
-    size = shard_size or machine.gpus_per_node
-    has_hybrid = size < machine.world_size and machine.world_size % size == 0
+    tp, pp = plain.tp, plain.pp
+    size, ranks = shard_size or machine.gpus_per_node // tp, machine.world_size // (tp * pp)
+    has_hybrid = 0 < size < ranks and ranks % size == 0
     if has_hybrid:
         yield "hybrid", hybrid
     yield "ZeRO-2, CPU offload", dataclasses.replace(two, offload="cpu")
@@ -186,9 +191,29 @@ def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strateg
     )
 
 
+def _refused(recipe: Recipe) -> bool:
+    """Whether its strategy does not go with the model parallelism that it has. What else a recipe
+    contradicts itself in was told when it was read."""
+    strategy = recipe.strategy
+    apart = strategy.tp == strategy.pp == strategy.cp == 1
+    return not apart and any(key.startswith("strategy.") for key, _ in contradictions(recipe))
+
+
+def _plain(recipe: Recipe) -> Strategy:
+    """Nothing but what every candidate has in common."""
+    common = ("tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "cp", "compile")
+    return Strategy(**{key: getattr(recipe.strategy, key) for key in common})
+
+
+def _dp_size(recipe: Recipe, world_size: int) -> int:
+    """Parts into which a world shares the data."""
+    strategy = recipe.strategy
+    return max(1, world_size // (strategy.tp * strategy.pp * strategy.cp))
+
+
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     """Powers of two, and all that a rank has to do."""
-    per_rank = max(1, -(-recipe.batch.global_batch // world_size))
+    per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
     if recipe.exact:  # what counts as a micro-batch is part of such a run
         return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
@@ -198,9 +223,9 @@ def _reductions(
     recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
 ) -> list[Strategy]:
     """Gradients may be reduced after every pass, if there are several."""
-    several = micro_batch * world_size < recipe.batch.global_batch
+    several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategy.name == "fsdp" and strategy.sharding != "OPTIMIZER_STATE"
-    if several and by_fsdp and not recipe.exact:
+    if several and by_fsdp and not recipe.exact and strategy.pp_schedule != "zero_bubble":
         return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
     return [strategy]
 
@@ -227,7 +252,9 @@ def _enough_nodes(
 ) -> int | None:
     """The smallest doubling of the nodes on which the thriftiest strategy without offload fits:
     with the smallest micro-batch, or with a single pass, which keeps no gradients for another."""
-    strategy = Strategy(sharding="FULL_SHARD", activation_checkpointing="full")
+    strategy = dataclasses.replace(
+        _plain(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
+    )
     nodes = 2 * machine.nodes
     while nodes <= 1 << 16:
         larger = dataclasses.replace(machine, nodes=nodes)

@@ -204,12 +204,6 @@ def _build_on_samples(recipe: Recipe) -> Task:
 
 def check_plannable(recipe: Recipe) -> None:
     """Raises RecipeError for a model whose memory and time cannot be predicted."""
-    if recipe.strategy.tp > 1:
-        raise RecipeError("strategy.tp: tensor parallelism cannot be planned yet; set 1")
-    if recipe.strategy.pp > 1:
-        raise RecipeError("strategy.pp: pipeline parallelism cannot be planned yet; set 1")
-    if recipe.strategy.cp > 1:
-        raise RecipeError("strategy.cp: context parallelism cannot be planned yet; set 1")
     if recipe.strategy.ep > 1:
         raise RecipeError("strategy.ep: expert parallelism cannot be planned yet; set 1")
     if recipe.data.factory:

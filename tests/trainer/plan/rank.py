@@ -5,6 +5,7 @@ it measured and what was predicted: python -m torch.distributed.run … rank.py 
 import dataclasses
 import json
 import sys
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,30 +38,39 @@ def measure(recipe, world):
     from when on DDP's buckets stay the same."""
     decoder, blocks, _ = bare_model(recipe)
     architecture = decoder.model.architecture
+    mesh = build_mesh(recipe, world)
     model = parallelize(
-        decoder, blocks, build_mesh(recipe, world), recipe, world.device,
+        decoder, blocks, mesh, recipe, world.device,
         lambda name, shape: init_parameter(name, shape, architecture, 0),
     )  # fmt: skip
     model.draw_weights()
     optimizer = build_optimizer(
         model.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=model.zeros_like
     )
-    plan = plan_batch(recipe.batch.global_batch, world.world_size, recipe.batch.micro_batch)
+    plan = plan_batch(recipe.batch.global_batch, mesh.dp_size, recipe.batch.micro_batch)
     shape = (plan.micro_batch, recipe.data.seq_len)
     batch = {name: torch.ones(shape, dtype=torch.int64) for name in ("input_ids", "labels")}
     if recipe.data.document_mask:
         batch["cu_seqlens"] = cu_seqlens_of(torch.zeros(shape, dtype=torch.int32))
     weights = [*model.parameters.values(), *model.optimized.values()]
-    activations = 0
+    activations, received = 0, []
 
     def compute(step, number, inputs, model_of):
         nonlocal activations
-        followed = step == 2 and number == 0
-        with LiveTensors() if followed else nullcontext() as forward:
-            loss = model_of(inputs)["loss"]
-        if followed:
+        followed = step == 2 and (number == 0 or model.pipeline)
+        # Of a pipeline those of all micro-batches under way, and what it has received for them.
+        live.label = "forward"
+        with LiveTensors() if followed and not model.pipeline else nullcontext() as forward:
+            found = model_of(inputs)
+        live.label = ""
+        if followed and model.pipeline:
+            received.extend(weakref.ref(x) for x in model_of.args if isinstance(x, torch.Tensor))
+            messages = held(x for reference in received if (x := reference()) is not None)
+            made = live.total("forward", ignored=model.module.parameters())
+            activations = max(activations, made + messages)
+        elif followed:
             activations = forward.total(ignored=model.module.parameters())
-        return loss
+        return found["loss"] if isinstance(found, dict) else found
 
     with LiveTensors() as live:
         for step in range(3):

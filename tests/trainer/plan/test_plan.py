@@ -70,6 +70,23 @@ CASES = {
     ],
 }
 
+TP, PP, EVEN = "strategy.tp=2", "strategy.pp=2", "model.architecture.vocab_size=1032"
+PARALLEL = [
+    (
+        2,
+        [
+            PP,
+            f"{PP} batch.global_batch=16 strategy.zero=2 strategy.activation_checkpointing=full",
+            f"{PP} strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2",
+            "strategy.cp=2",
+        ],
+    ),
+    (2, [f"{TP} strategy.sequence_parallel=true", TP]),
+    (2, [f"{TP} strategy.name=ddp strategy.activation_checkpointing=full"]),
+    (4, [f"{TP} {PP}", f"{TP} {EVEN}", f"{PP} batch.global_batch=16", "strategy.cp=2"]),
+    (8, [f"{TP} {PP} {EVEN} batch.global_batch=16"]),
+]
+
 
 @pytest.fixture
 def recipe_file(tmp_path):
@@ -89,8 +106,9 @@ def world_of(ranks, rank):
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, CASES[2][1:2]),
+        (2, [CASES[2][1], PP]),
         *(pytest.param(ranks, cases, marks=soak) for ranks, cases in CASES.items()),
+        *(pytest.param(ranks, cases, marks=soak) for ranks, cases in PARALLEL),
     ],
 )
 def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
@@ -106,8 +124,10 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
         predicted = dataclasses.asdict(predict(recipe, ranks, ranks))
         for kind in ("parameters", "gradients", "optimizer_state", "buffers"):
             assert predicted[kind] == measured[kind], (case, kind)
-        # All were equal when this was written; other versions of torch may buffer otherwise.
-        assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.01), case
+        # Equal when this was written, of model parallelism to 1 %; other versions of torch may
+        # buffer otherwise.
+        most = 0.03 if any(key in case for key in (TP, PP, "cp=2")) else 0.01
+        assert predicted["activations"] == pytest.approx(measured["activations"], rel=most), case
         assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.03), case
 
 

@@ -1,0 +1,116 @@
+"""Ranks that are not there, for traces: one of them runs the real code of tensor and context
+parallelism, and what it would send is noted instead.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Placement, Shard
+
+from trainer.parallel import context, tensor
+from trainer.plan.kernels import loss_of_gpu
+
+Note = Callable[[Literal["tp", "cp"], float], None]
+"""Called with whom a rank sends to, and how many bytes in a ring."""
+
+
+class Ranks:
+    """In place of a one-dimensional mesh, and of its group."""
+
+    def __init__(self, count: int, rank: int = 0) -> None:
+        self.count, self.rank = count, rank
+
+    def get_group(self) -> "Ranks":
+        """Of all its ranks."""
+        return self
+
+    def get_local_rank(self) -> int:
+        """Of the one that is traced."""
+        return self.rank
+
+    def size(self) -> int:
+        """How many there would be."""
+        return self.count
+
+
+def tokens_of(length: int, cp: int, rank: int) -> int:
+    """How many of a sequence a rank of a ring has."""
+    return sum(map(len, context.chunks(length, cp, rank)))
+
+
+def ring_of(rows: int, length: int, cp: int) -> context.Ring:
+    """Attention of the rank with the most tokens, each sequence one document. Not to be called on
+    fake tensors: it asks for what they do not know."""
+    group: Any = Ranks(cp, max(range(cp), key=lambda rank: tokens_of(length, cp, rank)))
+    with patch.object(context, "dist", _silent(lambda *_: None)):
+        return context.Ring(group, None, (rows, length), torch.device("cpu"))
+
+
+@contextmanager
+def imagined_ranks(
+    note: Note, ring: context.Ring | None, gpu_memory: float | None
+) -> Iterator[None]:
+    """While entered, parameters are the first rank's parts, and what is sent is noted.
+
+    Args:
+        note: of what is sent.
+        ring: of every pass.
+        gpu_memory: bytes of a GPU, if that is what computes.
+    """
+
+    def part(whole: Tensor, mesh: Ranks, placements: list[Placement], **_: Any) -> Tensor:
+        (cut,) = placements
+        return whole.chunk(mesh.count, cut.dim)[0].clone() if isinstance(cut, Shard) else whole
+
+    def gather(parts: Tensor, mine: Tensor, group: Ranks) -> None:
+        note("tp", parts.nbytes - mine.nbytes)
+
+    def reduce_scatter(mine: Tensor, parts: Tensor, group: Ranks) -> None:
+        note("tp", parts.nbytes - mine.nbytes)
+
+    def pass_on(x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
+        note("cp", x.nbytes)
+        coming = x.new_empty((2, tokens, *x.shape[2:]))
+        return lambda: (x, coming)[1]  # x is read from until then
+
+    cut = patch.multiple(
+        tensor,
+        dist=_silent(note),
+        distribute_tensor=part,
+        _all_gather=gather,
+        _reduce_scatter=reduce_scatter,
+        _local=lambda parameter, partial=False: parameter,
+    )
+    turned = patch.multiple(context, dist=_silent(lambda *_: None), Ring=lambda *_: ring)
+    with ExitStack() as stack:
+        stack.enter_context(cut)
+        stack.enter_context(turned)
+        if gpu_memory is not None:
+            of_gpu = loss_of_gpu(gpu_memory)
+            stack.enter_context(patch.multiple(tensor, **of_gpu))
+            stack.enter_context(patch.object(context, "on_gpu", of_gpu["on_gpu"]))
+        if ring:
+            ring.pass_on = pass_on  # type: ignore[method-assign]
+        yield
+
+
+def _silent(note: Note) -> SimpleNamespace:
+    """`torch.distributed`, as far as it is asked for."""
+
+    def all_reduce(x: Tensor, _op: Any = None, group: Ranks | None = None) -> None:
+        if group:
+            note("tp", 2 * x.nbytes * (group.count - 1) / group.count)
+
+    return SimpleNamespace(
+        ReduceOp=dist.ReduceOp,
+        ProcessGroup=dist.ProcessGroup,
+        all_reduce=all_reduce,
+        get_rank=lambda group: group.rank,
+        get_world_size=lambda group: group.count,
+    )
