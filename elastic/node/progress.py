@@ -159,6 +159,12 @@ class Pulse:
         (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
         self.report(step, "failed")
 
+    @property
+    def told_by_first(self) -> bool:
+        """The first rank of this node, which is another, is about to end for the same reason."""
+        ours = self._map[self._start + _ERROR : self._start + _ENTRY]
+        return self._start > 0 and ours == self._map[_ERROR:_ENTRY]
+
     def notice(self, number: int) -> None:
         """Say that this rank was told to go, by a signal."""
         struct.pack_into("I", self._map, self._start + _NOTICED, number)

@@ -44,6 +44,8 @@ class SampleStream(Dataset):
             DataError: it is no such data set.
         """
         self._name, name = name, f"data.factory: {name}"
+        if collate is not None and not callable(collate):
+            raise DataError(f"{name}: collate is of type {type(collate).__name__}, no function")
         for method in ("__len__", "__getitem__"):
             if not hasattr(dataset, method):
                 raise DataError(
@@ -58,7 +60,12 @@ class SampleStream(Dataset):
             )
         self._dataset, self._collate = dataset, collate or stack
         self._seed, self._shuffle = seed, shuffle
-        self.sequences = len(dataset)
+        try:
+            self.sequences = len(dataset)
+        except _TRANSIENT:
+            raise
+        except Exception as error:
+            raise DataError(f"{name}: its length {failure(error)}") from error
         if not self.sequences:
             raise DataError(f"{name} holds no sample")
         self._order = Order([self.sequences], [1.0], seed)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing import optimizer_tensors
 from trainer.optim.groups import named_groups
+from trainer.optim.method import stand_in
 from trainer.optim.slices import SliceOptimizer, is_elementwise
 from trainer.recipe import Optimizer, RecipeError
-from trainer.recipe.factory import call_factory, import_factory
+from trainer.recipe.factory import call_factory, import_factory, place_in, refusing
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
@@ -34,11 +36,29 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
     if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return build(parameters)
-    return (
-        SliceOptimizer(parameters, build)
-        if is_elementwise(parameters, build)
-        else build(parameters)
-    )
+    with _stepping(options):
+        by_slices = is_elementwise(parameters, build)
+    return SliceOptimizer(parameters, build) if by_slices else build(parameters)
+
+
+def try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
+    """Let the optimizer make a few steps with small stand-ins of its parameters.
+
+    Raises:
+        RecipeError: as `build_own`, or a step fails for what is wrong, with the user's line.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tried = {name: stand_in(parameter, draw) for name, parameter in parameters.items()}
+    optimizer = _called(tried, options)
+    with _stepping(options):
+        for _ in range(3):
+            for one in tried.values():
+                one.grad = torch.randn(one.shape, generator=draw).to(one.dtype)
+            optimizer.step()
+
+
+def _stepping(options: Optimizer) -> AbstractContextManager[None]:
+    return refusing("optimizer.factory", f"the step of {options.factory}")
 
 
 def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
@@ -49,6 +69,10 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
     optimizer = call_factory(
         "optimizer.factory", name, options.factory_options, named_groups(parameters, options)
     )
+    if isinstance(optimizer, type):
+        raise RecipeError(
+            f"optimizer.factory: {name} returned the class {optimizer.__name__} itself; call it"
+        )
     _check_kind(name, type(optimizer))
     names = {parameter: fqn for fqn, parameter in parameters.items() if parameter.requires_grad}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -61,7 +85,12 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
     before = [_settings(group) for group in optimizer.param_groups]
     try:
         tensors = optimizer_tensors(optimizer, parameters)
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:
+        with _stepping(options):
+            if place_in(failed := error.__cause__ or error):  # in the user's step
+                raise failed from None
+        if not isinstance(error, (ValueError, NotImplementedError)):
+            raise
         sharded = any(isinstance(parameter, DTensor) for parameter in given)
         hint = "; the parameters are sharded: strategy.name=ddp shards none" if sharded else ""
         raise RecipeError(f"optimizer.factory: {error}{hint}") from error

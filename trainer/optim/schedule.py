@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 from trainer.recipe import Recipe, RecipeError, Schedule
-from trainer.recipe.factory import call_factory
+from trainer.recipe.factory import call_factory, refusing
 
 Rate = Callable[[int], float]
 """Step (from 1) → learning rate."""
 
 
-def build_schedule(recipe: Recipe) -> Rate:
+def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
     """The recipe's schedule.
+
+    Args:
+        recipe: of the run.
+        tried: about so many steps, the first and the last among them, are asked for their rate at
+            once.
 
     Raises:
         RecipeError: `schedule.factory` returned something else, or a rate that is none; here, or
@@ -30,15 +36,17 @@ def build_schedule(recipe: Recipe) -> Rate:
         )
 
     def checked(step: int) -> float:
-        found = rate(step)
-        if isinstance(found, (int, float)) and math.isfinite(found) and found >= 0:
-            return float(found)
+        with refusing("schedule.factory", f"the rate of step {step} by {name}"):
+            found = rate(step)
+        value = float(found) if isinstance(found, Real) else math.nan
+        if math.isfinite(value) and value >= 0:
+            return value
         raise RecipeError(
             f"schedule.factory: {name} gives {found!r} as the learning rate of step {step}; it "
-            "must be a finite number, at least 0"
+            "must be a finite number, no tensor, and at least 0"
         )
 
-    for step in {1, (1 + steps) // 2, steps}:
+    for step in {*range(1, steps, max(1, steps // tried)), steps}:
         checked(step)
     return checked
 

@@ -185,11 +185,22 @@ def means(result: Any) -> dict[str, torch.Tensor]:
 
 def loss_problem(result: Any) -> str | None:
     """What a model returned instead of a mean loss, and what it should; None if it is one."""
-    loss = means(result).get("loss")
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return None
+    count = result.get(COUNT) if isinstance(result, dict) else None
+    if isinstance(count, torch.Tensor) and count.dim():
+        return f"a {COUNT!r} of shape {tuple(count.shape)}; it should be one number"
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", result)
+    sizes = (0,) if isinstance(result, dict) else (0, 1)  # others of a dict are not recorded
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.dim() in sizes:
+        if loss.requires_grad or not torch.is_grad_enabled():
+            return None
+        return (
+            "a loss that has no gradient: it is detached, or made of a number (.item()), or under "
+            "torch.no_grad; it should hang on the parameters"
+        )
     found = type(result).__name__
-    if isinstance(loss, torch.Tensor):
+    if isinstance(loss, float | int):
+        found = f"the loss as a {type(loss).__name__}, which has no gradient"
+    elif isinstance(loss, torch.Tensor):
         found = f"a tensor of shape {tuple(loss.shape)}"
     elif isinstance(result, dict):
         found = f"a dict without a scalar 'loss' (of {', '.join(map(repr, result)) or 'nothing'})"

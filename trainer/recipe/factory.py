@@ -1,13 +1,17 @@
 """A function of the user's own, which a recipe names as `package.module:function`. Imports no
 torch."""
 
+import difflib
 import importlib
 import inspect
 import os
 import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,23 @@ from trainer.recipe.yaml_tree import RecipeError
 PATTERN = re.compile(r"[\w.]+:[\w.]+")
 _HOME = Path(__file__).parents[2]
 _OURS = tuple(f"{_HOME / name}{os.sep}" for name in ("trainer", "elastic", "checkpointing"))
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_TORCH = f"-packages{os.sep}torch{os.sep}"
 _WRONG = (
     *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
 )
-"""Errors of code or input that is wrong; others may be gone at the next start."""
+"""Errors of code or input that is wrong, whatever they say."""
 CIRCUMSTANCES = re.compile(
-    r"cuda|gpu|device|triton|nccl|gloo|process group|distributed|peer|connection|memory|timed? ?out"
-    r"|fake|meta tensor|NoneType",
+    r"cuda|gpu|device|triton|nccl|gloo|process group|dist|peer|connect|memory|timed? ?out",
     re.IGNORECASE,
 )
 """Words of errors that another place or moment may not have."""
+
+
+class OwnCodeError(RecipeError):
+    """The user's code failed in a run that had begun, and will do so at every start."""
 
 
 def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -> Any:
@@ -39,17 +49,54 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
         given: what it gets besides.
 
     Raises:
-        RecipeError: it is not there, does not take these options, or fails for what is wrong.
+        RecipeError: it is not there, does not take these options, fails for what is wrong, or
+            returns nothing.
     """
     factory = import_factory(key, name)
+    if not callable(factory):
+        raise RecipeError(f"{key}: {name} is of type {type(factory).__name__}, no function")
     try:
-        return factory(*given, **options)
-    except Exception as error:
-        if not _is_wrong(error):
+        with refusing(key, name):
+            result = factory(*given, **options)
+    except RecipeError as error:
+        call = error.__cause__
+        if not isinstance(call, TypeError) or place_in(call):
             raise
-        if isinstance(error, TypeError) and not place_in(error):  # the call itself
-            raise RecipeError(f"{key}_options: {name} was called with them: {error}") from error
-        raise RecipeError(f"{key}: {name} {failure(error)}") from error
+        parts = [*(f"a {type(one).__name__}" for one in given), *(f"{one}=" for one in options)]
+        what = ", ".join(parts) or "nothing"
+        raise RecipeError(f"{key}_options: {name} is called with {what}, but: {call}") from call
+    if result is None:
+        raise RecipeError(f"{key}: {returned_none(name, factory)}")
+    return result
+
+
+def returned_none(name: str, factory: Any) -> str:
+    """What to say of a function that returned None."""
+    code = getattr(factory, "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{name}{place} returned None (is its `return` missing?)"
+
+
+@contextmanager
+def refusing(key: str, what: str) -> Generator[None, None, None]:
+    """Code of the user's that fails for what is wrong, and not for want of something that may be
+    there at the next start, is wrong input.
+
+    Args:
+        key: of the recipe, which names the code.
+        what: fails; the message goes on after it.
+
+    Raises:
+        RecipeError: with the place in the user's code.
+    """
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (Exception, SystemExit) as error:
+        if not is_wrong(error):
+            raise
+        raise RecipeError(f"{key}: {what} {failure(error)}") from error
 
 
 def import_factory(key: str, name: str) -> Any:
@@ -61,21 +108,44 @@ def import_factory(key: str, name: str) -> Any:
     module, _, function = name.partition(":")
     look_here_too()
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(
-            f"{key}: cannot import {name}: {error}; is it in the working directory, or its "
-            "folder on PYTHONPATH?"
-        ) from error
-    except Exception as error:
-        if not _is_wrong(error):
+        with refusing(key, f"importing {name}"):
+            found = importlib.import_module(module)
+    except RecipeError as error:
+        missing = error.__cause__
+        inside = isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(
+            f"{missing.name}."
+        )
+        if not inside or place_in(missing):  # what the file itself imports is not there
             raise
-        raise RecipeError(f"{key}: importing {name} {failure(error)}") from error
+        near = _nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
+        raise RecipeError(
+            f"{key}: cannot import {name}: {missing}; {near}is it in the working directory, or its "
+            "folder on PYTHONPATH?"
+        ) from missing
+    try:
+        return getattr(found, function)
+    except AttributeError:
+        names = [one for one in vars(found) if not one.startswith("_")]
+        own = [one for one in names if _home(found, one).startswith(module)]
+        near, known = _nearest(function, names), ", ".join((own or names)[:8]) or "no names"
+        file = getattr(found, "__file__", None) or module
+        raise RecipeError(f"{key}: {file} has no {function}; {near}it has {known}") from None
 
 
-def _is_wrong(error: Exception) -> bool:
-    plain = type(error) is RuntimeError and not CIRCUMSTANCES.search(str(error))
-    return plain or isinstance(error, _WRONG)
+def _home(module: Any, name: str) -> str:
+    return str(getattr(getattr(module, name), "__module__", ""))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return "".join(f"did you mean {one}? " for one in difflib.get_close_matches(name, known, 1))
+
+
+def is_wrong(error: BaseException) -> bool:
+    """Whether the code or its input is wrong, and not the place or the moment."""
+    if isinstance(error, _WRONG):
+        return True
+    passing = isinstance(error, (OSError, MemoryError))
+    return not passing and not CIRCUMSTANCES.search(f"{type(error).__name__}: {error}")
 
 
 def check_takes(key: str, name: str, given: str) -> None:
@@ -104,20 +174,20 @@ def failure(error: BaseException) -> str:
     """`fails at FILE:LINE: Kind: first line of what it says`, the place if it is in the user's
     code."""
     place = place_in(error)
-    what = f"{type(error).__name__}: {error}".partition("\n")[0]
+    said = error.msg if isinstance(error, SyntaxError) else error
+    what = f"{type(error).__name__}: {said}".partition("\n")[0]
     return f"fails at {place}: {what}" if place else f"fails: {what}"
 
 
-def place_in(error: BaseException) -> str:
+def place_in(error: BaseException | None) -> str:
     """File and line of the innermost frame of the user's code, which ours has called; empty if
     there is none."""
-    torch = sys.modules.get("torch")
-    libraries = (f"{Path(str(torch.__file__)).parent}{os.sep}",) if torch else ()
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)]
-    users = [
-        frame
-        for frame in frames[ours[-1] + 1 if ours else 0 :]
-        if not frame.filename.startswith((*libraries, "<"))
-    ]
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    called = list(dropwhile(lambda frame: not frame.filename.startswith(_OURS), frames))
+    others = [frame for frame in called if not frame.filename.startswith((*_OURS, "<"))]
+    installed = [frame for frame in others if _INSTALLED.search(frame.filename)]
+    own = [frame for frame in others if frame not in installed and _STDLIB not in frame.filename]
+    users = own or [frame for frame in installed if _TORCH not in frame.filename]
     return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

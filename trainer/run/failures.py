@@ -6,10 +6,18 @@ import traceback
 from types import TracebackType
 
 from checkpointing import SaveFailed
-from elastic import EXIT_FAILED, EXIT_MENDED, EXIT_PEER_GONE, EXIT_WRONG_INPUT, Pulse
+from elastic import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_FAILED,
+    EXIT_MENDED,
+    EXIT_PEER_GONE,
+    EXIT_WRONG_INPUT,
+    Pulse,
+)
 from elastic.node.recall import Recall, Recalled
 from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import known_errors, told
+from trainer.recipe.factory import OwnCodeError
 from trainer.run.micro_batch import HalvedError
 
 
@@ -21,10 +29,11 @@ class Telling:
         pulse: of this rank; its agent learns of the error, and waits for what follows it.
         rank: of this process.
         recall: an error after which this process goes on with another attempt is none to tell of.
+        wait: seconds before the user is told what another rank may be telling, too.
     """
 
-    def __init__(self, pulse: Pulse, rank: int, recall: Recall) -> None:
-        self._pulse, self._rank, self._recall = pulse, rank, recall
+    def __init__(self, pulse: Pulse, rank: int, recall: Recall, wait: float = 0) -> None:
+        self._pulse, self._rank, self._recall, self._wait = pulse, rank, recall, wait
         self._told: Exception | None = None
 
     def __enter__(self) -> None:
@@ -36,7 +45,7 @@ class Telling:
         if isinstance(error, Exception):
             if self.recalls(error):
                 raise Recalled from None
-            self.tell(error)
+            self.tell(error, self._wait)
 
     def recalls(self, error: Exception) -> bool:
         """Whether this process goes on with another attempt."""
@@ -48,7 +57,7 @@ class Telling:
 
         Args:
             error: by which this rank ends.
-            wait: seconds before the user is told of wrong input.
+            wait: seconds before the user is told of wrong input or code.
         """
         code = exit_code(error)
         if error is self._told:
@@ -60,9 +69,11 @@ class Telling:
         self._pulse.fail(line)
         if isinstance(error, SaveFailed):  # on all ranks alike
             text = f"error: {error}; the same command resumes" if self._rank == 0 else ""
-        elif code == EXIT_WRONG_INPUT:
+        elif code in (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE):
             time.sleep(wait)
-            text = told(error)
+            cause = error.__cause__ if code == EXIT_DO_NOT_REQUEUE else None
+            trace = "".join(traceback.format_exception(cause)) if cause else ""
+            text = "" if self._pulse.told_by_first else trace + told(error)
         elif code == EXIT_PEER_GONE:
             text = f"rank {self._rank}: a peer is gone: {line}"
         elif code == EXIT_MENDED:
@@ -78,6 +89,8 @@ def exit_code(error: Exception) -> int:
     """How a rank ends by an error."""
     if isinstance(error, SaveFailed):  # of the last step: nothing is wrong with the input
         return EXIT_FAILED
+    if isinstance(error, OwnCodeError):
+        return EXIT_DO_NOT_REQUEUE
     if isinstance(error, known_errors()):
         return EXIT_WRONG_INPUT
     if isinstance(error, HalvedError) and supervised():

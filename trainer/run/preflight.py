@@ -10,12 +10,15 @@ from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.batch_plan import plan_batch
 from trainer.data.shards import DataError
-from trainer.parallel.mesh import mesh_shape
+from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import check_takes
 from trainer.run.provenance import check_resume
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, build_task
+
+TRIED_RATES = 1000
+"""Steps of a schedule of the user's that are looked at before anything starts."""
 
 
 def check_inputs(
@@ -101,12 +104,22 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
     task = build_task(recipe)
     check_inputs(recipe, task, 0, world_size, local_world_size)
     state_of(dict(task.model.named_parameters()), recipe.optimizer)
-    build_schedule(recipe)
+    build_schedule(recipe, TRIED_RATES)
+    if recipe.optimizer.factory:
+        from trainer.optim.own import try_steps
+
+        try_steps(dict(task.model.named_parameters()), recipe.optimizer)
     if recipe.model.factory:
         inputs = task.inputs or task.stream.__getitems__([0])
         if isinstance(inputs, DataError):
             raise inputs
-        check_forward(recipe, task.model, inputs)
+        unused = check_forward(recipe, task.model, inputs)
+        ddp = world_size > 1 and not is_sharded_by_fsdp(recipe, world_size)
+        if unused and ddp and not getattr(task.model, "some_unused", False):
+            raise RecipeError(
+                f"model.factory: {unused[0]} takes no part in the loss, which DDP does not allow; "
+                "set some_unused = True on the module (docs/your_model.md), or strategy.name=fsdp"
+            )
     return [*task.notes, *slow_arithmetic(recipe)]
 
 

@@ -134,9 +134,12 @@ def own_sink(name: str, run_dir: Path) -> Sink:
         RecipeError: it is not there, or returned something else; whatever it raises itself.
     """
     from trainer.recipe import RecipeError
-    from trainer.recipe.factory import import_factory
+    from trainer.recipe.factory import import_factory, returned_none
 
-    sink: Any = import_factory("tracking.sinks", name)(run_dir)
+    factory = import_factory("tracking.sinks", name)
+    sink: Any = factory(run_dir)
+    if sink is None:
+        raise RecipeError(f"tracking.sinks: {returned_none(name, factory)}")
     missing = [part for part in ("record", "close") if not callable(getattr(sink, part, None))]
     if missing:
         raise RecipeError(

@@ -46,14 +46,14 @@ def train(run: Run, startup: Startup) -> int:
     validation = Validation(run, speed)
     if not supervised():  # else the warm process has done that, and this attempt may end
         gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
-    with StepProfiler(run, speed) as profiler:
+    with (
+        StepProfiler(run, speed) as profiler,
+        refusing_misfits(recipe, pulse, lambda: progress.step == run.world.generation == 0),
+    ):
         while not run.done:
             saves.ask()
             first = run.first_step
-            with (
-                halving(run),
-                refusing_misfits(recipe, pulse, progress.step == run.world.generation == 0),
-            ):
+            with halving(run):
                 result = train_step(run, batches)
             if first:
                 first_step_done(run, startup)

@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> NoReturn:
         rank, local_rank, *_ = read_environment()
         named = f"%(levelname)s rank {rank} %(name)s: %(message)s"
         logging.basicConfig(format=named, force=True)
-        telling = Telling(pulse, rank, recall)
+        telling = Telling(pulse, rank, recall, wait=2 if rank else 0)
         code = None
         try:
             with recall.attempt():

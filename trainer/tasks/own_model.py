@@ -1,22 +1,25 @@
-"""A user's own model that cannot do a pass: told in a line, with the place in the user's code."""
+"""A user's own code that cannot do a step: told in a line, with the place in that code."""
 
 import inspect
 import logging
+import re
 import traceback
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import nn
 
 from elastic import Pulse
 from elastic.world import is_lost_peer
-from trainer.parallel.parallelize import DTYPES, ParallelModel, loss_problem
+from trainer.data.shards import DataError
+from trainer.optim.method import update
+from trainer.parallel.parallelize import DTYPES, ParallelModel, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.factory import CIRCUMSTANCES, failure, place_in
+from trainer.recipe.factory import CIRCUMSTANCES, OwnCodeError, failure, is_wrong, place_in
 
-_PLAIN = (TypeError, RuntimeError, KeyError, IndexError, NameError, AttributeError)
-"""Errors of code that is wrong."""
+_ELSEWHERE = re.compile(r"fake|meta tensor|NoneType", re.IGNORECASE)
+"""Words of errors that a pass among all ranks, on real tensors, may not have."""
 
 
 def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:
@@ -45,9 +48,11 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
         ) from error
 
 
-def check_forward(recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model whose forward pass fails, or gives no loss. The model is spent: to be called
-    where it is thrown away.
+def check_forward(
+    recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Refuse a model whose forward pass fails, or gives no loss; returns the names of parameters
+    that take no part in it. The model is spent: to be called where it is thrown away.
 
     Tried on tensors without contents, at once however large the model is. What fails there may do
     so for reasons of its own; it is refused if a pass of one sequence on the CPU fails in the same
@@ -78,59 +83,90 @@ def check_forward(recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.T
             fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
             batch = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
             result = call(fakes, batch)
+        problem = loss_problem(result)
     except Exception as error:
         failed: Exception | None = error
     else:
         failed = None
     finally:
         logging.disable(logging.NOTSET)
-    if failed and not (_is_misfit(failed) and place_in(failed)):
-        return
+    if failed and not (_fails_anywhere(failed) and place_in(failed)):
+        return []
     if failed:
         try:
             with torch.no_grad():
-                result = call({}, inputs)
+                problem = loss_problem(call({}, inputs))
         except Exception as error:
-            if _is_misfit(error) and place_in(error) == place_in(failed):
-                raise _refusal(recipe, error) from error
-            return
-    if problem := loss_problem(result):
+            if _fails_anywhere(error) and place_in(error) == place_in(failed):
+                what = f"the forward pass of {recipe.model.factory} {failure(error)}"
+                raise RecipeError(f"model.factory: {what}") from error
+            return []
+    if problem:
         name = type(model).__name__
         raise RecipeError(f"model.factory: forward of {name} returns {problem}")
+    if failed:
+        return []
+    trained = {name: fakes[name] for name, one in model.named_parameters() if one.requires_grad}
+    with suppress(Exception), mode:  # a backward pass may have reasons of its own, too
+        loss = means(result)["loss"]
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return [name for name, one in zip(trained, found, strict=True) if one is None]
+    return []
+
+
+def _fails_anywhere(error: Exception) -> bool:
+    """Whether a pass on one CPU, alone, tells that every pass will fail so."""
+    said = f"{type(error).__name__}: {error}"
+    return is_wrong(error) and not (CIRCUMSTANCES.search(said) or _ELSEWHERE.search(said))
 
 
 @contextmanager
-def refusing_misfits(recipe: Recipe, pulse: Pulse, first: bool) -> Generator[None, None, None]:
-    """The first step of a run: a model of the user's that cannot do it is wrong input.
+def refusing_misfits(
+    recipe: Recipe, pulse: Pulse, first: Callable[[], bool]
+) -> Generator[None, None, None]:
+    """Code of the user's that fails in the first step of a run is wrong input. Later it ends the
+    run for good: the same step would come again, and so would its error.
 
     Args:
         recipe: of the run.
         pulse: of this rank.
-        first: nothing has been trained yet, and nothing has failed.
+        first: whether nothing has been trained yet, and nothing has failed.
 
     Raises:
-        RecipeError: with the place in the user's code.
+        RecipeError: with the place in the user's code; in later steps an OwnCodeError.
     """
     try:
         yield
-    except _PLAIN as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        forward = ParallelModel.__call__.__code__
-        inside = any((f.filename, f.name) == (forward.co_filename, forward.co_name) for f in frames)
-        if first and inside and recipe.model.factory and _is_misfit(error):
+    except Exception as error:
+        told = _misfit(recipe, error, first())
+        if not told:
+            raise
+        cause = error.__cause__ if told == str(error) else error
+        if first():
             pulse.report(0, "load")  # for the agent, too: it was never a step
-            raise _refusal(recipe, error) from error
-        raise
+            raise RecipeError(told) from cause
+        raise OwnCodeError(told) from cause
 
 
-def _is_misfit(error: Exception) -> bool:
-    """Whether it will be so again, everywhere. Errors of their own kind have reasons of their own:
-    no memory, no peer, no contents in a tensor."""
-    plain = type(error) in _PLAIN and not CIRCUMSTANCES.search(str(error))
-    return plain and not (isinstance(error, RuntimeError) and is_lost_peer(error))
+def _misfit(recipe: Recipe, error: Exception, first: bool) -> str | None:
+    """What to tell, if it was code of the user's that failed, and will do so again."""
+    if isinstance(error, RecipeError) or (isinstance(error, DataError) and recipe.data.factory):
+        return str(error)
+    if not is_wrong(error) or (isinstance(error, RuntimeError) and is_lost_peer(error)):
+        return None
+    frames = {(f.filename, f.name) for f in traceback.extract_tb(error.__traceback__)}
 
+    def passes(function: Callable[..., object]) -> bool:
+        code = function.__code__
+        return (code.co_filename, code.co_name) in frames
 
-def _refusal(recipe: Recipe, error: Exception) -> RecipeError:
-    return RecipeError(
-        f"model.factory: the forward pass of {recipe.model.factory} {failure(error)}"
-    )
+    name, place = recipe.optimizer.factory, place_in(error)
+    if name and passes(update):
+        return f"optimizer.factory: the step of {name} {failure(error)}" if place else None
+    key = "factory" if recipe.model.factory else "family"
+    name, forward = recipe.model.factory or recipe.model.family, passes(ParallelModel.__call__)
+    plain = first and not CIRCUMSTANCES.search(str(error))  # such as a change in place
+    if name and (forward or passes(ParallelModel.run)) and (place or plain):
+        which = "forward" if forward else "backward"
+        return f"model.{key}: the {which} pass of {name} {failure(error)}"
+    return None

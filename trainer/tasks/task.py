@@ -399,6 +399,11 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
     model = call_factory("model.factory", name, recipe.model.factory_options)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecipeError(
+            f"model.factory: {type(model).__name__}, which {name} returned, has no parameter that "
+            "is trained: none, or all have requires_grad=False"
+        )
     if not model.training:  # as from_pretrained returns it; parts alone are meant to be so
         model.train()
     return model, repeated_blocks(model)

@@ -57,7 +57,7 @@ def perdure(monkeypatch, capsys, *arguments):
         (["tracking.tensorboard=true"], "tracking.tensorboard: tensorboard is not installed; pip"),
         (["tracking.prometheus=run.txt"], "tracking.prometheus: the textfile collector reads"),
         (["tracking.prometheus=no/run.prom"], "tracking.prometheus: no file can be written in"),
-        (["tracking.sinks=[json:nothing]"], "tracking.sinks: cannot import json:nothing"),
+        (["tracking.sinks=[json:nothing]"], "json/__init__.py has no nothing; it has JSONDec"),
         (["tracking.sinks=[json]"], "tracking.sinks: write it as package.module:function"),
         (["tracking.sinks=[os:getpid]"], "os:getpid is called with the run directory alone: too"),
         (["tracking.hooks=[os:getpid]"], "tracking.hooks: os:getpid is called with an event alone"),

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from checkpointing import SaveFailed, SaveOutcome
-from elastic import EXIT_FAILED, EXIT_WRONG_INPUT, Start
+from elastic import EXIT_DO_NOT_REQUEUE, EXIT_FAILED, EXIT_WRONG_INPUT, Start
 from elastic.node.progress import ProgressPage, Pulse
 from elastic.node.recall import Recall
 from trainer.data.shards import DataError
 from trainer.recipe import load_recipe
+from trainer.recipe.factory import OwnCodeError
 from trainer.run.failures import Telling
 from trainer.run.metrics import Log
 from trainer.run.saves import finish_saves
@@ -49,6 +50,11 @@ def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
     assert page.read(0).error == "SaveFailed: saving step 7 failed"
 
 
+def raised_from(cause, error):
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "code", "first", "last"),
     [
@@ -63,6 +69,12 @@ def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
             EXIT_WRONG_INPUT,
             "error: train",
             "0.tokens: token 9\n",
+        ),
+        (
+            raised_from(KeyError("rows"), OwnCodeError("data.factory: sample 3 fails")),
+            EXIT_DO_NOT_REQUEUE,
+            "KeyError: 'rows'",
+            "error: data.factory: sample 3 fails\n",
         ),
     ],
 )

@@ -91,13 +91,13 @@ def mine(tmp_path, monkeypatch):
 
 
 WRONG = [
-    (["data.factory=mine:absent"], "data.factory: cannot import mine:absent: module 'mine' has no"),
+    (["data.factory=mine:absent"], "mine.py has no absent; it has rows, with_validation"),
     (
         ["data.factory=yours:rows"],
         "data.factory: cannot import yours:rows: No module named 'yours'",
     ),
     (["data.factory=rows"], "data.factory: write it as package.module:function"),
-    (["data.factory_options={size: 3}"], "data.factory_options: mine:rows was called with them"),
+    (["data.factory_options={size: 3}"], "data.factory_options: mine:rows is called with size="),
     (["data.factory_options={count: 5}"], "holds 5 sample(s), fewer than one global batch of 8"),
     (["data.factory=mine:stream"], "list_iterator without __len__"),
     (["data.factory=mine:nameless"], "an item is a tuple, no mapping"),

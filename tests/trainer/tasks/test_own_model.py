@@ -13,6 +13,7 @@ from elastic.node.progress import ProgressPage
 from tests.distributed.jobs import RECIPE
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.factory import OwnCodeError
 from trainer.tasks.own_model import check_forward, check_signature, refusing_misfits
 
 BATCH = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "labels": torch.zeros(1, 8).long()}
@@ -62,11 +63,24 @@ def test_a_pass_that_fails_is_told_with_the_line_of_the_user(recipe, function):
             lambda hidden: {"logits": hidden},
             r"returns a dict without a scalar 'loss' \(of 'logits'\);",
         ),
+        (lambda hidden: {"loss": hidden.mean(1)}, r"returns a tensor of shape \(1, 16\)"),
+        (lambda hidden: hidden.mean().detach(), "returns a loss that has no gradient: it is det"),
+        (lambda hidden: {"loss": 0.5}, "returns the loss as a float, which has no gradient"),
+        (
+            lambda hidden: {"loss": hidden.mean(), "count": hidden[0, :, 0]},
+            r"returns a 'count' of shape \(8,\); it should be one number",
+        ),
     ],
 )
 def test_a_pass_without_a_loss_is_told(recipe, function, what):
     with pytest.raises(RecipeError, match=what):
         check_forward(recipe, Of(function), BATCH)
+
+
+def test_parameters_without_a_part_in_the_loss_are_named(recipe):
+    model = Of(lambda hidden: hidden.mean())
+    model.idle = nn.Linear(2, 3)
+    assert check_forward(recipe, model, BATCH) == ["idle.weight", "idle.bias"]
 
 
 def branches(hidden):
@@ -109,13 +123,16 @@ def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe)
         model = ParallelModel(
             Of(function), {}, {}, {}, None, None, False, nullcontext, lambda: None
         )
-        with refusing_misfits(recipe, pulse, first):
+        with refusing_misfits(recipe, pulse, lambda: first):
             model(BATCH)
 
     with pytest.raises(RecipeError, match=f"at {__file__}:"):
         step(wrong_shapes, True)
     assert page.read(0).step == 0, "the agent ends the job: no step has begun"
-    for function, first in ((wrong_shapes, False), (has_a_gpu_alone, True)):
-        with pytest.raises(RuntimeError):
+    for function, first, error in (
+        (wrong_shapes, False, OwnCodeError),
+        (has_a_gpu_alone, True, RuntimeError),
+    ):
+        with pytest.raises(error):
             step(function, first)
         assert page.read(0).step == 1
