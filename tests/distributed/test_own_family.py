@@ -1,5 +1,6 @@
 """examples/own_family.py as a user has it: in from Hugging Face, train, out to Hugging Face."""
 
+import json
 import shutil
 
 import pytest
@@ -91,9 +92,37 @@ def test_there_and_back(workspace, train, published):
     assert prompt + text == tokenizer.decode(expected_ids[0].tolist())
 
 
-def test_fresh_weights(workspace, train):
-    train(1, "run.dir=fresh", "run.steps=2", "schedule={}", *FRESH)
+RULED = """
+from dataclasses import replace
+from own_family import OLMO2
+from trainer import ParameterGroup
+
+RULES = [
+    ParameterGroup(match="*.mlp.*", weight_decay=0.7),
+    ParameterGroup(match="*layernorm*", weight_decay=0.5, lr_scale=0.1),
+    ParameterGroup(match="lm_head.weight", weight_decay=9.0),  # this model has none: it is tied
+]
+OLMO2 = replace(OLMO2, groups=RULES)
+"""
+
+
+def test_fresh_weights_and_rules_of_the_family_behind_those_of_the_recipe(workspace, train):
+    (workspace / "ruled_family.py").write_text(RULED)
+    rule = "optimizer.groups=[{match: '*.mlp.up_proj.*', weight_decay: 0.3}]"
+    overrides = ["run.steps=2", "schedule={}", *FRESH, "model.family=ruled_family:OLMO2", rule]
+    train(1, "run.dir=fresh", *overrides)
     checkpoint = workspace / "fresh/checkpoints/step-00000002"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    block, rate = "model.layers.0.", state["parameter_groups"]["model.embed_tokens.weight"]["lr"]
+    for name, decay, scale in (
+        ("mlp.up_proj.weight", 0.3, 1),  # the recipe's comes first
+        ("mlp.down_proj.weight", 0.7, 1),
+        ("post_attention_layernorm.weight", 0.5, 0.1),
+        ("self_attn.q_proj.weight", 0.1, 1),  # as without any rule
+        ("self_attn.q_norm.weight", 0.0, 1),
+    ):
+        expected = {"lr": pytest.approx(scale * rate), "weight_decay": decay}
+        assert state["parameter_groups"][block + name] == expected, name
     _, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
@@ -103,12 +132,19 @@ def test_fresh_weights(workspace, train):
     ("change", "message"),
     [
         (["model.family=own_family:Block"], "own_family:Block is a type, not a trainer.Family"),
-        (["model.family=own_family:NONE"], "model.family: cannot import own_family:NONE"),
+        (
+            ["model.family=own_family:NONE"],
+            "own_family.py has no NONE; it has NormOfAllHeads, Block, OLMO2",
+        ),
         (["model.architecture.model_type=qwen3"], "qwen3, but own_family:OLMO2 is olmo2"),
+        (["model.family=loose_rules:OLMO2"], "{'match': '*'} is no trainer.ParameterGroup(match=…"),
         (["model.architecture.options={depth: 3}"], "olmo2 has no depth; known: none"),
     ],
 )
-def test_what_is_no_family_is_told_in_a_line(change, message):
+def test_what_is_no_family_is_told_in_a_line(workspace, change, message):
+    (workspace / "loose_rules.py").write_text(
+        RULED.replace("groups=RULES", "groups=[{'match': '*'}]")
+    )
     with pytest.raises(RecipeError) as refusal:
         build_task(load_recipe("recipe.yaml", [*FRESH, *change]))
     assert message in str(refusal.value)

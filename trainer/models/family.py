@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.recipe import ParameterGroup, RecipeError
 from trainer.recipe.architecture import Architecture, bundled_families
-from trainer.recipe.factory import import_factory
+from trainer.recipe.factory import import_factory, refusing
 from trainer.recipe.seeds import stable_seed
 
 Draw = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
@@ -98,6 +98,11 @@ class Family:
     tensor_plan: TensorPlan | None = None
     """For `strategy.tp`; of usual blocks, `trainer.TENSOR_PLAN`. None: it has none."""
 
+    def __post_init__(self) -> None:
+        for rule in self.groups:
+            if not isinstance(rule, ParameterGroup):
+                raise TypeError(f"groups: {rule!r} is no trainer.ParameterGroup(match=…, …)")
+
     def complete(self, architecture: Architecture) -> Architecture:
         """The architecture with all `options`.
 
@@ -124,7 +129,8 @@ class Family:
         """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
         product that a token meets, and 12 x layers x heads x head_dim x seq_len for attention
         (Chowdhery et al. 2022, appendix B; causality is not discounted)."""
-        products = parameters - self.idle_parameters(architecture)
+        with refusing("model.family", f"idle_parameters of {self.model_type}"):
+            products = parameters - self.idle_parameters(architecture)
         if not architecture.tie_word_embeddings:
             products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
         heads = architecture.num_attention_heads * architecture.head_dim

@@ -1,6 +1,6 @@
 """Which parameters are updated how: groups by shape and by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,32 +18,38 @@ NamedGroup = dict[str, Any]
 
 def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
     """The trained parameters in groups of one learning rate and weight decay. Unless a group of the
-    recipe says otherwise, matrices and embeddings decay, vectors (norms, biases) do not.
-
-    Raises:
-        RecipeError: a pattern of `optimizer.groups` matches no name.
-    """
+    recipe says otherwise, matrices and embeddings decay, vectors (norms, biases) do not."""
     found: dict[tuple[float, float], NamedGroup] = {}
-    matched: set[str] = set()
     for name, parameter in parameters.items():
-        rules = [rule for rule in options.groups if fnmatchcase(name, rule.match)]
-        matched |= {rule.match for rule in rules}
         if not parameter.requires_grad:
             continue
+        rules = [rule for rule in options.groups if fnmatchcase(name, rule.match)]
         decay = options.weight_decay if parameter.dim() >= 2 else 0.0
         rule = rules[0] if rules else ParameterGroup(match="*")
         if rule.weight_decay is not None:
             decay = rule.weight_decay
         group = {"lr": options.lr, "lr_scale": rule.lr_scale, "weight_decay": decay, "params": []}
         found.setdefault((rule.lr_scale, decay), group)["params"].append((name, parameter))
+    return list(found.values())
+
+
+def check_patterns(names: Sequence[str], options: Optimizer) -> None:
+    """Refuse rules for nothing.
+
+    Args:
+        names: FQNs of all parameters; a rank of a pipeline has some of them.
+        options: of the recipe, without what a family adds: it need not match in each model.
+
+    Raises:
+        RecipeError: a pattern of `optimizer.groups` matches no name.
+    """
     for number, rule in enumerate(options.groups):
-        if rule.match not in matched:
-            shown = ", ".join(list(parameters)[:3])
+        if not any(fnmatchcase(name, rule.match) for name in names):
+            shown = ", ".join(names[:3])
             raise RecipeError(
                 f"optimizer.groups.{number}.match: no parameter is called {rule.match}; they are "
                 f"called {shown} and so on"
             )
-    return list(found.values())
 
 
 def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:

@@ -125,19 +125,25 @@ def import_factory(key: str, name: str) -> Any:
     try:
         return getattr(found, function)
     except AttributeError:
-        names = [one for one in vars(found) if not one.startswith("_")]
-        own = [one for one in names if _home(found, one).startswith(module)]
-        near, known = _nearest(function, names), ", ".join((own or names)[:8]) or "no names"
+        names = [one for one in vars(found) if not one.startswith("_") and _is_own(found, one)]
+        near, known = _nearest(function, names), ", ".join(names[:8]) or "no names"
         file = getattr(found, "__file__", None) or module
         raise RecipeError(f"{key}: {file} has no {function}; {near}it has {known}") from None
 
 
-def _home(module: Any, name: str) -> str:
-    return str(getattr(getattr(module, name), "__module__", ""))
+def _is_own(module: Any, name: str) -> bool:
+    """Whether a name of a module is no import."""
+    value = getattr(module, name)
+    imported = inspect.isclass(value) or inspect.isroutine(value)
+    return not inspect.ismodule(value) and not (
+        imported and not str(value.__module__).startswith(module.__name__)
+    )
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    return "".join(f"did you mean {one}? " for one in difflib.get_close_matches(name, known, 1))
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"did you mean {by_lower[near[0]]}? " if near else ""
 
 
 def is_wrong(error: BaseException) -> bool:

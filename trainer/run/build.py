@@ -5,7 +5,6 @@ A restart takes the same path as a start: it only finds state to load.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from trainer.run.preflight import slow_arithmetic
 from trainer.run.saves import restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import Run
-from trainer.tasks.task import Task
+from trainer.tasks.task import Task, optimizer_options
 
 
 @contextmanager
@@ -59,9 +58,8 @@ def build(
             task.model, task.blocks, mesh, recipe, world.device, task.fill,
             cores=max(1, usable_cores() // world.local_world_size),
         )  # fmt: skip
-        rules = (*recipe.optimizer.groups, *task.groups)
         optimizer = build_optimizer(
-            model.optimized, replace(recipe.optimizer, groups=rules), exact=recipe.exact,
+            model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
             zeros_like=model.zeros_like,
         )  # fmt: skip
         startup.mark("model")

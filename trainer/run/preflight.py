@@ -15,7 +15,7 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import check_takes
 from trainer.run.provenance import check_resume
 from trainer.tasks.own_model import check_forward
-from trainer.tasks.task import Task, build_task
+from trainer.tasks.task import Task, build_task, optimizer_options
 
 TRIED_RATES = 1000
 """Steps of a schedule of the user's that are looked at before anything starts."""
@@ -74,6 +74,10 @@ def check_inputs(
         plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
+    if recipe.optimizer.groups:
+        from trainer.optim.groups import check_patterns
+
+        check_patterns([name for name, _ in task.model.named_parameters()], recipe.optimizer)
     _check_writable(Path(recipe.run.dir))
     if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
         raise RecipeError(
@@ -103,12 +107,13 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
         check_takes("tracking.hooks", name, "an event")
     task = build_task(recipe)
     check_inputs(recipe, task, 0, world_size, local_world_size)
-    state_of(dict(task.model.named_parameters()), recipe.optimizer)
+    parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
+    state_of(parameters, options)
     build_schedule(recipe, TRIED_RATES)
     if recipe.optimizer.factory:
         from trainer.optim.own import try_steps
 
-        try_steps(dict(task.model.named_parameters()), recipe.optimizer)
+        try_steps(parameters, options)
     if recipe.model.factory:
         inputs = task.inputs or task.stream.__getitems__([0])
         if isinstance(inputs, DataError):

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,7 @@ from trainer.run.identity import check_agreement, identify, with_data
 from trainer.run.metrics import Startup
 from trainer.run.preflight import check_inputs
 from trainer.run.train import train
+from trainer.tasks.own_model import refusing_misfits
 from trainer.tasks.task import Task, build_task, open_streams
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -142,8 +143,12 @@ def attempt(
     startup.mark("rendezvous")
     if world.device.type == "cpu" and recipe.strategy.offload == "none":
         keep_freed_memory()
-    # An error leaves through `telling` first: the run waits for saves, and for other ranks.
-    with build(recipe, task, world, pulse, startup, recall, spare) as run, telling:
+    with ExitStack() as stack:
+        with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
+            given = recipe, task, world, pulse, startup, recall, spare
+            run = stack.enter_context(build(*given))
+        # An error leaves through `telling` first: the run waits for saves, and for other ranks.
+        stack.enter_context(telling)
         code = train(run, startup)
     if occupancy:
         occupancy.release()

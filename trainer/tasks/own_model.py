@@ -3,6 +3,7 @@
 import inspect
 import logging
 import re
+import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -154,19 +155,37 @@ def _misfit(recipe: Recipe, error: Exception, first: bool) -> str | None:
         return str(error)
     if not is_wrong(error) or (isinstance(error, RuntimeError) and is_lost_peer(error)):
         return None
-    frames = {(f.filename, f.name) for f in traceback.extract_tb(error.__traceback__)}
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = {(frame.filename, frame.name) for frame in trace}
 
     def passes(function: Callable[..., object]) -> bool:
         code = function.__code__
         return (code.co_filename, code.co_name) in frames
 
-    name, place = recipe.optimizer.factory, place_in(error)
-    if name and passes(update):
-        return f"optimizer.factory: the step of {name} {failure(error)}" if place else None
-    key = "factory" if recipe.model.factory else "family"
-    name, forward = recipe.model.factory or recipe.model.family, passes(ParallelModel.__call__)
+    place, doors = place_in(error), _doors(recipe)
+    name = doors.get("optimizer.factory")
+    if name and place and passes(update):
+        return f"optimizer.factory: the step of {name} {failure(error)}"
+    key = "model.factory" if recipe.model.factory else "model.family"
+    name, forward = doors.get(key), passes(ParallelModel.__call__)
     plain = first and not CIRCUMSTANCES.search(str(error))  # such as a change in place
     if name and (forward or passes(ParallelModel.run)) and (place or plain):
         which = "forward" if forward else "backward"
-        return f"model.{key}: the {which} pass of {name} {failure(error)}"
+        return f"{key}: the {which} pass of {name} {failure(error)}"
+    for key, name in doors.items():
+        module = sys.modules.get(name.partition(":")[0])
+        if any(frame.filename == getattr(module, "__file__", "") for frame in trace):
+            return f"{key}: {name} {failure(error)}"
     return None
+
+
+def _doors(recipe: Recipe) -> dict[str, str]:
+    """Which code of the user's takes part in steps: module:function by key."""
+    found = {
+        "model.factory": recipe.model.factory,
+        "model.family": recipe.model.family,
+        "data.factory": recipe.data.factory,
+        "optimizer.factory": recipe.optimizer.factory,
+        "schedule.factory": recipe.schedule.factory,
+    }
+    return {key: name for key, name in found.items() if name}

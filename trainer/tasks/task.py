@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,9 @@ from trainer.kgat.stream import GraphStream, UserStream
 from trainer.models import Decoder, Family, read_config
 from trainer.models.family import family_of, find_family
 from trainer.models.model_files import files_beside, files_without_tokenizer
-from trainer.recipe import ParameterGroup, Recipe, RecipeError
+from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.factory import call_factory
+from trainer.recipe.factory import call_factory, refusing
 from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import check_signature
@@ -83,6 +83,11 @@ class Task:
     for what changes in the model besides by the optimizer."""
 
 
+def optimizer_options(recipe: Recipe, task: Task) -> Optimizer:
+    """Those of the recipe, with the rules that the model adds: the first that matches counts."""
+    return replace(recipe.optimizer, groups=(*recipe.optimizer.groups, *task.groups))
+
+
 def build_task(recipe: Recipe) -> Task:
     """Open the data and build the model. Needs no process group and no GPU.
 
@@ -139,7 +144,14 @@ def build_task(recipe: Recipe) -> Task:
 def _after_step(family: Family) -> AfterStep | None:
     """What a family does after a step, to what is trained: the model of a task may be copied."""
     change = family.after_step
-    return None if change is None else lambda model, _consumed: change(model.module)
+    if change is None:
+        return None
+
+    def after(model: "ParallelModel", _consumed: int) -> None:
+        with refusing("model.family", f"after_step of {family.model_type}"):
+            change(model.module)
+
+    return after
 
 
 def _decoder(recipe: Recipe) -> tuple[Decoder, Fill]:
@@ -157,12 +169,22 @@ def _decoder(recipe: Recipe) -> tuple[Decoder, Fill]:
     else:
         architecture = _read_init_config(recipe, family)
         family = family or family_of(architecture.model_type)
-    with torch.device("meta"):
+    named = recipe.model.family or architecture.model_type
+    with torch.device("meta"), refusing("model.family", named):
         decoder = Decoder(architecture, recipe.model.attention, family)
+    if any(not isinstance(block, nn.Module) for block in decoder.blocks):
+        raise RecipeError(f"model.family: the block of {named} is no nn.Module, but None")
     draw, seed = family.draw, recipe.run.seed
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return draw(name, shape, architecture, seed)
+        with refusing("model.family", f"draw of {named}"):
+            drawn = draw(name, shape, architecture, seed)
+        if getattr(drawn, "shape", None) != shape:
+            found = getattr(drawn, "shape", type(drawn).__name__)
+            raise RecipeError(
+                f"model.family: draw of {named} gives {found} for {name}, not {shape}"
+            )
+        return drawn
 
     return decoder, fill
 

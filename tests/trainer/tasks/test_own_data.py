@@ -91,7 +91,7 @@ def mine(tmp_path, monkeypatch):
 
 
 WRONG = [
-    (["data.factory=mine:absent"], "mine.py has no absent; it has rows, with_validation"),
+    (["data.factory=mine:absent"], "mine.py has no absent; it has ROWS, rows, with_validation"),
     (
         ["data.factory=yours:rows"],
         "data.factory: cannot import yours:rows: No module named 'yours'",
