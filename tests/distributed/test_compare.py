@@ -211,6 +211,35 @@ def test_command(workspace):
 
 
 @soak
+@pytest.mark.timeout(300)
+def test_layouts(workspace):
+    names = "zero2,tp2+sp,pp2,cp2,pp2+zero_bubble,ep2,tp4"
+    one = ["batch.micro_batch=1"]
+    process = perdure_compare(
+        workspace, "--strategies", names, "--steps", "6", "--out", "layouts", *one
+    )
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    result = json.loads((workspace / "layouts/compare.json").read_text())
+    *ran, ep2, tp4 = result["strategies"]
+    assert "ep2: cannot run: strategy.ep" in output, ep2["problem"]
+    assert "do not divide" in tp4["problem"]
+    for found in ran:
+        planned = found["predicted"]
+        assert len(found["ranks"]) == 2
+        assert found["difference"] < 1e-5
+        assert found["peak"] == pytest.approx(planned["peak"], rel=0.1)
+        assert (found["bubble"] is not None) == found["name"].startswith("pp2")
+        if found["bubble"] is None:
+            sent = planned["communication_bytes"]
+            assert found["communication_bytes"] == pytest.approx(sent, rel=0.01), found["name"]
+        else:
+            assert 0 < found["bubble"] < 1
+            assert f" {found['bubble']:.1%} ({planned['bubble']:.1%}, " in output
+    assert_nothing_left(workspace / "layouts/runs")
+
+
+@soak
 def test_interrupted(workspace):
     """One rank: of several, torchrun's death would be enough to end them."""
     arguments = ["--strategies", "zero3", "--steps", "5000", "--nproc", "1", "--out", "cut"]
@@ -240,11 +269,33 @@ def test_wrong_input(workspace, tmp_path, monkeypatch):
         compare(["ddp", "zero4"])
     with pytest.raises(RecipeError, match=r"no 'ddp\+ofload'.*\+offload"):
         compare(["ddp+ofload"])
+    for name in ("sp", "tp0", "compile+tp2", "zero2+tp2x"):
+        with pytest.raises(RecipeError, match=r"or tp2, pp2, cp2, ep2 \(any number\)"):
+            compare(["ddp", name])
+    with pytest.raises(RecipeError, match=r"^tp3, zero3\+tp3: .*groups of 3 ranks"):
+        compare(["tp3", "zero3+tp3"])
     with pytest.raises(RecipeError, match="is there already"):
         compare(["ddp"], out=tmp_path)
     with pytest.raises(RecipeError, match=r"hybrid: needs groups"):
         compare(["hybrid"])
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tp2+sp", {"sharding": "SHARD_GRAD_OP", "tp": 2, "sequence_parallel": True}),
+        ("zero3+cp2+full_ac", {"sharding": "FULL_SHARD", "cp": 2, "tp": 1}),
+        ("tp2+pp2+interleaved", {"tp": 2, "pp": 2, "pp_stages_per_rank": 2}),
+        ("hybrid+pp2", {"sharding": "HYBRID_SHARD", "shard_size": 2, "pp_schedule": "1f1b"}),
+    ],
+)
+def test_layouts_compose(name, expected, workspace, tmp_path, monkeypatch):
+    """Whatever the recipe's own strategy is."""
+    monkeypatch.chdir(workspace)
+    own = ["strategy.tp=4", "strategy.pp=2", "strategy.zero=3"]
+    found = candidate(name, "recipe.yaml", own, 8, 4, tmp_path).recipe.strategy
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize("other", [2.1, math.inf, math.nan])
@@ -274,6 +325,9 @@ def test_table_names_the_unit_and_what_is_missing():
     assert plan_table([Outcome("ddp", **figures)]) == ""
     planned = Outcome("ddp", gradients=3_000_000, predicted={"peak": 1, "gradients": 2_900_000})
     assert "planned" in table([planned]).splitlines()[0]
+    assert "bubble" not in table([planned])
+    piped = Outcome("pp2", bubble=0.21, predicted={"bubble": 0.2, "bubble_formula": 1 / 3})
+    assert " 21.0% (20.0%, 33.3%) |" in table([planned, piped])
     assert "| 3.0 (2.9) |" in plan_table([planned]).splitlines()[2]
 
 

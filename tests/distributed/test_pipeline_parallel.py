@@ -3,7 +3,7 @@
 import pytest
 
 from checkpointing import newest_checkpoint, read_state
-from tests.distributed.jobs import THIRTY, assert_follows, soak, told
+from tests.distributed.jobs import THIRTY, assert_follows, records, soak, told
 
 LENGTH = (*THIRTY, "batch.micro_batch=1")
 PP = ("strategy.pp=2",)
@@ -69,6 +69,9 @@ def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strateg
     """Largest relative differences seen here: see docs/parallelism.md."""
     output = train(ranks, f"run.dir={name}", *LENGTH, *model, *strategy)
     assert "ranks idle for" in output
+    steps = [record for record in records(workspace, name) if "step_seconds_p50" in record]
+    assert all(0 < step["bubble"] < 1 for step in steps)
+    assert len(steps) == 29
     ours, theirs = told(workspace, name), alone(*model)
     assert max(theirs[1]) > 1.0, "clipping must happen, or curves do not show it"
     assert_follows(name, ours, theirs)

@@ -13,9 +13,12 @@ examples:
   perdure compare recipes/quickstart.yaml
   perdure compare recipes/quickstart.yaml --strategies ddp,zero1,zero3+offload --steps 50
   perdure compare recipes/quickstart.yaml --nproc 4 precision.dtype=fp32
+  perdure compare recipes/quickstart.yaml --strategies zero2,tp2+sp,pp2,cp2 batch.micro_batch=1
 
 strategies: ddp, zero1, zero2, zero3, hybrid, no_shard; after any of them +offload, +full_ac,
-            +selective_ac, +compile. Each trains for a few steps in a run of its own.
+            +selective_ac, +compile, +tp2, +pp2, +cp2, +ep2 (any number), +sp, +gpipe,
+            +interleaved, +zero_bubble. tp2 is zero2+tp2, and so are its like. Each trains for a
+            few steps in a run of its own.
 results: compare.md, compare.json, compare.csv, compare.svg in <run.dir>-compare, or --out
 exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe or option;
             130 interrupted, and what was measured by then is written

@@ -15,7 +15,7 @@ Shapes: B micro-batch, T sequence, D hidden.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from checkpointing.format.tensors import local_tensor
 from trainer.models.decoder import Decoder
+from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import fsdp_units, reduce_in_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
 from trainer.parallel.parallelize import Compute, means
@@ -84,6 +85,7 @@ class Pipeline:
         self._context = context
         self._links = _Links(mesh)
         self._tied: Tensor | None = None
+        self._marks: tuple[Any, Any, list[tuple[Any, Any]]] = 0.0, 0.0, []
         for stage in stages.values():
             architecture = stage.model.architecture
             self._width = architecture.hidden_size
@@ -94,6 +96,13 @@ class Pipeline:
     def counted_elsewhere(self) -> Tensor | None:
         """A weight of this rank that the norm is to count on another, which has it, too."""
         return self._tied if self._links.rank == self._links.ranks - 1 else None
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """How long the last `run` with a backward took on this rank, and how much of that it waited
+        for messages. To be asked once the device has been waited for."""
+        began, ended, waits = self._marks
+        return seconds_between(began, ended), sum(seconds_between(*wait) for wait in waits)
 
     def run(self, inputs: Sequence[Mapping[str, Tensor]], compute: Compute, train: bool) -> None:
         """All micro-batches forward and, if `train`, backward; then FSDP has reduced gradients.
@@ -115,6 +124,7 @@ class Pipeline:
             (rows, tokens(length) // among, self._width)
             for rows, length in (batch["input_ids"].shape for batch in inputs)
         ]
+        began = mark(self._links.device)
         messages = _Messages(self._links, orders, shapes, self._dtype)
         top = strategy.pp * strategy.pp_stages_per_rank - 1
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -150,6 +160,8 @@ class Pipeline:
                 messages.send(Action(kind, s - 1, number), x.grad)
             del x, out, gradient  # before the next micro-batch is under way
         messages.finish()
+        if train:
+            self._marks = began, mark(self._links.device), messages.waits
 
     def _forward(
         self, stage: Decoder, hidden: Tensor | None, inputs: Mapping[str, Tensor]
@@ -249,6 +261,8 @@ class _Messages:
         self._posted: dict[int, tuple[Action, Tensor, dist.Work]] = {}
         self._ready: dict[Action, Tensor] = {}
         self._sent: dict[int, deque[tuple[int, Tensor, dist.Work]]] = {}
+        self.waits: list[tuple[Any, Any]] = []
+        """When this rank began to wait, and could go on."""
         for peer in self._expected:
             self._post(peer)
 
@@ -265,7 +279,7 @@ class _Messages:
         peer = source % self._links.ranks
         while action not in self._ready:
             found, tensor, work = self._posted.pop(peer)
-            work.wait()
+            self._wait(work)
             self._post(peer)  # the next one travels while this one is used
             self._ready[found] = tensor
         # What the peer has used before it sent this has arrived there, and can be freed here.
@@ -284,4 +298,9 @@ class _Messages:
         """Wait until all is sent."""
         for sent in self._sent.values():
             for _, _, work in sent:
-                work.wait()
+                self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        began = mark(self._links.device)
+        work.wait()
+        self.waits.append((began, mark(self._links.device)))

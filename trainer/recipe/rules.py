@@ -232,7 +232,6 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
             ranks == "ep" and recipe.precision.dtype == "fp16",
             "use bf16 or fp32",
         ),
-        ("tracking.profile_steps", recipe.tracking.profile_steps > 0, "set 0"),
     ):
         if chosen:
             yield key, f"{yet}; {instead}"

@@ -214,6 +214,8 @@ def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "t
             f"{values['step_seconds_p50'] * 1e3:.0f} ms/step",
             f"data wait {values['data_wait']:.1%}",
         ]
+    if "bubble" in values:
+        parts.append(f"bubble {values['bubble']:.1%}")
     if "mfu" in values:
         parts.append(f"MFU {values['mfu']:.1%}")
     parts.append(f"memory {values['peak_memory'] / 1e9:.2f} GB")

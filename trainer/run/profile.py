@@ -147,6 +147,10 @@ class _Holdings:
         self._model, self._optimizer, self._device = run.model, run.optimizer, run.world.device
         ranks = run.world.world_size, run.world.local_world_size
         self._replicas, _ = mesh_shape(run.recipe, *ranks)
+        self._strategy = run.recipe.strategy
+        self._stages = [self._model.module]
+        if self._model.pipeline:
+            self._stages = [*self._model.module.children()]
         self._hooks: list[Any] = []
         self._gathered: Storages = {}
         self._gradients: Storages = {}
@@ -163,7 +167,7 @@ class _Holdings:
             "buffers": storages(self._model.module.buffers(), self._device),
         }
         self._hooks = [
-            self._model.module.register_forward_hook(self._after_forward),
+            *(stage.register_forward_hook(self._after_forward) for stage in self._stages),
             self._optimizer.register_step_pre_hook(self._before_update),
         ]
         if self._device.type == "cuda":
@@ -208,8 +212,21 @@ class _Holdings:
             host=self._gradients_on_host + self._on_host([*self._weights, *self._state]),
             communication=trace.communication / sum(trace.steps),
             collectives=sum(trace.collectives.values()) / len(trace.steps),
-            sent=(trace.exchanged + 2 * (1 - 1 / self._replicas) * trace.all_reduced)
-            / len(trace.steps),
+            sent=self._sent(trace) / len(trace.steps),
+        )
+
+    def _sent(self, trace: RankProfile) -> float:
+        """Bytes of all steps. A trace does not say who took part: gradients are all-reduced as
+        vectors, and activations not, unless nobody has the same weights; experts get as many rows
+        from each rank."""
+        among, gradients, activations = self._strategy.tp, trace.reduced_vectors, trace.reduced
+        if self._replicas == 1:
+            gradients, activations = 0, gradients + activations
+        return (
+            trace.exchanged
+            + 2 * (1 - 1 / self._replicas) * gradients
+            + 2 * (1 - 1 / among) * activations
+            + (1 - 1 / self._strategy.ep) * trace.divided
         )
 
 

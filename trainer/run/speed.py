@@ -1,7 +1,7 @@
 """How fast the run is: means over each log interval, and ranks that are slower than the others."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,16 +45,20 @@ class Speed:
         else:
             tokens = run.plan.global_batch * run.recipe.data.seq_len
             self._window.add(result.seconds, result.data_wait, result.compute, tokens)
+            if run.model.pipeline:
+                self._window.pipeline.append(run.model.pipeline.seconds)
         if not run.due(run.recipe.run.log_every):
             return
-        self._name_stragglers()
+        seconds, sequences, *pipeline = self._by_rank()
+        self._name_stragglers(seconds, sequences)
         values = step_record(run, result, self._window)
+        if self._window.pipeline:
+            values["bubble"] = bubble(*pipeline)
         step, steps = run.progress.step, run.recipe.run.steps
         run.log.record(step, values, step_line(step, steps, values, run.task.unit))
         self._window = Window()
 
-    def _name_stragglers(self) -> None:
-        seconds, sequences = self._passes()
+    def _name_stragglers(self, seconds: Sequence[float], sequences: Sequence[float]) -> None:
         for stage, ranks in enumerate(self._stages):  # which take their own times
             self._paces[stage], sentences = compare_ranks(
                 self._paces[stage],
@@ -65,18 +69,35 @@ class Speed:
             for sentence in sentences:
                 self._run.log.event(self._run.progress.step, "straggler", sentence)
 
-    def _passes(self) -> tuple[list[float], list[float]]:
-        """By rank: seconds of a forward pass in this interval, sequences of one."""
+    def _by_rank(self) -> list[list[float]]:
+        """By rank, in this interval: seconds of a forward pass, sequences of one; of a pipeline,
+        its seconds, and those that a rank waited for messages."""
         mesh, plan, window = self._run.mesh, self._run.plan, self._window
         world, rank = self._run.world, self._run.world.rank
-        shape, device = (2, world.world_size), world.device
-        passes = torch.zeros(shape, dtype=torch.float64, device=device)
         mine = plan.micro_batches(mesh.dp_rank, self._run.progress.sequences)
-        passes[0, rank] = sum(window.computes) / max(1, len(window.computes))
-        passes[1, rank] = sum(len(micro.positions) for micro in mine) / plan.passes
-        dist.all_reduce(passes, group=mesh.group)
-        seconds, sequences = received(passes)
-        return seconds, sequences
+        told = [
+            sum(window.computes) / max(1, len(window.computes)),
+            sum(len(micro.positions) for micro in mine) / plan.passes,
+        ]
+        if self._run.model.pipeline:
+            told += [sum(ran for ran, _ in window.pipeline), sum(w for _, w in window.pipeline)]
+        ranks = torch.zeros((len(told), world.world_size), dtype=torch.float64, device=world.device)
+        ranks[:, rank] = torch.tensor(told, dtype=torch.float64)
+        dist.all_reduce(ranks, group=mesh.group)
+        by_rank: list[list[float]] = received(ranks)
+        return by_rank
+
+
+def bubble(ran: Sequence[float], waited: Sequence[float]) -> float:
+    """Share of a pipeline's time in which its ranks wait for messages, or are done.
+
+    Args:
+        ran: by rank, seconds from the first action of a step to the last. All begin together, as
+            a step ends with a sum over them; the pipeline's time is that of the last to be done.
+        waited: by rank, what of them it waited for messages.
+    """
+    busy = sum(ran) - sum(waited)
+    return 1 - busy / (len(ran) * max(ran))
 
 
 class Window:
@@ -87,6 +108,8 @@ class Window:
         self.seconds: list[float] = []
         self.waits: list[float] = []
         self.computes: list[float] = []
+        self.pipeline: list[tuple[float, float]] = []
+        """`Pipeline.seconds` of each step."""
         self.tokens = 0
 
     def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:

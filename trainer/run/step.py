@@ -18,6 +18,7 @@ from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import update
 from trainer.optim.optimizer import set_rate, square_sum
+from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.parallelize import COUNT, Call
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step
@@ -167,16 +168,16 @@ def gradients(
         }
         # A user's model may draw random numbers (dropout); they depend on these sequences alone.
         torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
-        began = _mark(device)
+        began = mark(device)
         found = call(on_device)
         if isinstance(found, torch.Tensor):
-            marks.append((began, _mark(device)))
+            marks.append((began, mark(device)))
             return found
         means = dict(found)
         count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions)))
         count = count * micro_batch.real
         loss = means.pop("loss") * (count / usual)
-        marks.append((began, _mark(device)))
+        marks.append((began, mark(device)))
         loss_sum += snap_loss(loss.detach())
         counted += snap_loss(count.detach()) if isinstance(count, torch.Tensor) else count
         for name, mean in means.items():
@@ -210,28 +211,12 @@ def gradients(
     everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     undivided = usual / count_sum if count_sum else 1.0
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
-    compute = sum(_seconds(*pair) for pair in marks) / plan.passes
+    compute = sum(seconds_between(*pair) for pair in marks) / plan.passes
     further = {name: undivided * value for name, value in zip(recorded, rest, strict=False)}
     return Gradients(
         mean_loss * undivided, further, norm, undivided, saving > 0, pausing, everything,
         loss_sum, compute,
     )  # fmt: skip
-
-
-def _mark(device: torch.device) -> Any:
-    """This moment of what `device` computes."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(began: Any, ended: Any) -> float:
-    """Between two marks, once the device has been waited for."""
-    if isinstance(began, float):
-        return float(ended - began)
-    return float(began.elapsed_time(ended)) / 1000
 
 
 def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str]:

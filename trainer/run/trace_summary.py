@@ -34,6 +34,7 @@ _GATHERS = (
     "c10d::reduce_scatter_tensor_coalesced_",
 )
 """Collectives with two arguments: one is the whole, the other this rank's part."""
+_ALL_REDUCE = "c10d::allreduce_"
 _ITEMSIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -70,9 +71,13 @@ class RankProfile:
     """Calls of all steps, by name."""
     exchanged: int
     """Bytes that this rank sent in all steps to gather and to reduce-scatter, if in rings: what is
-    gathered less its own part of it."""
-    all_reduced: int
-    """Bytes of the tensors that were all-reduced in all steps."""
+    gathered less its own part of it; and from it to another rank."""
+    reduced_vectors: int
+    """Bytes of the tensors of one dimension that were all-reduced in all steps."""
+    reduced: int
+    """Of those with more."""
+    divided: int
+    """Bytes of the tensors whose rows went to all ranks of a group, this one too."""
     allocated: int
     """Most bytes of host memory held at once of those allocated in a step, where the trace has
     allocations."""
@@ -135,10 +140,15 @@ def read_trace(path: Path) -> RankProfile:
         collectives=dict(Counter(e["name"] for e in within if e["name"].startswith("c10d::"))),
         exchanged=sum(
             abs(sizes[0] - sizes[1])
-            for name, sizes in messages
+            for name, _, sizes in messages
             if name in _GATHERS and len(sizes) > 1
+        )
+        + sum(sizes[0] for name, _, sizes in messages if name == "c10d::send"),
+        reduced_vectors=sum(
+            sizes[0] for name, dims, sizes in messages if name == _ALL_REDUCE and dims < 2
         ),
-        all_reduced=sum(sizes[0] for name, sizes in messages if name == "c10d::allreduce_"),
+        reduced=sum(sizes[0] for name, dims, sizes in messages if name == _ALL_REDUCE and dims > 1),
+        divided=sum(sizes[1] for name, _, sizes in messages if name == "c10d::alltoall_base_"),
         allocated=_allocated(trace["traceEvents"], steps),
     )
 
@@ -183,9 +193,9 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
     return sorted(found, key=lambda operator: -operator.seconds)
 
 
-def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
-    """(name, bytes of each argument that is a tensor or a list of them) of every collective, where
-    the trace has shapes."""
+def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int]]]:
+    """(name, dimensions of the first tensor, bytes of each argument that is a tensor or a list of
+    them) of every collective, where the trace has shapes."""
     # An operator's own entry tells none of tensors in a list; that of the backend does.
     formats: dict[str, str] = {}
     for event in events:
@@ -199,11 +209,14 @@ def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
         elements: int = math.prod(dims)
         return elements * _ITEMSIZES.get(kind, 0)
 
-    return [
-        (event["name"], [nbytes(dims, kind) for dims, kind in zip(*_tensors(event), strict=True)])
-        for event in events
-        if event["name"].startswith("c10d::")
-    ]
+    found = []
+    for event in events:
+        if event["name"].startswith("c10d::"):
+            dims, kinds = _tensors(event)
+            first = dims[0][0] if dims and kinds[0] == "TensorList" and dims[0] else []
+            sizes = [nbytes(each, kind) for each, kind in zip(dims, kinds, strict=True)]
+            found.append((event["name"], len(first), sizes))
+    return found
 
 
 def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:

@@ -43,13 +43,23 @@ def test_intervals_are_sets_of_moments(one, other):
 
 
 @soak
-def test_a_traced_run_of_two_ranks(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "collective", "times"),
+    [
+        # Two layers and the rest: three units, each reduced once in a step.
+        ("strategy.zero=3", "c10d::_reduce_scatter_base_", 3),
+        # A message for each of four passes, and one for the tied embedding.
+        ("strategy.pp=2", "c10d::send", 4 + 1),
+        ("strategy.cp=2", "c10d::_reduce_scatter_base_", 3),
+    ],
+)
+def test_a_traced_run_of_two_ranks(tmp_path, strategy, collective, times):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     prepare([str(tmp_path / "text.txt")], tmp_path / "data", tokenizer="bytes")
     command = [sys.executable, "-m", "trainer.cli", "profile", "recipe.yaml", "--steps", "3"]
     done = subprocess.run(
-        [*command, "--nproc", "2", "checkpoint.every=200"],
+        [*command, "--nproc", "2", "checkpoint.every=200", strategy],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -70,8 +80,7 @@ def test_a_traced_run_of_two_ranks(tmp_path):
         assert sum(profile.phases.values()) == pytest.approx(sum(profile.steps))
         assert min(profile.phases.values()) > 0
         assert profile.communication >= profile.phases["communication"]
-        # Two layers and the rest: three units, each reduced once in a step.
-        assert profile.collectives["c10d::_reduce_scatter_base_"] == 3 * 3
+        assert profile.collectives[collective] == 3 * times
         assert "aten::mm" in [operator.name for operator in profile.operators[:12]]
 
 

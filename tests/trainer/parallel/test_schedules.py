@@ -15,6 +15,7 @@ from trainer.parallel.schedules import (
     schedule,
     simulate,
 )
+from trainer.run.speed import bubble
 
 
 @st.composite
@@ -43,6 +44,9 @@ def test_orders(pipeline):
     formula = bubble_formula(*pipeline)
     if name in ("gpipe", "1f1b") or count >= ranks:
         assert found.bubble == pytest.approx(formula, abs=5e-4)
+    ran = [spans[-1].ended for spans in found.spans]
+    waited = [one - sum(b - a for _, a, b in of) for one, of in zip(ran, found.spans, strict=True)]
+    assert bubble(ran, waited) == pytest.approx(found.bubble), "what a run measures"
     if name in ("interleaved_1f1b", "zero_bubble") and count >= ranks:
         assert found.bubble < bubble_formula("1f1b", ranks, 1, count)
     ahead = [min(count, ranks - rank) for rank in range(ranks)]

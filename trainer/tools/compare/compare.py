@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -23,7 +23,7 @@ from trainer.plan import predict
 from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs
 from trainer.run.profile import RankRecord, read_records
-from trainer.tasks.task import build_task
+from trainer.tasks.task import Task, build_task
 from trainer.tools.chaos.faults import gone
 from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, Candidate, candidate
 from trainer.tools.local_nodes import RUN, LocalNode
@@ -68,6 +68,8 @@ class Outcome:
     host: int | None = None
     communication: float | None = None
     """Share of the time, mean of the ranks."""
+    bubble: float | None = None
+    """Of a pipeline, in the timed steps, as metrics.jsonl has it."""
     communication_bytes: float | None = None
     """Sent per step by a rank, as `RankRecord.sent`."""
     checkpoint_stall: float | None = None
@@ -121,12 +123,16 @@ def run_comparison(
         candidate(name, recipe_path, overrides, ranks, steps, out / "runs" / name) for name in names
     ]
     recipe = next((one.recipe for one in found if one.recipe), None)
-    if recipe is None:
-        raise RecipeError("; ".join(f"{one.name}: {one.problem}" for one in found))
-    task = build_task(recipe)
-    check_inputs(recipe, task, 0, ranks, ranks)
-    unit = task.unit
-    del task  # a user's own model takes memory
+    if recipe:
+        task = build_task(recipe)
+        unit = task.unit
+        found = [_checked(one, task, ranks) for one in found]
+        del task  # a user's own model takes memory
+    if not any(one.recipe for one in found):
+        whose: dict[str, list[str]] = {}
+        for one in found:
+            whose.setdefault(one.problem, []).append(one.name)
+        raise RecipeError("; ".join(f"{', '.join(of)}: {why}" for why, of in whose.items()))
     (out / "logs").mkdir(parents=True)
     outcomes: list[Outcome] = []
     for number, one in enumerate(found, 1):
@@ -146,6 +152,16 @@ def run_comparison(
 
 
 # --- running ---------------------------------------------------------------------------------
+
+
+def _checked(one: Candidate, task: Task, ranks: int) -> Candidate:
+    """With what hinders it on so many ranks, if anything does."""
+    try:
+        if one.recipe:
+            check_inputs(one.recipe, task, 0, ranks, ranks)
+    except RecipeError as error:
+        return replace(one, recipe=None, problem=str(error))
+    return one
 
 
 def _run(one: Candidate, ranks: int, steps: int, out: Path) -> Outcome:
@@ -230,6 +246,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
+    bubbles = [record["bubble"] for record in logged if "bubble" in record][1:]
 
     def most(kind: str) -> Any:
         return max((getattr(record, kind) for record in ranks), default=None)
@@ -247,6 +264,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
         optimizer_state=most("optimizer_state"),
         host=most("host"),
         communication=mean(record.communication for record in ranks) if ranks else None,
+        bubble=mean(bubbles) if bubbles else None,
         communication_bytes=most("sent"),
         checkpoint_stall=stall(by_number, save_at, median(timed)),
         checkpoint_seconds=saves[0]["checkpoint_seconds"] if saves else None,

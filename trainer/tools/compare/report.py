@@ -20,6 +20,7 @@ from trainer.tools.compare.compare import INTERRUPTED, Outcome
 from trainer.tools.text import aligned
 
 PLANNED = "planned"
+BUBBLE = "bubble (simulated, formula)"
 PLANNED_KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -37,6 +38,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     columns = [*cells[0]] if cells else []
     if cells and not any(one.predicted for one in shown):
         columns.remove(PLANNED)
+    if cells and all(one.bubble is None for one in shown):
+        columns.remove(BUBBLE)
     rows = [[of_one[column] for column in columns] for of_one in cells]
     lines = _markdown(columns, rows) if rows else []
     notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
@@ -91,11 +94,19 @@ def _cells(one: Outcome) -> dict[str, str]:
         f"{one.unit}/s": _number(one.rate, ",.0f"),
         "step ms (p10-p90)": spread,
         "comm.": _number(one.communication, ".0%"),
+        BUBBLE: _bubble(one),
         "save s": _number(one.checkpoint_stall, ".2f"),
         "save MB": _megabytes(one.checkpoint_bytes),
         "last loss": _number(one.final_loss, ".4f"),
         "loss diff.": _number(one.difference, ".0e"),
     }
+
+
+def _bubble(one: Outcome) -> str:
+    if one.bubble is None:
+        return "-"
+    simulated, formula = (one.predicted.get(key) for key in ("bubble", "bubble_formula"))
+    return f"{one.bubble:.1%} ({_number(simulated, '.1%')}, {_number(formula, '.1%')})"
 
 
 def _number(value: float | None, how: str) -> str:
@@ -110,7 +121,9 @@ LEGEND = """\
 Per rank, of the rank that holds most: `peak` of what torch allocated at once, what `perdure plan`
 says of it, and of parameters (between steps), gradients (when the optimizer takes its step) and
 optimizer state what lives. `comm.`: share of the time in which a collective was under way, waiting
-for peers included. `save s`: what one checkpoint cost the trainer. `loss diff.`: largest relative
+for peers included. `bubble`: share of a pipeline's time in which its ranks wait for messages, or
+are done: measured, simulated with what `perdure plan` says of its stages, and by the formula for
+equal ones. `save s`: what one checkpoint cost the trainer. `loss diff.`: largest relative
 difference of a loss to the first strategy's.
 """
 

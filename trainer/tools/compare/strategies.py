@@ -27,18 +27,30 @@ BASES: dict[str, tuple[str, ...]] = {
     "hybrid": (_FSDP, "strategy.sharding=HYBRID_SHARD"),
     "no_shard": (_FSDP, "strategy.sharding=NO_SHARD"),
 }
-MODIFIERS: dict[str, str] = {
-    "offload": "strategy.offload=cpu",
-    "full_ac": "strategy.activation_checkpointing=full",
-    "selective_ac": "strategy.activation_checkpointing=selective",
-    "compile": "strategy.compile=true",
+MODIFIERS: dict[str, tuple[str, ...]] = {
+    "offload": ("strategy.offload=cpu",),
+    "full_ac": ("strategy.activation_checkpointing=full",),
+    "selective_ac": ("strategy.activation_checkpointing=selective",),
+    "compile": ("strategy.compile=true",),
+    "sp": ("strategy.sequence_parallel=true",),
+    "gpipe": ("strategy.pp_schedule=gpipe",),
+    "interleaved": ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2"),
+    "zero_bubble": ("strategy.pp_schedule=zero_bubble",),
 }
+LAYOUT = re.compile(r"(tp|pp|cp|ep)([1-9]\d*)")
+"""A modifier that says how many ranks compute together: tp2, pp4."""
+LAYOUT_BASE = "zero2"
+"""Of a name that begins with a layout: it gathers weights once a step, whatever the passes."""
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
     "strategy.offload=none",
     "strategy.offload_directory=null",
     "strategy.activation_checkpointing=none",
+    "strategy.sequence_parallel=false",
+    "strategy.pp_schedule=1f1b",
+    "strategy.pp_stages_per_rank=1",
+    *(f"strategy.{key}=1" for key in ("tp", "pp", "cp", "ep")),
 )
 DEFAULT = (
     *("ddp", "zero1", "zero2", "zero3", "hybrid", "zero2+offload", "zero3+offload"),
@@ -66,25 +78,22 @@ def candidate(
     Raises:
         RecipeError: there is no such name, or the recipe is wrong whatever the strategy.
     """
-    base, *modifiers = name.split("+")
-    unknown = [word for word in modifiers if word not in MODIFIERS]
-    if base not in BASES or unknown:
+    words = name.split("+")
+    base, modifiers = (words[0], words[1:]) if words[0] in BASES else (LAYOUT_BASE, words)
+    layout = {m[1]: int(m[2]) for m in map(LAYOUT.fullmatch, modifiers) if m}
+    known = all(word in MODIFIERS or LAYOUT.fullmatch(word) for word in modifiers)
+    if not known or (words[0] != base and not LAYOUT.fullmatch(words[0])):
         raise RecipeError(
-            f"--strategies: there is no {name!r}; it is one of {', '.join(BASES)}, and any of "
-            f"+{', +'.join(MODIFIERS)} after it"
+            f"--strategies: there is no {name!r}; it is one of {', '.join(BASES)}, or tp2, pp2, "
+            f"cp2, ep2 (any number), and any of +tp2, +pp2, +cp2, +ep2, +{', +'.join(MODIFIERS)} "
+            "after it"
         )
     plain = load_recipe(recipe_path, overrides)
-    if plain.strategy.tp > 1:
-        raise RecipeError("strategy.tp: tensor parallelism cannot be compared yet; set 1")
-    if plain.strategy.pp > 1:
-        raise RecipeError("strategy.pp: pipeline parallelism cannot be compared yet; set 1")
-    if plain.strategy.cp > 1:
-        raise RecipeError("strategy.cp: context parallelism cannot be compared yet; set 1")
-    if plain.strategy.ep > 1:
-        raise RecipeError("strategy.ep: expert parallelism cannot be compared yet; set 1")
-    strategy = [*BASES[base], *_PLAIN, *(MODIFIERS[word] for word in modifiers)]
+    strategy = [*BASES[base], *_PLAIN, *(f"strategy.{key}={size}" for key, size in layout.items())]
+    strategy += [override for word in modifiers for override in MODIFIERS.get(word, ())]
     if base == "hybrid":
-        size = next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), None)
+        sharing = ranks // (layout.get("tp", 1) * layout.get("pp", 1))
+        size = next((size for size in range(sharing // 2, 1, -1) if sharing % size == 0), None)
         if size is None:
             why = f"needs groups of ranks that are neither one rank nor all, and there are {ranks}"
             return Candidate(name, (), None, f"{why}; with --nproc 4 there are")
