@@ -28,6 +28,14 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def set_name(name: str) -> None:
+    """Show this process under a name, besides its command line, in /proc, `ps -o comm` and
+    `top`."""
+    if sys.platform == "linux":
+        pr_set_name = 15
+        ctypes.CDLL(None).prctl(pr_set_name, f"perdure-{name}".encode())
+
+
 def search_path() -> list[str]:
     """Where a process that this one starts is to look for modules: where this one does, but for the
     working directory that `python -m` puts first. A folder there that is called like a module of

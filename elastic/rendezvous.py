@@ -77,6 +77,7 @@ from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
 from elastic.node.agent import Node
 from elastic.node.facts import Facts, differences, digest, torchrun_program
 from elastic.node.occupancy import Occupancy, OccupiedError
+from elastic.node.warm import start_early
 from elastic.world import ROUND
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
 
 def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
     """Make the handler of this node; connects to the store, or hosts it."""
+    start_early()
     host, _, port = parameters.endpoint.rpartition(":")
     if not host:
         raise ValueError(f"--rdzv-endpoint {parameters.endpoint!r}: give HOST:PORT")

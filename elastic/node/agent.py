@@ -742,8 +742,7 @@ class Node:
     def _replace_zygote(self) -> None:
         """It died, and its forks with it."""
         self._selector.unregister(self._zygote.socket)
-        logger.warning("the zygote died (%s); starting another", self._zygote.process.wait())
-        self._zygote.end()
+        logger.warning("the zygote died (%s); starting another", self._zygote.end())
         self._zygote = Zygote.start(self.page)
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         self._ask()

@@ -3,16 +3,22 @@ the agent shares with all that is forked from it."""
 
 import json
 import os
+import re
+import signal
 import socket
-import subprocess
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic.node.progress import ProgressPage
+from elastic.node.zygote import fork
 from elastic.process import search_path
 
 PRELOAD = "PERDURE_PRELOAD"
 """Environment variable: modules that training processes need, separated by commas."""
+HARMLESS = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx|pts/.*|shm/.*)")
+"""Devices that a fork may share."""
 
 
 @dataclass
@@ -20,46 +26,68 @@ class Zygote:
     """A running one."""
 
     page: ProgressPage
-    process: "subprocess.Popen[bytes]"
+    pid: int
     socket: socket.socket
 
     @staticmethod
     def start(page: ProgressPage) -> "Zygote":
-        """Start one, in a thread that lives as long as it is to; it begins to import at once."""
+        """Start one, in a thread that lives as long as it is to; it begins to import at once. A
+        fork of this process where that will do: it has imported torch already."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "elastic.node.zygote",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
-            pass_fds=[theirs.fileno(), page.descriptor],
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is for the agent
-        )
+        descriptors = theirs.fileno(), page.descriptor
+        pid = fork(*descriptors) if _can_fork() else _start_new(*descriptors)
         theirs.close()
         preload = os.environ.get(PRELOAD, "").split(",")
         ours.send(json.dumps({"preload": ["torch", *filter(None, preload)]}).encode())
-        return Zygote(page, process, ours)
+        return Zygote(page, pid, ours)
 
-    def end(self) -> None:
-        """Kill it, and all that it has forked."""
-        self.process.kill()
-        self.process.wait()
+    def end(self) -> int:
+        """Kill it, and all that it has forked; its exit code."""
+        if not self.pid:
+            return 0
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
         self.socket.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process is as good as a new one: it has no thread besides this and
+    those of numpy, which can be forked, and no GPU, the use of which cannot."""
+    if "torch" not in sys.modules or threading.active_count() > 1:
+        return False
+    files = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one of this listing
+            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return not any(file.startswith("/dev/") and not HARMLESS.match(file) for file in files)
+
+
+def _start_new(descriptor: int, page: int) -> int:
+    arguments = [sys.executable, "-P", "-m", "elastic.node.zygote", f"{descriptor}"]
+    return os.posix_spawn(
+        sys.executable,
+        [*arguments, f"{os.getpid()}"],
+        {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, descriptor, descriptor),  # to be inherited
+            (os.POSIX_SPAWN_DUP2, page, page),
+        ],
+        setpgroup=0,  # Ctrl-C is for the agent
+    )
 
 
 _early: list[Zygote] = []
 
 
 def start_early() -> None:
-    """Start the zygote of the agent that this process is going to be, while it still imports what
-    an agent needs. torchrun makes the agent's handler itself, so there is nobody to give it to."""
-    _early.append(Zygote.start(ProgressPage.make()))
+    """Start the zygote of the agent that this process is going to be, unless that was done: before
+    there are threads, and while this process still imports what an agent needs. torchrun makes the
+    agent's handler itself, so there is nobody to give it to."""
+    if not _early:
+        _early.append(Zygote.start(ProgressPage.make()))
 
 
 def first_zygote() -> Zygote:

@@ -1,9 +1,9 @@
 """The warm process of a node that training processes are forked from.
 
-`python -m elastic.node.zygote`. It has imported what they need and started nothing: no threads, no
-CUDA, no process group. So a training process is there in milliseconds instead of the seconds that
-importing torch takes, at the start and after every failure, and the ranks of a node share the
-memory of the code.
+A fork of the agent (`fork`), or `python -m elastic.node.zygote`. It has imported what they need and
+started nothing: no threads, no CUDA, no process group. So a training process is there in
+milliseconds instead of the seconds that importing torch takes, at the start and after every
+failure, and the ranks of a node share the memory of the code.
 
 It is told what to do by the node's agent (agent.py) over a socket, one JSON object a message:
 `{"preload": [module]}`, `{"describe": [package, argument, …]}` (see facts.py), `{"spawn": key,
@@ -12,6 +12,7 @@ It is told what to do by the node's agent (agent.py) over a socket, one JSON obj
 so does it, and with it every process it forked.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -29,7 +30,7 @@ from typing import Any, NoReturn
 
 from elastic.node.facts import ask
 from elastic.node.watchdog import register_dumps
-from elastic.process import die_with_parent
+from elastic.process import die_with_parent, search_path, set_name
 
 MAX_MESSAGE = 1 << 16
 RECALL = "PERDURE_RECALL"
@@ -65,10 +66,42 @@ class Job:
         return Job(**json.loads(os.pread(descriptor, size, 0)))
 
 
+def fork(descriptor: int, page: int) -> int:
+    """Fork this process into its zygote; returns the process id.
+
+    Args:
+        descriptor: socket to the agent.
+        page: memory that it shares with the agent (progress.py).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    agent, path = os.getpid(), search_path()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setpgid(0, 0)  # Ctrl-C is for the agent
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for other in map(int, os.listdir("/proc/self/fd")):
+            if other > 2 and other not in (descriptor, page):
+                with suppress(OSError):  # the one of this listing
+                    os.close(other)
+        # What the agent would do at its end, and what would close descriptors that are others' now.
+        atexit._clear()
+        gc.freeze()
+        sys.path[:] = path
+        sys.modules["__main__"] = sys.modules[__name__]
+        main(descriptor, agent)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
 def main(descriptor: int, parent: int) -> NoReturn:
     """Serve the agent, process `parent`, at the other end of the socket `descriptor` until it
     goes."""
     die_with_parent(parent)
+    set_name("zygote")
     # Libraries ask for GPUs when they are imported. torch is to answer without starting CUDA, which
     # the forks could not use then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -164,6 +197,7 @@ def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent
     code = 1
     try:
         die_with_parent(parent)
+        set_name("rank")
         os.setsid()
         *standard, dumps, recall = streams
         for target, stream in enumerate(standard):

@@ -119,7 +119,7 @@ def test_nothing_outlives_it(workspace):
 
     deadline = time.monotonic() + 200
     try:
-        while not any("elastic.node.zygote" in process for process in left()):
+        while not any("perdure-zygote" in process for process in left()):
             assert harness.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)

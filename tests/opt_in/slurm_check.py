@@ -54,9 +54,7 @@ class Node:
 
     def cores(self) -> set[int]:
         """Those that the ranks of a job may use."""
-        warm = [
-            pid for pid, command in self._commands().items() if "elastic.node.zygote" in command
-        ]
+        warm = [pid for pid, command in self._commands().items() if "perdure-zygote" in command]
         return set.intersection(*map(os.sched_getaffinity, warm))
 
     def left(self) -> list[str]:
@@ -67,12 +65,13 @@ class Node:
         return [*(path.name for path in memory.iterdir()), *running]
 
     def _commands(self) -> dict[int, str]:
-        """Command lines of all its processes."""
+        """Names and command lines of all its processes."""
         namespace = os.readlink(f"/proc/{self.first_process()}/ns/pid")
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = f"{(path / 'comm').read_text().strip()} {line}"
                 if os.readlink(path / "ns/pid") == namespace:
                     found[int(path.name)] = command
         return found

@@ -87,11 +87,13 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="")
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
-    if not arguments.dry_run:
-        start_early()
     from trainer.parallel.mesh import least_nodes
     from trainer.run.preflight import check_launch, default_ranks
 
+    if not arguments.dry_run:
+        import trainer.run.worker  # noqa: F401  # for what is forked; this needs most of it, too
+
+        start_early()  # before GPUs are looked for
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     least, _, most = arguments.nnodes.partition(":")
     nodes = min(least_nodes(recipe, int(least), ranks), int(most or least))

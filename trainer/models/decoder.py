@@ -123,7 +123,7 @@ class Backbone(nn.Module):
     def __init__(self, architecture: Architecture, family: Family, attention: Asked) -> None:
         super().__init__()
         self.architecture, self.attention = architecture, attention
-        self.embed_tokens = nn.Embedding(architecture.vocab_size, architecture.hidden_size)
+        self.embed_tokens = _embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
             family.block(architecture) for _ in range(architecture.num_hidden_layers)
         )
@@ -158,6 +158,14 @@ class Backbone(nn.Module):
                 x, found = x
                 statistics.append(found)
         return self.norm(x), statistics
+
+
+def _embedding(rows: int, columns: int) -> nn.Embedding:
+    """As made by its class; but on the meta device, to draw values imports torch._dynamo, which
+    takes a second."""
+    if torch.get_default_device().type == "meta":
+        return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
+    return nn.Embedding(rows, columns)
 
 
 class Decoder(nn.Module):

@@ -47,7 +47,7 @@ class LocalNode:
         """Process id of what forks its training processes."""
         for child in children(self.process.pid):
             with suppress(OSError):
-                if b"elastic.node.zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if Path(f"/proc/{child}/comm").read_text() == "perdure-zygote\n":
                     return child
         return None
 

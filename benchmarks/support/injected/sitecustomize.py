@@ -18,7 +18,7 @@ TIMED = {
     "trainer.run.identity": ("check_agreement",),
 }
 FOLDER = os.environ["PERDURE_BENCH_MACS"]
-_first = os.getpid(), " ".join(sys.orig_argv)
+_command = " ".join(sys.orig_argv)
 _files: dict[int, int] = {}
 """By process: its descriptor."""
 
@@ -63,11 +63,10 @@ def _notes() -> int:
     """The file of this process."""
     pid = os.getpid()
     if pid not in _files:  # also after a fork
-        role = "agent"
-        if "writer" in _first[1]:
-            role = "writer"
-        elif "zygote" in _first[1]:
-            role = "zygote" if pid == _first[0] else "rank"
+        with open("/proc/self/comm") as comm:  # of a thread, but those are started later
+            _, prefix, role = comm.read().strip().partition("perdure-")
+        if not prefix:
+            role = "writer" if "writer" in _command else "agent"
         path = f"{FOLDER}/{role}-{pid}-{time.time_ns()}"
         _files[pid] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     return _files[pid]

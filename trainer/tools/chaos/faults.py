@@ -363,14 +363,16 @@ class Chaos:
 # --- what is left ----------------------------------------------------------------------------
 
 
-def processes_with(name: str, value: str) -> list[str]:
+def processes_with(variable: str, value: str) -> list[str]:
     """Processes that were started with an environment variable, as text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if f"{name}={value}".encode() in path.read_bytes().split(b"\0"):
+            if f"{variable}={value}".encode() in path.read_bytes().split(b"\0"):
+                name = (path.parent / "comm").read_text().strip()
                 words = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ")
-                found.append(f"{path.parent.name} ({words.decode(errors='replace')[:200].strip()})")
+                line = words.decode(errors="replace")[:200].strip()
+                found.append(f"{path.parent.name} {name} ({line})")
     return found
 
 
