@@ -217,6 +217,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         for member in here:
             if member.name in member.state.members:
                 member.ask(None)
+                member.look()
         return here[0].state.members, here[0].state.arrived
 
     assert come(*"abcd") == (tuple("abcd"), ())
