@@ -19,6 +19,7 @@ from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks
+from checkpointing.save.link import Spare
 from checkpointing.save.messages import SaveOutcome
 from checkpointing.state import Parts, State, put_back, take_apart
 from checkpointing.storage.place import Place
@@ -49,6 +50,8 @@ class Checkpointer:
             save.
         group: of the ranks that save and load together; it carries CPU tensors. None: all of the
             default process group, or this process alone where there is none.
+        spare: where writer processes are taken from, for a program with many checkpointers one
+            after the other.
         options: fields of `CheckpointOptions`, such as keep=2. `when_busy` is "wait" here, unless
             given.
 
@@ -57,14 +60,19 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: str | Path, *, group: dist.ProcessGroup | None = None, **options: Any
+        self,
+        directory: str | Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        spare: Spare | None = None,
+        **options: Any,
     ) -> None:
         if of_recipes := sorted({"directory", "every"} & options.keys()):
             raise TypeError(f"{of_recipes[0]} is for recipes; the loop decides when it saves")
         given = CheckpointOptions(**{"when_busy": "wait", **options})
         group = group or _default_group()
         self._ranks = Ranks(group)
-        self._tensors = TensorCheckpointer(directory, given, group)
+        self._tensors = TensorCheckpointer(directory, given, group, spare=spare)
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
         """The step that `load` would take now, once `_looked`."""
@@ -116,7 +124,9 @@ class Checkpointer:
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Have each step of these optimizers wait until their tensors are copied. `save` then
-        returns before they are, if all optimizers of its state are guarded; else it waits."""
+        returns before they are, if all optimizers of its state are guarded; else it waits. The
+        writer process starts meanwhile."""
+        self._tensors.start_early()
         for optimizer in optimizers:
             if optimizer not in self._guarded:
                 self._guarded.add(optimizer)
@@ -195,6 +205,10 @@ class Checkpointer:
             SaveFailed: the last save failed; the checkpoints before it are untouched.
         """
         self._tensors.wait()
+
+    def start_spare(self) -> None:
+        """Have `spare` start the writer process of the next checkpointer."""
+        self._tensors.start_spare()
 
     def close(self) -> None:
         """Wait for the save that is being written, and end the writer processes."""

@@ -196,7 +196,7 @@ class TensorCheckpointer:
         key = step, self._asked
         contents = None
         try:
-            plan, staging = self._prepared(model, optimizer)
+            plan, staging = self._prepared(model, optimizer, hurried=True)
             if memory_only and not self.memory_lasts:
                 return False
             staging.wait()
@@ -400,7 +400,11 @@ class TensorCheckpointer:
     # --- saving ------------------------------------------------------------------------------
 
     def _prepared(
-        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
+        self,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        *,
+        hurried: bool = False,
     ) -> tuple[SavePlan, Staging]:
         signature = signatures(model, optimizer, strict=self._plan is not None)
         if self._plan and self._staging and self._plan.signature == signature:
@@ -419,7 +423,7 @@ class TensorCheckpointer:
 
             def take() -> bool:
                 slots = self._take_slots(link, plan)
-                made.append(Staging(slots, plan.pieces, files, device))
+                made.append(Staging(slots, plan.pieces, files, device, hurried=hurried))
                 self._note = slots.note
                 return slots.lasting
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
+from checkpointing.save.link import Spare
 from checkpointing.state import Stateful
 
 VALUES = "values"
@@ -44,6 +45,8 @@ def save(
     """
     with _opened(checkpoint_id, process_group) as (checkpointer, step):
         checkpointer.save(step or 0, _state(_plain(state_dict)), wait=True)
+        if step is None:
+            checkpointer.start_spare()
 
 
 def load(
@@ -73,7 +76,10 @@ def load(
 
 _Key = tuple[int, str, dist.ProcessGroup | None]
 _KEPT: dict[_Key, Checkpointer] = {}
-"""By process, directory of steps, and group: their memory and writers serve the next save."""
+"""By process, directory of steps, and group: their memory and writers serve the next save. One slot
+is enough, as each save is waited for."""
+_SPARE = Spare()
+"""Of the saves whose directories name no step: a writer serves one of them."""
 
 
 @contextmanager
@@ -83,12 +89,12 @@ def _opened(
     """(what saves and loads, the step if it names one) of a checkpoint_id."""
     directory, step = split_step(str(path))
     if step is None:
-        with Checkpointer(directory, group=group, keep=1) as checkpointer:
+        with Checkpointer(directory, group=group, spare=_SPARE, keep=1, slots=1) as checkpointer:
             yield checkpointer, None
         return
     key = os.getpid(), directory, group
     if key not in _KEPT:
-        _KEPT[key] = Checkpointer(directory, group=group, keep=0)
+        _KEPT[key] = Checkpointer(directory, group=group, keep=0, slots=1)
     yield _KEPT[key], step
 
 

@@ -5,6 +5,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from checkpointing.save.room import RESERVE, fitting, fitting_on_disk, no_memory
 from checkpointing.save.slots import Ranges, SlotFiles, Slots
 from checkpointing.storage import folders
 from checkpointing.storage.folders import Folder
+
+MAKERS = 8
+"""Threads that make files of slots."""
 
 Shape = list[object]
 """What slots are made for: plan, node, ranges."""
@@ -61,7 +65,7 @@ def make_slots(
         (folder.path / "shape.json").write_text(json.dumps(shape))
         kept = len(list(folder.path.glob("slot-?/")))
         count = max(kept, min(wanted, kept + fitting(nbytes, shared, wanted - kept)))
-        paths = [_shared_slot(folder.path, slot, files, ranges) for slot in range(count)]
+        paths = _shared_slots(folder.path, count, files, ranges)
     except OSError as error:  # it is not there, not for us, or was filled by others just now
         count, why = 0, explain(error)
     if not count:
@@ -136,20 +140,24 @@ def _slots_on_disk(
     return Slots(paths, nbytes, note, lasting=False, resident=False)
 
 
-def _shared_slot(
-    folder: Path, slot: int, files: Mapping[str, TensorFile], ranges: Ranges
-) -> dict[str, str]:
-    paths = {}
-    for name, of_file in ranges.items():
+def _shared_slots(
+    folder: Path, count: int, files: Mapping[str, TensorFile], ranges: Ranges
+) -> list[dict[str, str]]:
+    """Files are made side by side: the kernel clears their pages with one core each."""
+
+    def make(slot: int, name: str) -> None:
         path = folder / f"slot-{slot}" / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            _reserve(descriptor, files[name].size, of_file)
+            _reserve(descriptor, files[name].size, ranges[name])
         finally:
             os.close(descriptor)
-        paths[name] = str(path)
-    return paths
+
+    jobs = [(slot, name) for slot in range(count) for name in ranges]
+    with ThreadPoolExecutor(MAKERS) as pool:
+        list(pool.map(lambda job: make(*job), jobs))
+    return [{name: str(folder / f"slot-{slot}" / name) for name in ranges} for slot in range(count)]
 
 
 def _anonymous_slot(

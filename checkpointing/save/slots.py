@@ -23,6 +23,7 @@ as ranks copy, and go when the save has ended and all ranks of the node have cop
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -87,24 +88,31 @@ class SlotFiles:
             for name, spans in ranges.items()
         }
 
-    def touch(self, ranges: Ranges) -> None:
+    def touch(self, ranges: Ranges, *, rest: float = 0.0) -> None:
         """Have every page of `ranges` at hand, so that the first save finds it as later ones do.
-        Takes a second per GB or so, and leaves the interpreter to others."""
+        Takes a second per GB or so, and leaves the interpreter to others.
+
+        Args:
+            ranges: by file.
+            rest: how many times as long as it has worked this sleeps now and then, to leave the
+                core to others, too.
+        """
         for name, of_file in ranges.items():
             for start, stop in of_file:
-                _populate(self.maps[name], start, stop)
+                _populate(self.maps[name], start, stop, rest)
 
 
 _POPULATE_WRITE = 23
-_PORTION = 64 << 20
+_PORTION = 16 << 20
 
 
-def _populate(region: mmap.mmap, start: int, stop: int) -> None:
+def _populate(region: mmap.mmap, start: int, stop: int, rest: float) -> None:
     """madvise(MADV_POPULATE_WRITE), of Linux 5.14; on older ones the pages come when used."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(region))
     libc = ctypes.CDLL(None, use_errno=True)
     start, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, len(region))
     for portion in range(start, stop, _PORTION):
-        length = min(_PORTION, stop - portion)
+        began, length = time.monotonic(), min(_PORTION, stop - portion)
         if libc.madvise(ctypes.c_void_p(begin + portion), ctypes.c_size_t(length), _POPULATE_WRITE):
             return
+        time.sleep(rest * (time.monotonic() - began))

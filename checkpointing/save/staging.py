@@ -24,6 +24,10 @@ from checkpointing.save.slots import SlotFiles, Slots, ranges_of
 logger = logging.getLogger(__name__)
 
 
+REST = 4.0
+"""See `SlotFiles.touch`: where steps go on beside it."""
+
+
 class Staging:
     """This rank's place in the slots of its node.
 
@@ -32,6 +36,7 @@ class Staging:
         pieces: what this rank contributes.
         files: names of all files, in their order.
         device: where the tensors live.
+        hurried: a save is waiting for them.
     """
 
     def __init__(
@@ -40,6 +45,8 @@ class Staging:
         pieces: Sequence[Piece],
         files: Sequence[str],
         device: torch.device,
+        *,
+        hurried: bool = False,
     ) -> None:
         numbers = {name: number for number, name in enumerate(files)}
 
@@ -58,7 +65,7 @@ class Staging:
         self._touching: threading.Thread | None = None
         self._pinned: list[int] = []
         """Addresses that the GPU knows."""
-        self.move(slots)
+        self.move(slots, hurried=hurried)
 
     @property
     def has_slots(self) -> bool:
@@ -72,8 +79,8 @@ class Staging:
         self._unpin()
         self._files, self._views = [], []
 
-    def move(self, slots: Slots) -> None:
-        """Copy into these slots from now on."""
+    def move(self, slots: Slots, *, hurried: bool = True) -> None:
+        """Copy into these slots from now on; see `__init__`."""
         self.release()
         wanted = {part.piece.stored.file for part in self._parts}
         self._files = [
@@ -82,13 +89,15 @@ class Staging:
         ]
         self._views = [[part.view(files) for part in self._parts] for files in self._files]
         if slots.resident:
-            self._touching = threading.Thread(target=self._touch, args=(self._files,), daemon=True)
+            self._touching = threading.Thread(target=self._touch, args=(hurried,), daemon=True)
             self._touching.start()
 
-    def _touch(self, slots: Sequence[SlotFiles]) -> None:
+    def _touch(self, hurried: bool) -> None:
+        rest = 0.0
         ranges = ranges_of((part.piece for part in self._parts), mmap.PAGESIZE)
-        for files in slots:
-            files.touch(ranges)
+        for files in self._files:
+            files.touch(ranges, rest=rest)
+            rest = REST if hurried and self._stream is None else 0.0  # the next are not awaited
             if self._stream is not None:
                 with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
                     self._pinned += _pin(files, ranges)
