@@ -10,7 +10,7 @@ DEV := .venv/.dev-installed
 FAKE := .venv/fake-cuda
 FAKE_TABLE := benchmarks/results/fake-cuda.md
 
-.PHONY: help train test setup lint bench gpu gpu-wheelhouse soak fakecuda gluster transformers4 slurm attack image docs clean
+.PHONY: help train test setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack image docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -49,6 +49,9 @@ gpu-wheelhouse:  ## packages for `make gpu` on a machine without a registry, in 
 
 soak: $(DEV)     ## long randomised tests: kills, resumes, 200 seeded faults: about an hour
 	SOAK=1 $(BIN)/python -m pytest
+
+layouts: $(DEV)  ## every layout of model parallelism beside one process: a table of differences
+	SOAK=1 $(BIN)/python -m pytest -k same_curve_as_one_process tests/distributed/test_*_parallel.py
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
 	tests/opt_in/gluster.sh --svg docs/images/writers.svg

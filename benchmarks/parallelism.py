@@ -1,37 +1,210 @@
-"""Model parallelism, measured; `--case ring-memory`: what a rank of a ring holds of a sequence.
+"""Model parallelism, measured, in two cases.
 
-A Llama of 1 block (hidden 64, 2 query heads and 1 key head of 32, vocabulary 1,024) in float32
-computes loss and gradients of one sequence on 1, 2 and 4 ranks under context parallelism. Documents
-have 8,192 tokens each, so that it ends in minutes on a CPU; what is held does not depend on them.
-Memory is the growth of a rank's resident set, at its largest, over that with the model built and
-the data drawn.
+`step`: CPU seconds of a step (forward, backward, AdamW) on two ranks under tensor, sequence,
+pipeline and context parallelism, beside torch's own: DTensor styles, pipelining, and for a ring,
+as torch's has no way for the CPU, keys that are gathered. Both compute an untied Llama of the
+quickstart's size, on the same tokens from the same weights, in the same processes, in turn. Seconds
+are user and system time of all threads of both ranks, so what else the machine does counts little.
+
+`ring-memory`: what a rank of a ring holds of a sequence. A Llama of 1 block (hidden 64, 2 query
+heads and 1 key head of 32, vocabulary 1,024) in float32 computes loss and gradients of one sequence
+on 1, 2 and 4 ranks under context parallelism. Documents have 8,192 tokens each, so that it ends in
+minutes on a CPU; what is held does not depend on them. Memory is the growth of a rank's resident
+set, at its largest, over that with the model built and the data drawn.
 """
 
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.support import arguments, report, run, torchrun
-from elastic.world import join_world, leave_world
+from benchmarks.support import QUICKSTART, arguments, report, run, torchrun
+from elastic.world import World, join_world, leave_world
 from trainer.data.documents import cu_seqlens_of
-from trainer.models.decoder import Decoder
+from trainer.models import Decoder, init_parameter
+from trainer.optim.method import update
+from trainer.optim.optimizer import build_optimizer, set_rate
 from trainer.parallel.context import Context
-from trainer.parallel.parallelize import means
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import Call, means, parallelize
+from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory
 
 DOCUMENT = 8192
+WARM_UP = 2
+"""Steps that do not count."""
+_FOUR = ("batch.global_batch=4", "batch.micro_batch=4")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "tp2": ("strategy.tp=2", *_FOUR),
+    "tp2+sp": ("strategy.tp=2", "strategy.sequence_parallel=true", *_FOUR),
+    "pp2, 8 x 256 tokens": ("strategy.pp=2", "batch.global_batch=8", "batch.micro_batch=1"),
+    "pp2, 4 x 1,024": ("strategy.pp=2", "batch.global_batch=16", "batch.micro_batch=4"),
+    "cp2": ("strategy.cp=2", "batch.global_batch=1", "batch.micro_batch=1", "data.seq_len=1024"),
+}
+OURS, TORCHS = "ours", "torch"
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", case="ring-memory", tokens=65536)
-    if options.case != "ring-memory":
-        sys.exit(f"--case: there is no {options.case!r}; it is ring-memory")
+    options = arguments(__doc__ or "", case="all", tokens=65536, steps=12)
+    cases = {"step": step_times, "ring-memory": ring_memory}
+    chosen = cases if options.case == "all" else {options.case: cases.get(options.case)}
+    if options.json and len(chosen) > 1:
+        sys.exit("--json: is for one --case")
+    for name, case in chosen.items():
+        if case is None:
+            sys.exit(f"--case: there is no {name!r}; it is all, {' or '.join(cases)}")
+        case(options)
+
+
+# --- steps -----------------------------------------------------------------------------------
+
+
+def step_times(options: Any) -> None:
+    """The case `step`."""
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        worker = ("-m", "benchmarks.parallelism", "step", layout, str(options.steps))
+        output = run(torchrun(2, *worker), Path.cwd())
+        found[layout] = json.loads(output.splitlines()[-1])
+    rows = [
+        {
+            "layout": layout,
+            "CPU s a step": f"{one[OURS]:.3f}",
+            "torch's": f"{one[TORCHS]:.3f}",
+            "ratio": f"{one[OURS] / one[TORCHS]:.3f}",
+            "loss, relative difference": f"{one['difference']:.0e}",
+            "note": one["note"],
+        }
+        for layout, one in found.items()
+    ]
+    report("CPU seconds of a step on two ranks, both together", rows, found, options.json)
+
+
+def measure_steps(layout: str, count: int) -> None:
+    """Prints what a step took of both. On all ranks."""
+    world = join_world("cpu", 600)
+    plain = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
+    alike = ("optimizer={lr: 1e-3, weight_decay: 0}", "strategy.zero=2")
+    recipe = load_recipe(str(QUICKSTART), [*plain, *alike, *LAYOUTS[layout]])
+    step = {OURS: our_step(recipe, world)}
+    step[TORCHS], note = torchs_step(recipe, layout)
+    taken: dict[str, list[float]] = {OURS: [], TORCHS: []}
+    differences = []
+    for number in range(WARM_UP + count):
+        batches, losses = micro_batches(recipe, number), {}
+        for who, one in step.items():
+            began = time.process_time()
+            losses[who] = one(batches).item()
+            taken[who].append(time.process_time() - began)
+        differences.append(abs(losses[OURS] - losses[TORCHS]) / max(losses[TORCHS], 1e-9))
+    told = torch.tensor(
+        [median(seconds[WARM_UP:]) for seconds in taken.values()] + [0.0], dtype=torch.float64
+    )
+    if losses[TORCHS]:  # a stage without the loss has none
+        told[2] = max(differences)
+    ranks = [torch.empty_like(told) for _ in range(world.world_size)]
+    dist.all_gather(ranks, told)
+    if world.is_main:
+        ours, torchs, _ = torch.stack(ranks).sum(0).tolist()
+        difference = max(float(rank[2]) for rank in ranks)
+        figures = {OURS: ours, TORCHS: torchs, "difference": difference, "note": note}
+        print(json.dumps(figures))
+    leave_world(0)
+
+
+def micro_batches(recipe: Recipe, number: int) -> Sequence[Mapping[str, Tensor]]:
+    """Those of a step: `input_ids` and `labels`, (B, T)."""
+    architecture = architecture_of(recipe)
+    generator = torch.Generator().manual_seed(number)
+    shape = (recipe.batch.global_batch, recipe.data.seq_len + 1)
+    tokens = torch.randint(architecture.vocab_size, shape, generator=generator)
+    pairs = zip(
+        tokens[:, :-1].split(recipe.micro_batch), tokens[:, 1:].split(recipe.micro_batch),
+        strict=True,
+    )  # fmt: skip
+    return [{"input_ids": ids.contiguous(), "labels": labels.contiguous()} for ids, labels in pairs]
+
+
+def architecture_of(recipe: Recipe) -> Architecture:
+    """Of the model, which the recipe has."""
+    assert recipe.model.architecture
+    return recipe.model.architecture
+
+
+def our_step(recipe: Recipe, world: World) -> Any:
+    """A step of the trainer's own parts, without what it tells and checks."""
+    architecture = architecture_of(recipe)
+    with torch.device("meta"):
+        whole = Decoder(architecture)
+    mesh = build_mesh(recipe, world)
+    fill = partial(init_parameter, architecture=architecture, seed=0)
+    model = parallelize(whole, [*whole.blocks], mesh, recipe, world.device, fill)
+    model.draw_weights()
+    optimizer = build_optimizer(model.optimized, recipe.optimizer)
+    set_rate(optimizer, recipe.optimizer.lr)
+
+    def step(batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        total = torch.zeros(())
+
+        def compute(_: int, batch: Mapping[str, Tensor], call: Call) -> Tensor:
+            found = call(batch)
+            if isinstance(found, Tensor):
+                return found
+            loss = found["loss"] / len(batches)
+            total.add_(loss.detach())
+            return loss
+
+        model.run(batches, compute, train=True)
+        model.collect_gradients()
+        update(optimizer, model.portions(optimizer), 1.0)
+        model.zero_gradients()
+        return total
+
+    return step
+
+
+def torchs_step(recipe: Recipe, layout: str) -> tuple[Any, str]:
+    """The same of torch, and what it is made of."""
+    from benchmarks.peers import torch_layouts as peers
+
+    lr = recipe.optimizer.lr
+
+    def model() -> Decoder:
+        architecture = architecture_of(recipe)
+        whole = Decoder(architecture)
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                parameter.copy_(init_parameter(name, tuple(parameter.shape), architecture, 0))
+        return whole
+
+    if recipe.strategy.tp > 1:
+        sequence = recipe.strategy.sequence_parallel
+        return peers.tensor_parallel(model(), lr, sequence), "DTensor styles, loss_parallel"
+    if recipe.strategy.pp > 1:
+        return peers.pipeline(model(), lr, recipe), "Schedule1F1B"
+    try:
+        step = peers.context_by_torch(model(), lr)
+        step(micro_batches(recipe, 0))
+        return peers.context_by_torch(model(), lr), "context_parallel"
+    except (RuntimeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())[:80]
+        return peers.context_by_gathering(model(), lr), f"gathered keys; context_parallel: {why}"
+
+
+# --- memory of a ring ------------------------------------------------------------------------
+
+
+def ring_memory(options: Any) -> None:
+    """The case `ring-memory`."""
     found: dict[int, Any] = {}
     for ranks in (1, 2, 4):
         worker = ("-m", "benchmarks.parallelism", "measure", str(options.tokens))
@@ -92,5 +265,7 @@ def measure(tokens: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
         measure(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["step"]:
+        measure_steps(sys.argv[2], int(sys.argv[3]))
     else:
         main()

@@ -1,13 +1,34 @@
 """Real jobs on a tiny model and real files; nothing outlives its test."""
 
+import os
 import random
 from string import ascii_lowercase
 from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import RECIPE, THIRTY, Job, told
+from tests.distributed.jobs import LAYOUT, RECIPE, THIRTY, Job, told
 from trainer.data.prepare.prepare import prepare
+
+
+def pytest_terminal_summary(terminalreporter):
+    """In `make layouts`, of every layout: how far its curve is from that of one process."""
+    reports = terminalreporter.stats.get("passed", [])
+    layouts = [
+        value for report in reports for key, value in report.user_properties if key == LAYOUT
+    ]
+    if not os.environ.get("SOAK") or not layouts:
+        return
+    lines = ["| layout | ranks | loss | grad. norm | validation loss |", "|---|---|---|---|---|"]
+    for ranks, overrides, differences in sorted(layouts, key=str):
+        shown = [text for text in overrides if not text.startswith("model.architecture.options")]
+        names = (
+            text.removeprefix("strategy.").removeprefix("model.architecture.") for text in shown
+        )
+        layout = "; ".join(names)
+        figures = " | ".join(f"{difference:.1e}" for difference in differences)
+        lines.append(f"| {layout or 'FULL_SHARD'} | {ranks} | {figures} |")
+    terminalreporter.write_line("\n".join(["", *lines]))
 
 
 @pytest.fixture(scope="session")

@@ -140,6 +140,8 @@ def losses(folder: Path, run: str) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(folder, run) if "loss" in record}
 
 
+LAYOUT = "layout"
+"""What a test records of one: (ranks, overrides of the recipe, what `assert_follows` returns)."""
 THIRTY = ("run.steps=30", "run.evaluate_every=15")
 
 
@@ -154,14 +156,16 @@ def told(folder: Path, run: str) -> tuple[list[float], ...]:
 
 def assert_follows(
     name: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
-) -> None:
-    """What was `told` of a run is, but for rounding, what was told of another."""
+) -> list[float]:
+    """What was `told` of a run is, but for rounding, what was told of another; returns the largest
+    relative differences."""
     differences = [
         max(abs(a - b) / b for a, b in zip(x, y, strict=True))
         for x, y in zip(ours, theirs, strict=True)
     ]
     print(name, *differences)
     assert all(d <= most for d, most in zip(differences, (1e-5, 1e-4, 1e-5), strict=True)), name
+    return differences
 
 
 def wait_for_step(folder: Path, run: str, step: int, job: Job) -> None:

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.jobs import THIRTY, assert_follows, records, soak, told
+from tests.distributed.jobs import LAYOUT, THIRTY, assert_follows, records, soak, told
 
 MOE = (
     "model.architecture.model_type=qwen3_moe",
@@ -60,13 +60,16 @@ def weights(checkpoint):
         ),
     ],
 )  # fmt: skip
-def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strategy, model):
+def test_same_curve_as_one_process(
+    workspace, train, alone, record_property, name, ranks, strategy, model
+):
     shared = [key for key in strategy if key.startswith(("batch", "data", "run"))]
     output = train(ranks, f"run.dir={name}", *THIRTY, *strategy, *model)
     assert ("ep=" in output) == any("ep=" in key for key in strategy)
     ours, theirs = told(workspace, name), alone(*model, *shared)
     assert max(theirs[1]) > 1.0, "clipping must happen, or curves do not show it"
-    assert_follows(name, ours, theirs)
+    differences = assert_follows(name, ours, theirs)
+    record_property(LAYOUT, (ranks, [*strategy, *model], differences))
 
 
 def test_what_is_recorded_and_saved(workspace, train):

@@ -3,7 +3,7 @@
 import pytest
 
 from checkpointing import newest_checkpoint, read_state
-from tests.distributed.jobs import THIRTY, assert_follows, records, soak, told
+from tests.distributed.jobs import LAYOUT, THIRTY, assert_follows, records, soak, told
 
 LENGTH = (*THIRTY, "batch.micro_batch=1")
 PP = ("strategy.pp=2",)
@@ -65,7 +65,9 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
         ),
     ],
 )  # fmt: skip
-def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strategy, model):
+def test_same_curve_as_one_process(
+    workspace, train, alone, record_property, name, ranks, strategy, model
+):
     """Largest relative differences seen here: see docs/parallelism.md."""
     output = train(ranks, f"run.dir={name}", *LENGTH, *model, *strategy)
     assert "ranks idle for" in output
@@ -74,7 +76,8 @@ def test_same_curve_as_one_process(workspace, train, alone, name, ranks, strateg
     assert len(steps) == 29
     ours, theirs = told(workspace, name), alone(*model)
     assert max(theirs[1]) > 1.0, "clipping must happen, or curves do not show it"
-    assert_follows(name, ours, theirs)
+    differences = assert_follows(name, ours, theirs)
+    record_property(LAYOUT, (ranks, [*strategy, *model], differences))
 
 
 @soak

@@ -65,8 +65,10 @@ def apply_fsdp(
         terms = -(-recipe.batch.global_batch // recipe.micro_batch)
         snap_gradients((*blocks, model), terms)
     for module in fsdp_units(model):
-        # Neither setting is recursive: each unit would divide by the world size on its own.
-        module.set_gradient_divide_factor(1.0)
+        # Neither setting is recursive: each unit would divide by the world size on its own; of one
+        # rank it does not, but by a factor it would, of 1 too, with a copy of all gradients.
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 

@@ -355,9 +355,10 @@ def _fsdp_moments(
 
     def reducing(gradients: int, buffer: int) -> int:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
-        into another; a group of one rank divides it by 1 in between, which makes a third."""
+        into another; replicas of one rank divide it by 1 in between, which makes a third."""
         reduced_to = buffer // shards
-        most = max(gradients + buffer, (2 if shards == 1 else 1) * buffer + reduced_to)
+        divided = shards == 1 < layout.replicas
+        most = max(gradients + buffer, (1 + divided) * buffer + reduced_to)
         return most - reduced_to if apart > 1 else most  # it takes the place of the one before
 
     for below in {len(blocks) - 1, 0} if blocks else ():

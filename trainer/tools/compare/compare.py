@@ -264,7 +264,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
         optimizer_state=most("optimizer_state"),
         host=most("host"),
         communication=mean(record.communication for record in ranks) if ranks else None,
-        bubble=mean(bubbles) if bubbles else None,
+        bubble=median(bubbles) if bubbles else None,
         communication_bytes=most("sent"),
         checkpoint_stall=stall(by_number, save_at, median(timed)),
         checkpoint_seconds=saves[0]["checkpoint_seconds"] if saves else None,
