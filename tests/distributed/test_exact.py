@@ -23,6 +23,7 @@ from trainer.optim.exact import (
     square_sums,
 )
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.fsdp import is_sharded
 from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
 from trainer.tools.local_nodes import LocalNodes
 
@@ -32,16 +33,16 @@ UNEVEN = ("batch.global_batch=11", "batch.micro_batch=3")  # 4 micro-batches, th
 GRADIENTS = st.lists(st.floats(-250, 250, width=32), min_size=1, max_size=40)
 
 
-def result(folder, run):
+def result(folder, run, last=STEPS):
     """Every loss, gradient norm, weight and optimizer tensor, by name."""
-    newest = folder / run / "checkpoints" / f"step-{STEPS:08}"
+    newest = folder / run / "checkpoints" / f"step-{last:08}"
     tensors = {
         f"{file.parent.name} {name}": tensor
         for file in newest.rglob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
     steps = [r for r in records(folder, run) if "loss" in r]
-    assert list(dict.fromkeys(r["step"] for r in steps)) == list(range(1, STEPS + 1))
+    assert list(dict.fromkeys(r["step"] for r in steps)) == list(range(1, last + 1))
     numbers = {
         f"step {r['step']}": torch.tensor([r["loss"], r["grad_norm"]], dtype=torch.float64)
         for r in steps
@@ -93,6 +94,43 @@ def test_same_bits_at_any_world_size(workspace, train, single, precision, legs):
     assert_equal_bits(result(workspace, run), single[precision])
 
 
+TP = ("strategy.tp=2", "strategy.sequence_parallel=true")
+# One pass on each of four ranks, two on each of two.
+SHORT = (*TP, "schedule.warmup_steps=0", "batch.micro_batch=6")
+PP, CP = ("strategy.pp=2",), ("strategy.cp=2",)
+DDP, ZERO2 = "strategy.name=ddp", "strategy.zero=2"
+
+
+@soak
+@pytest.mark.parametrize(
+    ("layout", "legs"),
+    [
+        # Each leg: up to this step, on so many ranks, with a strategy; the first one all the way.
+        (SHORT, [(3, 2, []), (3, 4, [])]),
+        (TP, [(20, 2, []), (9, 4, []), (20, 2, [])]),
+        (TP[:1], [(20, 2, []), (20, 4, [DDP])]),
+        (TP, [(20, 2, []), (20, 6, [ZERO2])]),
+        (PP, [(20, 2, []), (7, 4, [DDP]), (20, 6, [])]),
+        ((*PP, "strategy.pp_schedule=zero_bubble"), [(20, 2, [ZERO2]), (20, 4, [ZERO2])]),
+        (CP, [(20, 2, []), (9, 4, []), (20, 2, [DDP])]),
+        ((*CP, "data.seq_len=31"), [(20, 2, []), (20, 6, [ZERO2])]),
+        ((*TP, *PP), [(20, 4, []), (9, 8, []), (20, 4, [])]),
+        ((*TP, *CP), [(20, 4, []), (20, 8, [DDP])]),
+        ((*PP, *CP), [(20, 4, []), (20, 8, [])]),
+    ],
+)
+def test_same_bits_at_any_data_parallel_size(workspace, train, request, layout, legs):
+    """Of ranks that compute a sample together, with as many of them."""
+    runs = [f"exact-{number}-{request.node.callspec.id}" for number in range(2)]
+    for run, some in zip(runs, (legs[:1], legs[1:]), strict=True):
+        for step, ranks, overrides in some:
+            train(
+                ranks, f"run.dir={run}", *EXACT, *UNEVEN, *layout, *overrides, f"run.steps={step}"
+            )
+    ours, theirs = (result(workspace, run, last=legs[0][0]) for run in runs)
+    assert_equal_bits(ours, theirs)
+
+
 def test_ranks_that_go_on_in_place_after_others_were_killed_make_the_same_bits(
     workspace, single, train, tmp_path
 ):
@@ -129,7 +167,7 @@ def test_snapped_gradients_add_up_alike_in_any_order(gradients, dtype):
     """Four micro-batches, of weights that share nothing but the grid."""
     width = min(map(len, gradients))
     unit = nn.Linear(width, 1, bias=False, dtype=torch.bfloat16 if dtype else torch.float32)
-    snap_gradients([unit], terms=4)
+    snap_gradients([unit], 4, is_sharded)
     terms = []
     for row in gradients:
         inputs = torch.tensor(row[:width], dtype=unit.weight.dtype) / 4
@@ -146,7 +184,7 @@ def test_snapped_gradients_add_up_alike_in_any_order(gradients, dtype):
 
 def test_a_gradient_too_large_for_an_exact_sum_is_not_finite():
     unit = nn.Linear(1, 1, bias=False)
-    snap_gradients([unit], terms=4)
+    snap_gradients([unit], 4, is_sharded)
     for size, finite in ((LARGEST_GRADIENT / 4, True), (LARGEST_GRADIENT / 3.9, False)):
         unit.weight.grad = None
         unit(torch.tensor([size])).sum().backward()

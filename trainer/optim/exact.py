@@ -1,7 +1,9 @@
 """Arithmetic whose result depends neither on the order nor on the grouping of its terms.
 
 [Note: exact mode] With `run.determinism: exact` a run gives the same bits at every world size and
-under every sharding, also when the world changes on the way:
+under every sharding, also when the world changes on the way. Ranks that compute a sample together
+(tensor, pipeline and context parallelism) round in their own way, which no other rank changes: so
+the bits are the same at every data-parallel size, with as many of them as before.
 
 - *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
   decides which rank computes which (`elastic.group.batch_plan`). Kernels are deterministic, and
@@ -9,6 +11,7 @@ under every sharding, also when the world changes on the way:
 - *Gradients.* Those of each micro-batch are rounded to multiples of `GRID`. A float64 holds all
   multiples up to 2**53, so adding them up in float64, on a rank and between ranks, rounds nothing,
   and order cannot matter. FSDP does both; with one rank per shard group it also serves for DDP.
+  What a tensor-parallel group adds up, it adds up before that.
 - *Loss.* Likewise, on `LOSS_GRID`.
 - *Norm.* `square_sums`: the squares are cut into pieces that lie on grids of their own.
 - *Update.* Operations that IEEE 754 defines to the last bit (adamw.py, muon.py). The kernels of
@@ -18,12 +21,12 @@ under every sharding, also when the world changes on the way:
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
@@ -57,12 +60,16 @@ def snap_loss(loss: torch.Tensor) -> torch.Tensor:
     return (loss.double() / LOSS_GRID).round() * LOSS_GRID
 
 
-def snap_gradients(units: Iterable[nn.Module], terms: int) -> None:
+def snap_gradients(
+    units: Iterable[nn.Module], terms: int, sharded: Callable[[nn.Parameter], bool]
+) -> None:
     """From now on, each backward pass rounds the gradients of FSDP units to multiples of GRID.
 
     Args:
         units: modules that FSDP gathers as one; their forward pass puts whole parameters in place.
-        terms: micro-batches that are added up, each weighted by its share of the global batch.
+        terms: gradients that are added up: of micro-batches, each weighted by its share of the
+            global batch, or of parts of their sequences.
+        sharded: whether a parameter is one that FSDP has not gathered.
 
     Works in the format of the gradient (bfloat16 or float32): a multiple of GRID that is close to
     a number has no more digits than the number. An element above LARGEST_GRADIENT / terms, whose
@@ -72,6 +79,12 @@ def snap_gradients(units: Iterable[nn.Module], terms: int) -> None:
     snapped: set[nn.Parameter] = set()
 
     def snap(gradient: torch.Tensor) -> torch.Tensor:
+        if isinstance(gradient, DTensor):
+            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            gradient = gradient.redistribute(placements=whole)
+            local = snap(local_tensor(gradient))
+            mesh, shape, stride = gradient.device_mesh, gradient.shape, gradient.stride()
+            return DTensor.from_local(local, mesh, whole, shape=shape, stride=stride)
         largest = torch.linalg.vector_norm(gradient, math.inf)
         grid = torch.where(largest <= limit, GRID, math.nan).to(gradient.dtype)
         return gradient.mul(1 / GRID).round_().mul_(grid)
@@ -80,7 +93,7 @@ def snap_gradients(units: Iterable[nn.Module], terms: int) -> None:
     def watch(unit: nn.Module, _inputs: object) -> None:
         # FSDP's own hook has run: the parameters of this unit are whole now, those of others not.
         for parameter in unit.parameters():
-            if isinstance(parameter, DTensor) or parameter in snapped:
+            if sharded(parameter) or parameter in snapped:
                 continue
             if parameter.requires_grad:
                 parameter.register_hook(snap)
@@ -106,11 +119,13 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
         # A NaN as infinity: a maximum over ranks may lose it.
         largest = torch.maximum(largest, torch.where(norm.isnan(), math.inf, norm))
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    bound = received(largest)
+    # Those of the other stages of a pipeline, too.
+    elements = largest.new_full((), sum(gradient.numel() for gradient in gradients))
+    dist.all_reduce(elements)
+    bound, count = received(largest), int(received(elements))
     sums = torch.zeros(PIECES, dtype=torch.float64, device=device)
     if not math.isfinite(bound):
         return sums.fill_(math.nan)
-    count = sum(p.numel() for p in parameters)
     digits = 52 - math.ceil(math.log2(count + 1))
     # `count` multiples of 2**e, none above 2**(e + digits), have an exact sum. The first pieces
     # are below 2**top, and what each leaves over is at most half of its unit.

@@ -14,8 +14,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from trainer.optim.exact import snap_gradients
+from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
 
 
@@ -62,14 +64,20 @@ def apply_fsdp(
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
     if recipe.exact:
-        terms = -(-recipe.batch.global_batch // recipe.micro_batch)
-        snap_gradients((*blocks, model), terms)
+        terms = recipe.strategy.cp * -(-recipe.batch.global_batch // recipe.micro_batch)
+        snap_gradients((*blocks, model), terms, is_sharded)
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own; of one
         # rank it does not, but by a factor it would, of 1 too, with a copy of all gradients.
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether FSDP has not gathered one of its parameters: of tensor parallelism it stays a DTensor
+    then, of the ranks that compute together."""
+    return isinstance(parameter, DTensor) and SHARD in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:

@@ -214,7 +214,7 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
     # Those of a ring hold parameters like any others, so the optimizer and its like see no change.
     cut = ranks != "cp"
     for key, chosen, instead in (
-        ("run.determinism", recipe.exact, "set fast"),
+        ("run.determinism", ranks == "ep" and recipe.exact, "set fast"),
         ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
         ("data.factory", bool(recipe.data.factory), f"set strategy.{ranks}=1"),
         ("batch.micro_batch", recipe.batch.micro_batch == "auto", "name a number instead of auto"),

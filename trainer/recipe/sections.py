@@ -44,8 +44,8 @@ class Run:
     determinism: Literal["fast", "exact"] = "fast"
     """exact: losses, weights and optimizer state are the same bit for bit at every world size and
     under every sharding, also when ranks come and go. This holds on one kind of device, with one
-    batch.micro_batch. It is slower and needs more memory: gradients are float64, and a CPU rank has
-    one thread."""
+    batch.micro_batch, strategy.tp, pp and cp. It is slower and needs more memory: gradients are
+    float64, and a CPU rank has one thread."""
 
     log_every: Positive = 10
     """Steps between console lines and between records in metrics.jsonl."""

@@ -192,7 +192,7 @@ def gradients(
     model.collect_gradients()
     pulse.report(step, "reduce")
     if recipe.exact:
-        squares = square_sums(list(model.optimized.values()), device)
+        squares = square_sums(model.counted, device)
     else:
         squares = square_sum(model.counted, mesh.holders).to(device)
     sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]

@@ -100,7 +100,6 @@ def test_one_clear_line(recipe_file, override, message):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("run.determinism=exact", "run.determinism: does not work with strategy.tp"),
         ("model.kgat={}", "model.kgat: does not work with strategy.tp"),
         ("data.factory=a:b", "data.factory: does not work with strategy.tp"),
         ("batch.micro_batch=auto", "name a number instead of auto"),
@@ -123,7 +122,6 @@ def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, overrid
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("run.determinism=exact", "run.determinism: does not work with strategy.pp"),
         ("model.factory=a:b", "model.factory: such a model cannot be cut into stages"),
         ("strategy.pp_stages_per_rank=2", "goes with strategy.pp_schedule: interleaved_1f1b"),
         ("strategy.pp_schedule=interleaved_1f1b", "set it to 2 or more with it"),
@@ -143,7 +141,6 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("run.determinism=exact", "run.determinism: does not work with strategy.cp"),
         ("model.factory=a:b", "model.factory: such a model knows no parts of sequences"),
         ("model.kgat={}", "model.kgat: does not work with strategy.cp"),
         ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
