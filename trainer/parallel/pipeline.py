@@ -52,7 +52,7 @@ def runs_of(model: nn.Module, recipe: Recipe) -> list[range]:
             f"strategy.pp: {len(costs)} blocks cannot be cut into {stages} stages; lower "
             "strategy.pp or strategy.pp_stages_per_rank"
         )
-    return cut(costs, stages)
+    return cut(tuple(costs), stages)
 
 
 def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder]:

@@ -12,6 +12,7 @@ and the number of a micro-batch:
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -190,7 +191,8 @@ def incoming(orders: Sequence[Order], rank: int) -> dict[int, Order]:
     return found
 
 
-def cut(costs: Sequence[float], stages: int) -> list[range]:
+@cache
+def cut(costs: tuple[float, ...], stages: int) -> list[range]:
     """Cut blocks into so many runs, the dearest of which is as cheap as can be.
 
     Args:

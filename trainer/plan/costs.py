@@ -37,6 +37,8 @@ PAGEABLE_SHARE = 0.5
 reach. Assumed: the driver copies everything once more, in NVIDIA's examples at half the speed."""
 DEFAULT_NET = 50e9
 """Bytes/s between a node and the others where nothing is said: 400 Gb/s."""
+USUAL_NODE, LARGEST_NODE = 8, 72
+"""GPUs of one node: as most are built, and the most there are."""
 UPDATE_TRAFFIC = 24
 """Bytes per parameter in an update, besides the optimizer's state, which is read and written: so is
 the weight, the update and the norm read the gradient, clipping reads and writes it. All float32."""
@@ -86,7 +88,8 @@ def describe_machine(
     """What a person says of a machine.
 
     Args:
-        gpus: per node: 8xH100, 8x80GB, or without the number for one.
+        gpus: per node: 8xH100, 8x80GB, or without the number for one. More than any node has are
+            nodes of USUAL_NODE.
         nodes: how many there are.
         dtype: of the computation, as in `precision.dtype`.
         net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for that many network cards.
@@ -109,6 +112,9 @@ def describe_machine(
     if nodes < 1:
         raise RecipeError(f"--nodes: must be at least 1, but it is {nodes}")
     notes = []
+    if count > LARGEST_NODE and nodes == 1 and count % USUAL_NODE == 0:
+        nodes, count = count // USUAL_NODE, USUAL_NODE
+        notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {count}x… --nodes N).")
     if size:
         wanted = float(size[1])
         # Of those that have so much, the slowest: better surprised than disappointed.
@@ -276,28 +282,38 @@ class Pieces:
         return self.stages[rank::ranks], self.traces[rank::ranks]
 
 
-def times_of(pieces: Pieces, recipe: Recipe, layout: Layout, machine: Machine) -> Times:
-    """Estimate a step. Kernels run one after another, each as fast as arithmetic or memory allows;
-    launching is free. What is moved lies beside computation as far as that reaches, but for the
-    share of one unit: what the first one needs is waited for, and nothing follows the last.
-    Tensor parallelism waits for all that it sends, and a ring for what attention does not hide. A
-    pipeline waits for its first message to go through all ranks, and for the last to come back."""
+def times_of(
+    pieces: Pieces,
+    recipe: Recipe,
+    layout: Layout,
+    machine: Machine,
+    simulation: Simulation | None,
+) -> Times:
+    """Estimate a step; `simulation` is that of the pipeline, if there is one.
+
+    Kernels run one after another, each as fast as arithmetic or memory allows; launching is free.
+    What is moved lies beside computation as far as that reaches, but for the share of one unit:
+    what the first one needs is waited for, and nothing follows the last. Tensor parallelism waits
+    for all that it sends, and a ring for what attention does not hide. A pipeline waits for its
+    first message to go through all ranks, and for the last to come back.
+    """
     ranks = range(len(pieces.orders) or 1)
     each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
-    if not pieces.orders:
+    if simulation is None:
         return each[0]
     slowest = max(each, key=lambda times: times.step)
     within = layout.passes * max(
         sum(sum(_together_seconds(trace, machine)) for trace in pieces.of_rank(rank)[1])
         for rank in ranks
     )
-    found = simulated(pieces, machine)
     hop = messages_of(
         [replace(pieces.stages[0], last=False)], pieces.traces, recipe, replace(layout, passes=1)
     )
     once = 2 * (len(pieces.stages) - 1) * hop.seconds(machine)
     busy = slowest.compute + within
-    return replace(slowest, exposed=slowest.exposed + once, waiting=max(0.0, found.seconds - busy))
+    return replace(
+        slowest, exposed=slowest.exposed + once, waiting=max(0.0, simulation.seconds - busy)
+    )
 
 
 def _times_of_rank(

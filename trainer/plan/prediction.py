@@ -172,12 +172,12 @@ def predict(
         peer = recipe.checkpoint.peer_copy and world_size > local_world_size
         node_memory += 2 * slot if peer else slot
     seconds = communication = network = transfer = exposed = rate = mfu = writing = None
-    bubble = formula = 0.0
+    formula = 0.0
+    simulation = simulated(pieces, machine) if orders else None
     if orders:
-        bubble = simulated(pieces, machine).bubble
         formula = bubble_formula(strategy.pp_schedule, strategy.pp, per_rank, plan.passes)
     if machine:
-        times = times_of(pieces, recipe, layout, machine)
+        times = times_of(pieces, recipe, layout, machine, simulation)
         seconds, exposed = times.step, times.exposed
         communication, transfer, network = times.communication, times.transfers, times.network
         tokens = batch.global_batch * recipe.data.seq_len
@@ -193,7 +193,7 @@ def predict(
         communication_bytes=max(
             _sent(*pieces.of_rank(rank), recipe, layout) for rank in range(strategy.pp)
         ),
-        bubble=bubble,
+        bubble=simulation.bubble if simulation else 0.0,
         bubble_formula=formula,
         checkpoint_bytes=checkpoint,
         node_memory=node_memory,

@@ -2,11 +2,14 @@
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Literal
 
-from trainer.plan.costs import Machine
+from trainer.parallel.schedules import bubble_formula
+from trainer.plan.costs import PEAK_SHARE, Collective, Machine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Blueprint, Recompute, read_blueprint
 from trainer.recipe import Recipe, RecipeError, Strategy
@@ -21,6 +24,15 @@ OFFLOAD_GAIN = 0.05
 does not tell less, and a slower host than is assumed would turn it round."""
 NVME_DIRECTORY = "/local/nvme"
 """In recommended lines, unless the recipe names its own."""
+MANY = 64
+"""GPUs from which on model parallelism is looked at even where data alone can be shared."""
+LONG = 16_384
+"""Tokens of a sequence from which on it may be cut."""
+STAGES_PER_RANK = (2, 4)
+MICRO_BATCHES = (1, 2, 4)
+"""Those that are tried with model parallelism: a pipeline needs many passes."""
+SHOWN = 5
+"""Layouts of model parallelism in the table: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -76,27 +88,30 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
-    """Predict every strategy of `recipe` on `machine`.
+    """Predict every strategy of `recipe` on `machine`, and model parallelism where there is a point
+    in it: where nothing else fits without offload, and from MANY GPUs on. What cannot be faster
+    than what fits already is left out.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
     """
     blueprint = read_blueprint(recipe)
     world_size, local = machine.world_size, machine.gpus_per_node
+    refusals: list[RecipeError] = []
 
-    def candidate(label: str, recipe: Recipe) -> Candidate:
-        prediction = predict(
-            recipe, world_size, local, machine=machine, device=device, blueprint=blueprint
-        )
-        return Candidate(label, recipe, prediction)
+    def candidates(label: str, *recipes: Recipe) -> list[Candidate]:
+        found = []
+        for changed in recipes:
+            try:
+                prediction = predict(
+                    changed, world_size, local, machine=machine, device=device, blueprint=blueprint
+                )
+                found.append(Candidate(label, changed, prediction))
+            except RecipeError as error:  # with other ranks for the data it may do
+                refusals.append(error)
+        return found
 
-    as_it_is = recipe
-    if recipe.batch.micro_batch == "auto":
-        number = largest_micro_batch(
-            recipe, world_size, local, machine.gpu.memory, device, blueprint=blueprint
-        )
-        as_it_is = _changed(recipe, recipe.strategy, number)
-    own = candidate("as it is", as_it_is)
+    own = candidates("as it is", *_as_it_is(recipe, machine, device, blueprint, refusals))
     found, everything = [], []
     for label, strategy in _strategies(recipe, machine):
         for recompute in RECOMPUTES:
@@ -107,23 +122,167 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             micro_batches = _micro_batches(recipe, world_size)
             while micro_batches:
                 micro_batch = micro_batches.pop(0)
-                ways = [
-                    candidate(label, _changed(recipe, way, micro_batch))
-                    for way in _reductions(recipe, changed, micro_batch, world_size)
-                ]
+                reductions = _reductions(recipe, changed, micro_batch, world_size)
+                recipes = [_changed(recipe, way, micro_batch) for way in reductions]
+                ways = candidates(label, *recipes)
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
                     # Larger ones need more, but for the last one: a single pass leaves no gradients
                     # to the next.
                     del micro_batches[:-1]
-            found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
+            if tried:
+                found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
+                everything += tried
+    if _is_plain(recipe) and (machine.world_size >= MANY or not _best_on_gpus(found, machine)):
+        best, cut = _best_on_gpus([*own, *found], machine), []
+        least = partial(_least_seconds, recipe, machine, blueprint)
+        layouts = sorted(_layouts(recipe, machine, blueprint), key=lambda layout: least(layout[1]))
+        for label, strategy in layouts:
+            limit = best.prediction.seconds_per_step if best else None
+            recomputes = [
+                recompute
+                for recompute in RECOMPUTES
+                if not limit
+                or least(dataclasses.replace(strategy, activation_checkpointing=recompute)) < limit
+            ]
+            tried = _of_layout(recipe, strategy, recomputes, machine, partial(candidates, label))
             everything += tried
-    on_gpus = [c for c in (own, *found) if c.recipe.strategy.offload == "none"]
-    best, simple = _best([own, *found], machine), _best(on_gpus, machine)
+            if fastest := _best(tried, machine):
+                cut.append(fastest)
+                best = _best([*filter(None, [best]), fastest], machine)
+        found += sorted(cut, key=_order)[:SHOWN]
+    if not found:
+        raise refusals[0]
+    own = own or found[:1]
+    best, simple = _best([*own, *found], machine), _best_on_gpus([*own, *found], machine)
     if best and simple and (1 - OFFLOAD_GAIN) * _order(simple)[0] <= _order(best)[0]:
         best = simple
     nodes = None if simple else _enough_nodes(recipe, machine, device, blueprint)
-    return Plan(recipe, machine, blueprint, own, tuple(found), tuple(everything), best, nodes)
+    return Plan(recipe, machine, blueprint, own[0], tuple(found), tuple(everything), best, nodes)
+
+
+def _as_it_is(
+    recipe: Recipe,
+    machine: Machine,
+    device: Literal["cpu", "cuda"],
+    blueprint: Blueprint,
+    refusals: list[RecipeError],
+) -> list[Recipe]:
+    if recipe.batch.micro_batch != "auto":
+        return [recipe]
+    try:
+        number = largest_micro_batch(
+            recipe, machine.world_size, machine.gpus_per_node, machine.gpu.memory, device,
+            blueprint=blueprint,
+        )  # fmt: skip
+    except RecipeError as error:
+        refusals.append(error)
+        return []
+    return [_changed(recipe, recipe.strategy, number)]
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    """Whether a recipe leaves model parallelism open: what it says of that, stays."""
+    strategy = recipe.strategy
+    return strategy.tp == strategy.pp == strategy.cp == strategy.ep == 1
+
+
+def _layouts(
+    recipe: Recipe, machine: Machine, blueprint: Blueprint
+) -> Iterator[tuple[str, Strategy]]:
+    """Model parallelism that the recipe can have there, and whose state may fit. Ranks that compute
+    a layer together stay in a node, stages are apart; a step computes whole sequences until they
+    are LONG."""
+    powers = [1 << n for n in range(machine.world_size.bit_length())]
+    state = sum(
+        shape.moment_bytes(1) + 8 * shape.rows * shape.row
+        for unit in blueprint.units
+        for shape in unit
+    )
+    rings = powers if recipe.data.seq_len >= LONG else [1]
+    for tp, cp, pp in product(powers, rings, powers):
+        replica = tp * cp * pp
+        if replica == 1 or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
+            continue
+        if recipe.batch.global_batch * tp * cp < machine.world_size:  # fewer passes than stages
+            continue
+        for stages in (1, *STAGES_PER_RANK) if pp > 1 else (1,):
+            if pp * stages > blueprint.block_count:
+                break
+            common = Strategy(
+                tp=tp, sequence_parallel=tp > 1, cp=cp, pp=pp, pp_stages_per_rank=stages,
+                pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b",
+            )  # fmt: skip
+            for label, strategy in (
+                ("DDP", dataclasses.replace(common, name="ddp")),
+                ("ZeRO-2", dataclasses.replace(common, sharding="SHARD_GRAD_OP")),
+                ("ZeRO-3", dataclasses.replace(common, sharding="FULL_SHARD")),
+            ):
+                sharded = tp * pp if label == "DDP" else machine.world_size
+                too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
+                changed = _changed(recipe, strategy, 1)
+                if not (too_large or _refused(changed)):
+                    yield f"{_name(strategy)} {label}", strategy
+
+
+def _name(strategy: Strategy) -> str:
+    """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
+    parts = [f"{key.upper()}{n}" for key in ("tp", "cp") if (n := getattr(strategy, key)) > 1]
+    if strategy.pp > 1:
+        of_rank = strategy.pp_stages_per_rank
+        parts.append(f"PP{strategy.pp}" + (f"x{of_rank}" if of_rank > 1 else ""))
+    return " ".join(parts)
+
+
+def _least_seconds(
+    recipe: Recipe, machine: Machine, blueprint: Blueprint, strategy: Strategy
+) -> float:
+    """Of a step, with the smallest passes: arithmetic and the bubble of a pipeline, or what FSDP
+    gathers in that time."""
+    tokens = recipe.batch.global_batch * recipe.data.seq_len
+    speed = machine.peak_flops * PEAK_SHARE * machine.world_size
+    again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
+    together = strategy.tp * strategy.pp
+    shards = machine.world_size // together
+    passes = -(-recipe.batch.global_batch * strategy.cp // shards)
+    bubble = bubble_formula(strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, passes)
+    computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
+    if strategy.name == "ddp":
+        return computing
+    gathers = passes / max(MICRO_BATCHES) * (2 if strategy.sharding == "FULL_SHARD" else 1)
+    payload = gathers * 2 * blueprint.parameter_count / together
+    return max(computing, Collective(int(payload), 1, shards, strategy.tp).seconds(machine))
+
+
+def _of_layout(
+    recipe: Recipe,
+    strategy: Strategy,
+    recomputes: Sequence[Recompute],
+    machine: Machine,
+    candidates: Callable[..., list[Candidate]],
+) -> list[Candidate]:
+    """With the least recomputation that fits, and twice the micro-batch as long as that is
+    faster."""
+    tried: list[Candidate] = []
+    for recompute in recomputes:
+        changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
+        fastest = None
+        for micro_batch in MICRO_BATCHES:
+            ways: list[Candidate] = []
+            for way in _reductions(
+                _changed(recipe, changed, micro_batch), changed, micro_batch, machine.world_size
+            ):
+                ways += candidates(_changed(recipe, way, micro_batch))
+                if _best(ways, machine):
+                    break  # to reduce after every pass saves memory, and nothing else
+            tried += ways
+            better = _best(ways, machine)
+            if not better or (fastest and _order(better) > _order(fastest)):
+                break
+            fastest = better
+        if fastest:
+            break
+    return tried
 
 
 def largest_micro_batch(
@@ -241,6 +400,10 @@ def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
 def _order(candidate: Candidate) -> tuple[float, int]:
     """Fast before slow; of equally fast ones, small before large."""
     return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
+
+
+def _best_on_gpus(candidates: list[Candidate], machine: Machine) -> Candidate | None:
+    return _best([c for c in candidates if c.recipe.strategy.offload == "none"], machine)
 
 
 def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:

@@ -27,6 +27,7 @@ COLUMNS = {
     "host GB": "shapes",
     "comm GB": "shapes",
     "hidden": "roofline",
+    "bubble": "simulation",
     "s/step": "roofline",
     "MFU": "roofline",
 }
@@ -95,6 +96,7 @@ def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
         _gb(p.node_memory),
         _gb(p.communication_bytes),
         hidden,
+        f"{p.bubble:.0%}" if strategy.pp > 1 else "-",
         f"{p.seconds_per_step:.3g}",
         f"{p.mfu:.0%}",
     )
@@ -137,6 +139,7 @@ def _advice(plan: Plan, command: str) -> str:
             f"{best.recipe.strategy.activation_checkpointing}. It needs most "
             f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:.4g}, and on "
             f"each node {_node(best)}.",
+            *_pipeline(best),
             *_remarks(plan),
             "In the recipe:",
             "",
@@ -156,6 +159,16 @@ def _remarks(plan: Plan) -> list[str]:
     if fastest < best:
         return [f"Offload would save {1 - fastest / best:.1%} of the time: too little to rely on."]
     return []
+
+
+def _pipeline(candidate: Candidate) -> list[str]:
+    p, strategy = candidate.prediction, candidate.recipe.strategy
+    if strategy.pp == 1:
+        return []
+    return [
+        f"Its ranks wait {p.bubble:.1%} of the time for each other ({p.bubble_formula:.1%} if all "
+        f"stages cost the same), and {p.exposed_seconds:.2g} s of a step for messages."
+    ]
 
 
 def _node(candidate: Candidate) -> str:

@@ -91,7 +91,7 @@ def test_ranks_that_wait_for_each_other_are_found():
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.data())
 def test_stages_are_cut_by_cost(costs, data):
     stages = data.draw(st.integers(1, len(costs)))
-    runs = cut(costs, stages)
+    runs = cut(tuple(costs), stages)
     assert list(chain(*runs)) == list(range(len(costs)))
     assert len(runs) == stages
     assert all(runs)

@@ -226,7 +226,11 @@ def test_the_recommended_lines_can_be_pasted(recipe_file):
     fitting = [candidate for candidate in figures["candidates"] if candidate["fits"]]
     assert figures["best"]["seconds_per_step"] == min(c["seconds_per_step"] for c in fitting)
     written = RECIPE.replace("global_batch: 8", "global_batch: 4")
-    for best in (plan.best, plan.candidates[-1]):
+    least = min(c.prediction.peak for c in plan.candidates if "offload" not in c.label)
+    tight = dataclasses.replace(plan.machine.gpu, memory=least / (1 - ROOM) - 1)
+    cut = make_plan(recipe, dataclasses.replace(plan.machine, gpu=tight), "cpu").candidates[-1]
+    assert cut.recipe.strategy.tp * cut.recipe.strategy.pp > 1, "nothing else fits on the GPUs"
+    for best in (plan.best, plan.candidates[-1], cut):
         text = plan_text(dataclasses.replace(plan, best=best), "perdure train recipe.yaml")
         assert text.startswith("0.6 M parameters in bf16")
         assert "on 2 nodes of 2 CPU rank(s) with 1 GB" in text
