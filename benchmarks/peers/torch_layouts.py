@@ -124,7 +124,7 @@ def pipeline(model: Decoder, lr: float, recipe: Recipe) -> Step:
     """1F1B over all ranks."""
     length, count = recipe.data.seq_len, recipe.batch.global_batch // recipe.micro_batch
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    part = model.part(cut(model.block_costs(length), ranks)[rank])
+    part = model.part(cut(tuple(model.block_costs(length)), ranks)[rank])
     stage = PipelineStage(Positional(part, rank == 0), rank, ranks, torch.device("cpu"))
     schedule = Schedule1F1B(stage, count, lambda out, _: out / count, scale_grads=False)
 
