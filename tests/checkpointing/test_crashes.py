@@ -103,7 +103,11 @@ def test_killed_at_any_system_call_of_the_writer(who, before, points, tmp_path, 
         assert not memory_of(run), point
         shutil.rmtree(folder)
     assert found["missed"] <= len(chosen) // 4
-    assert set(found) >= ({"step 1", "step 2"} if who == "all" else {"step 4"})
+    if who == "writer":
+        assert "step 4" in found
+    else:  # of few points, some lie before a commit and some after it
+        assert len(found.keys() - {"missed"}) > 1, found
+        assert not SOAK or {"step 1", "step 2"} <= found.keys(), found
 
 
 def _save_some(run: Path) -> int:
