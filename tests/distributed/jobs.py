@@ -143,6 +143,7 @@ def losses(folder: Path, run: str) -> dict[int, float]:
 LAYOUT = "layout"
 """What a test records of one: (ranks, overrides of the recipe, what `assert_follows` returns)."""
 THIRTY = ("run.steps=30", "run.evaluate_every=15")
+TEN = ("run.steps=10", "run.evaluate_every=10")
 
 
 def told(folder: Path, run: str) -> tuple[list[float], ...]:

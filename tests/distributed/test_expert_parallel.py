@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.jobs import LAYOUT, THIRTY, assert_follows, records, soak, told
+from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
 
 MOE = (
     "model.architecture.model_type=qwen3_moe",
@@ -26,7 +26,7 @@ def weights(checkpoint):
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("ep2-short", 2, [*EP, "run.steps=10", "run.evaluate_every=10"], MOE),
+        ("ep2-short", 2, [*EP, *TEN], MOE),
         *(
             pytest.param(*case, marks=soak)
             for case in (
