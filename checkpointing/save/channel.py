@@ -2,9 +2,13 @@
 
 [Note: channel] Whoever listens says a random number at once; who has connected answers with one.
 Both numbers and the secret make a key for each direction, so nothing recorded of another connection
-fits. Every message follows a MAC (HMAC-SHA256) over its number and its bytes. A stranger can
-therefore neither get in nor change, repeat, drop or swap messages on the way; only end the
-connection. Nothing is unpickled before its MAC was found right.
+fits. Every message follows a MAC over its number and its bytes. A stranger can therefore neither
+get in nor change, repeat, drop or swap messages on the way; only end the connection. Nothing is
+unpickled before its MAC was found right.
+
+The MAC is AES-256-GCM's over data that is only authenticated (GMAC, NIST SP 800-38D), with the
+number as the nonce: no key sees one twice. It takes a fifth of HMAC-SHA256's time, which counts
+where a copy of every step travels to another node.
 """
 
 import hmac
@@ -14,14 +18,16 @@ import socket
 import struct
 import threading
 from contextlib import suppress
-from hashlib import sha256
 from multiprocessing.connection import Client, Connection
 from typing import Any
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SILENT_SECONDS = 60
 """A machine that vanished without a word is noticed within so long, and so is a process that takes
 nothing of what it is sent."""
 NONCE_BYTES = 32
+MAC_BYTES = 16
 PROOF = b"I know it, too"
 
 
@@ -39,7 +45,7 @@ class Channel:
     """
 
     def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
-        self._connection, self._ours, self._theirs = connection, ours, theirs
+        self._connection, self._ours, self._theirs = connection, AESGCM(ours), AESGCM(theirs)
         self._sent, self._received = 0, 0
         self._sending = threading.Lock()
 
@@ -57,7 +63,7 @@ class Channel:
         return pickle.loads(self.recv_bytes())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes. From any thread.
+        """Send bytes, less than 2 GiB. From any thread.
 
         Raises:
             OSError: the other side is gone, or has taken nothing for SILENT_SECONDS; what follows
@@ -75,7 +81,7 @@ class Channel:
     def recv_bytes(self) -> bytes:
         """The next bytes; raises as `recv`."""
         try:
-            mac = self._connection.recv_bytes(sha256().digest_size)
+            mac = self._connection.recv_bytes(MAC_BYTES)
             data = self._connection.recv_bytes()
         except BlockingIOError as error:
             raise TimeoutError("nothing came for too long") from error
@@ -201,7 +207,5 @@ def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
     )
 
 
-def _mac(key: bytes, number: int, data: bytes | memoryview) -> bytes:
-    found = hmac.new(key, number.to_bytes(8), sha256)
-    found.update(data)
-    return found.digest()
+def _mac(key: AESGCM, number: int, data: bytes | memoryview) -> bytes:
+    return key.encrypt(number.to_bytes(12), b"", data)

@@ -12,7 +12,14 @@ import pytest
 
 from checkpointing.errors import StorageError
 from checkpointing.save import pulls
-from checkpointing.save.channel import SILENT_SECONDS, StrangerError, call, welcome
+from checkpointing.save.channel import (
+    MAC_BYTES,
+    NONCE_BYTES,
+    SILENT_SECONDS,
+    StrangerError,
+    call,
+    welcome,
+)
 
 SECRET = b"of the run"
 SAID = [("node", 1), ("staged", 2), ("written", 3)]
@@ -103,8 +110,8 @@ def test_who_does_not_know_the_secret_learns_nothing_and_says_nothing(tmp_path):
         call(listener.address, b"wrong")
     with Client(listener.address) as stranger:
         stranger.recv_bytes()
-        stranger.send_bytes(bytes(32))
-        stranger.send_bytes(bytes(32))
+        stranger.send_bytes(bytes(NONCE_BYTES))
+        stranger.send_bytes(bytes(MAC_BYTES))
         stranger.send_bytes(pickle.dumps(Trap(tmp_path / "trap")))
         thread.join(10)
     assert refused == [EOFError, StrangerError]
