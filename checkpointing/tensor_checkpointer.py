@@ -1,7 +1,7 @@
 """TensorCheckpointer: named tensors and JSON, saved and loaded. Runs the phases of a save and of a
 load on all ranks, and makes every failure of one rank an error of all."""
 
-import hmac
+import hashlib
 import logging
 import os
 import subprocess
@@ -443,7 +443,7 @@ class TensorCheckpointer:
             lambda: (os.urandom(32), os.urandom(8).hex(), self._token())
         )
         if self._secret:  # who listens in on the group does not know it
-            secret = hmac.digest(self._secret, secret, "sha256")
+            secret = hashlib.blake2b(secret, key=self._secret, digest_size=32).digest()
         self._has_token = bool(run)
         nodes, node = self._ranks.nodes(), self._ranks.node
         name = f"\0perdure-{name}-{node}"

@@ -18,6 +18,8 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -202,9 +204,8 @@ def _time(seconds: float) -> bytes:
 def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
     """The key of what the listener says, and that of what the caller says."""
     both = listener + caller
-    return hmac.digest(secret, b"listener" + both, "sha256"), hmac.digest(
-        secret, b"caller" + both, "sha256"
-    )
+    keyed = partial(blake2b, key=secret, digest_size=32)
+    return keyed(b"listener" + both).digest(), keyed(b"caller" + both).digest()
 
 
 def _mac(key: AESGCM, number: int, data: bytes | memoryview) -> bytes:

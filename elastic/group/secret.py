@@ -1,11 +1,11 @@
 """The secret of a job, by which its nodes tell each other from strangers.
 
 [Note: trust] Whoever reaches the store can write to it. So every value by which a node decides
-something carries a MAC (HMAC-SHA256) over the name of its key and its text, under a secret that
-only the user who started the job can read. What does not verify is as if it were not there. An old
-value that is written again does not win: versions and counters only rise, and a new job begins at a
-version that is its time of birth. What strangers can still do is to destroy: whoever floods the
-store, or keeps overwriting its keys, holds up joins and restarts.
+something carries a MAC (keyed BLAKE2b, RFC 7693) over the name of its key and its text, under a
+secret that only the user who started the job can read. What does not verify is as if it were not
+there. An old value that is written again does not win: versions and counters only rise, and a new
+job begins at a version that is its time of birth. What strangers can still do is to destroy:
+whoever floods the store, or keeps overwriting its keys, holds up joins and restarts.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Secret:
 
     def derive(self, purpose: str) -> "Secret":
         """Another secret, for one purpose; the one is not found out from the other."""
-        return Secret(hmac.digest(self.key, b"purpose " + purpose.encode(), "sha256"))
+        return Secret(_keyed(self.key, b"purpose " + purpose.encode()).digest())
 
     @property
     def fingerprint(self) -> str:
@@ -55,7 +55,11 @@ class Secret:
 
     def _mac(self, name: str, text: bytes) -> bytes:
         length = len(name.encode()).to_bytes(4)
-        return hmac.digest(self.key, length + name.encode() + text, "sha256").hex().encode()
+        return _keyed(self.key, length + name.encode() + text).hexdigest().encode()
+
+
+def _keyed(key: bytes, data: bytes) -> "hashlib.blake2b":
+    return hashlib.blake2b(data, key=key, digest_size=32)
 
 
 def find_secret(named: str | None, directory: str | None) -> Secret:

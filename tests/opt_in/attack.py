@@ -82,7 +82,7 @@ def result_of(process: subprocess.Popen[str]) -> Attack:
 def drop_rights() -> None:
     """From now on, be the stranger. What Python imports late is imported now: it may lie where only
     root can read it."""
-    for module in "encodings.idna", "hmac", "multiprocessing.connection":
+    for module in "encodings.idna", "multiprocessing.connection":
         importlib.import_module(module)
     os.setgroups([])
     os.setgid(STRANGER)

@@ -10,10 +10,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 TIMED = {
-    "hmac": ("digest", "compare_digest"),
+    "hmac": ("compare_digest",),
     "checkpointing.save.channel": ("_mac",),
+    "checkpointing.save.manifest": ("_mac",),
     "checkpointing.load.memory": ("check",),
-    "elastic.group.secret": ("read_secret",),
+    "elastic.group.secret": ("read_secret", "_keyed"),
     "elastic.node.agent": ("descends",),
     "trainer.run.identity": ("check_agreement",),
 }
