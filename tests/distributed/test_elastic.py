@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import read_history
-from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory
+from tests.distributed.jobs import ROOT, Forked, losses, records, soak, wait_for_memory
 from trainer.tools.local_nodes import LocalNodes
 
 STEPS = 100
@@ -43,6 +43,7 @@ def cluster(workspace, tmp_path):
             folder=workspace,
             nnodes=nnodes,
             logs=tmp_path,
+            start=Forked,
             ranks=ranks,
             environment={"PYTHONPATH": python_path(ROOT, workspace)},
         )

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import ROOT, Job, soak
+from tests.distributed.jobs import ROOT, Forked, Job, soak
 from trainer.tools.local_nodes import LocalNode, LocalNodes
 
 EXAMPLES = ROOT / "examples"
@@ -30,6 +30,7 @@ def cluster(tmp_path):
             folder=tmp_path,
             nnodes=nnodes,
             logs=tmp_path,
+            start=Forked,
             ranks=ranks,
             environment={
                 "PYTHONPATH": python_path(ROOT),

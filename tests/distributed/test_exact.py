@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, records, soak
+from tests.distributed.jobs import ROOT, Forked, records, soak
 from trainer.optim.exact import (
     GRID,
     LARGEST_GRADIENT,
@@ -140,7 +140,7 @@ def test_ranks_that_go_on_in_place_after_others_were_killed_make_the_same_bits(
     run = ["run.dir=exact-kills", *EXACT, *UNEVEN, "elastic.snapshot_every=1"]
     command = ["-m", "trainer", "recipe.yaml", *run, "checkpoint.slots=2", "data.workers=0"]
     with LocalNodes(
-        command, folder=workspace, nnodes="1", logs=tmp_path, ranks=3,
+        command, folder=workspace, nnodes="1", logs=tmp_path, start=Forked, ranks=3,
         environment={"PYTHONPATH": str(ROOT)},
     ) as nodes:  # fmt: skip
         node, stays = nodes.add(), set()

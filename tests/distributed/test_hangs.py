@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.support import python_path
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, records, soak
+from tests.distributed.jobs import ROOT, Forked, records, soak
 from trainer.tools.local_nodes import LocalNodes, children
 
 FACTORY = '''
@@ -85,6 +85,7 @@ def slow_job(workspace, tmp_path):
                 folder=workspace,
                 nnodes="1",
                 logs=tmp_path,
+                start=Forked,
                 ranks=2,
                 environment={"PYTHONPATH": python_path(ROOT, workspace)},
             )

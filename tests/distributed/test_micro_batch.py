@@ -5,7 +5,7 @@ import json
 import pytest
 
 from checkpointing import read_state
-from tests.distributed.jobs import ROOT, losses, soak
+from tests.distributed.jobs import ROOT, Forked, losses, soak
 from trainer.plan import predict
 from trainer.plan.search import ROOM, largest_micro_batch
 from trainer.plan.trace import read_blueprint
@@ -52,6 +52,7 @@ def test_memory_that_ran_out_on_one_rank_halves_the_micro_batch_of_all(workspace
         folder=workspace,
         nnodes="1",
         logs=tmp_path,
+        start=Forked,
         ranks=2,
         environment={"PYTHONPATH": str(ROOT)},
         options=["--rdzv-conf", "restarts=0"],

@@ -12,7 +12,7 @@ import torch
 from benchmarks.support import python_path
 from elastic.record.history import read_history
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_step
+from tests.distributed.jobs import ROOT, Forked, losses, records, soak, wait_for_step
 from trainer.data.stream import COUNTED
 from trainer.optim.groups import named_groups
 from trainer.recipe import load_recipe
@@ -164,6 +164,7 @@ def test_a_killed_rank_is_replaced(recovery, folder, tmp_path):
         folder=folder,
         nnodes="1",
         logs=tmp_path,
+        start=Forked,
         ranks=2,
         environment={"PYTHONPATH": python_path(ROOT)},
     ) as nodes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import ROOT
+from tests.distributed.jobs import ROOT, Forked
 from trainer.recipe import load_recipe
 from trainer.tasks.task import bare_model
 from trainer.tools.local_nodes import LocalNodes
@@ -118,6 +118,7 @@ def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp
         folder=workspace,
         nnodes="1",
         logs=tmp_path,
+        start=Forked,
         environment={"PYTHONPATH": python_path(ROOT)},
     ) as nodes:
         node = nodes.add()

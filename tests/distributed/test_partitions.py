@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import read_history
-from tests.distributed.jobs import ROOT, losses, soak
+from tests.distributed.jobs import ROOT, Forked, losses, soak
 from tests.distributed.test_elastic import wait_for_step
 from trainer.tools.container import network_possible
 from trainer.tools.local_nodes import LocalNodes
@@ -30,6 +30,7 @@ def cluster(workspace, tmp_path):
             folder=workspace,
             nnodes=nnodes,
             logs=tmp_path,
+            start=Forked,
             environment={"PYTHONPATH": python_path(ROOT, workspace)},
             own_network=True,
         )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, losses, soak
+from tests.distributed.jobs import ROOT, Forked, losses, soak
 from trainer.tools.local_nodes import LocalNodes, children
 
 COMPILED = """
@@ -72,6 +72,7 @@ def job(workspace, tmp_path):
             folder=workspace,
             nnodes=nnodes,
             logs=tmp_path,
+            start=Forked,
             ranks=ranks,
             environment={"PYTHONPATH": f"{ROOT}:{workspace}"},
         )

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.support import python_path
 from elastic.record.history import read_history
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, losses, soak
+from tests.distributed.jobs import ROOT, Forked, losses, soak
 from tests.distributed.test_expert_parallel import EP, MOE
 from trainer.tools.local_nodes import LocalNodes
 
@@ -64,6 +64,7 @@ def test_nodes_of_whole_replicas_come_and_go(
         folder=workspace,
         nnodes=f"1:{count}",
         logs=tmp_path,
+        start=Forked,
         ranks=ranks,
         environment={"PYTHONPATH": python_path(ROOT, workspace)},
     ) as nodes:

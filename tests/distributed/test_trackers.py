@@ -18,7 +18,7 @@ from benchmarks.support import python_path
 from elastic import Start
 from elastic.node.companion import Companion, part_with
 from elastic.record.history import read_history
-from tests.distributed.jobs import RECIPE, ROOT, losses
+from tests.distributed.jobs import RECIPE, ROOT, Forked, losses
 from trainer.recipe import load_recipe
 from trainer.run.metrics import Log, keep_records
 from trainer.run.trackers import Tail, to_sink
@@ -162,7 +162,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
         ["-m", "trainer", "recipe.yaml", *recipe],
         folder=workspace,
         nnodes="1",
-        logs=tmp_path,
+        logs=tmp_path, start=Forked,
         environment={
             "PYTHONPATH": python_path(ROOT, workspace, ROOT / "examples"), "CHAT_URL": url,
         },

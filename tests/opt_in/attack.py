@@ -68,7 +68,14 @@ class Attack:
 
 def stranger(machine: Container, function: str, *arguments: object) -> subprocess.Popen[str]:
     """Begin `function` on a machine, as user 65534."""
-    command = [*machine.run, "tests.opt_in.attack", function, *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        *machine.inside,
+        "tests.opt_in.attack",
+        function,
+        *map(str, arguments),
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -458,7 +465,7 @@ def start_alone(machine: Container, scratch: Path) -> subprocess.Popen[bytes]:
     worker = ["train", "recipe.yaml", *OVERRIDES, "run.dir=one", "checkpoint.every=20"]
     with open(scratch / "log" / "one.log", "ab") as log:
         return subprocess.Popen(
-            [*machine.run, "trainer.cli", *worker, "--nproc-per-node", "2"],
+            [sys.executable, "-m", *machine.inside, "trainer.cli", *worker, "--nproc-per-node=2"],
             cwd=scratch, stdout=log, stderr=log,
             env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         )  # fmt: skip

@@ -122,9 +122,9 @@ class Container:
         return Path(f"/proc/{self.process.pid}/root{SHARED_MEMORY}")
 
     @property
-    def run(self) -> list[str]:
-        """Command that runs a module and its arguments on it."""
-        return [sys.executable, "-m", "trainer.tools.container", "enter", str(self.process.pid)]
+    def inside(self) -> list[str]:
+        """What `python -m` wants before a module and its arguments to run it in there."""
+        return ["trainer.tools.container", "enter", str(self.process.pid)]
 
     def kill(self) -> None:
         """Give it up; its memory goes with the last of its processes."""

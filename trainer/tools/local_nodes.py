@@ -8,19 +8,51 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from elastic.node.progress import RANKS, Progress, ProgressPage
 from trainer.tools.container import Container
 
-RUN = sys.executable, "-m", "elastic.process"
 LOOPBACK = "127.0.0.1"
 NETWORK = "10.77.0"
 """Addresses of nodes with interfaces of their own; seen by them alone."""
+
+
+class Process(Protocol):
+    """What is asked of a process; as `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], Path, Mapping[str, str], Path], Process]
+"""(module and its arguments, working directory, environment, log) → a process that runs it as
+`python -m` does, adds its output to the log, and ends with this process."""
+
+
+def start_python(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
+) -> Process:
+    """A `Start` by a new interpreter."""
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "elastic.process", *command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
 
 @dataclass
@@ -28,7 +60,7 @@ class LocalNode:
     """One agent, which stands for a machine."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     container: Container | None = None
     """None: it shares the memory of this one."""
@@ -121,6 +153,7 @@ class LocalNodes:
         own_memory: each node has shared memory of its own, which is lost with it (root only).
         own_network: besides, each has a network interface of its own, and `node.container` can cut
             it off (root, with ip and nft).
+        start: starts the store and the agents.
     """
 
     worker: Sequence[str]
@@ -135,9 +168,10 @@ class LocalNodes:
     launcher: Sequence[str] = ()
     own_memory: bool = False
     own_network: bool = False
+    start: Start = start_python
     nodes: list[LocalNode] = field(default_factory=list)
     port: int = 0
-    _store: subprocess.Popen[str] | None = None
+    _store: Process | None = None
     _network: Container | None = None
 
     def __enter__(self) -> Self:
@@ -146,7 +180,11 @@ class LocalNodes:
         self.port = self.port or _free_port()
         if self.store_outside:
             self.start_store()
-            self.wait_for_store()
+            try:
+                self.wait_for_store()
+            except RuntimeError:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,21 +199,17 @@ class LocalNodes:
         """What the addresses of store (.1) and nodes (.11 and on) begin with."""
         return NETWORK if self.own_network else "127.0.0"
 
+    @property
+    def _store_log(self) -> Path:
+        return self.logs / f"store-{self.port}.log"
+
     def start_store(self) -> None:
         """Start the store, unless it runs."""
         if not self._store:
-            run = self._network.run if self._network else RUN
-            self._store = subprocess.Popen(
-                [
-                    *run,
-                    "elastic.group.store",
-                    str(self.port),
-                    *([] if self._network else [LOOPBACK]),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                env=self._environment(),
-            )
+            inside, address = (self._network.inside, []) if self._network else ([], [LOOPBACK])
+            self._store_log.write_bytes(b"")  # what the one before has said is not what it says
+            command = [*inside, "elastic.group.store", str(self.port), *address]
+            self._store = self.start(command, self.folder, self._environment(), self._store_log)
 
     def wait_for_store(self) -> None:
         """Wait until the store can be reached.
@@ -183,17 +217,16 @@ class LocalNodes:
         Raises:
             RuntimeError: it cannot start.
         """
-        line = self._store.stdout.readline() if self._store and self._store.stdout else ""
-        if f"port {self.port}" not in line:
-            raise RuntimeError(f"the store did not start: {line!r}")
+        while f"port {self.port}\n" not in (said := self._store_log.read_text()):
+            if self._store is None or self._store.poll() is not None:
+                raise RuntimeError(f"the store did not start: {said!r}")
+            time.sleep(0.01)
 
     def kill_store(self) -> None:
         """SIGKILL to the store."""
         if self._store:
             self._store.kill()
             self._store.wait()
-            if self._store.stdout:
-                self._store.stdout.close()
             self._store = None
 
     def add(self) -> LocalNode:
@@ -214,27 +247,18 @@ class LocalNodes:
         """Start the agent of a node again, on the same machine, after it was killed."""
         node.process = self._start_agent(node.number, node.log, node.container)
 
-    def _start_agent(
-        self, number: int, log: Path, container: Container | None
-    ) -> subprocess.Popen[bytes]:
+    def _start_agent(self, number: int, log: Path, container: Container | None) -> Process:
         torchrun = ["torch.distributed.run", "--rdzv-backend", self.backend]
         address = self._address(number)
-        with open(log, "ab") as output:
-            return subprocess.Popen(
-                [
-                    *(container.run if container else RUN),
-                    *(self.launcher or torchrun),
-                    *("--rdzv-endpoint", f"{self.prefix}.1:{self.port}"),
-                    *("--rdzv-id", "local", "--nnodes", self.nnodes),
-                    *("--nproc-per-node", str(self.ranks), "--local-addr", address),
-                    *("--max-restarts", "1000000", *self._conf(), *self.options, *self.worker),
-                ],
-                cwd=self.folder,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        command = [
+            *(container.inside if container else []),
+            *(self.launcher or torchrun),
+            *("--rdzv-endpoint", f"{self.prefix}.1:{self.port}"),
+            *("--rdzv-id", "local", "--nnodes", self.nnodes),
+            *("--nproc-per-node", str(self.ranks), "--local-addr", address),
+            *("--max-restarts", "1000000", *self._conf(), *self.options, *self.worker),
+        ]
+        return self.start(command, self.folder, self._environment(), log)
 
     def wait(self, seconds: float) -> list[int]:
         """Exit codes of all nodes, once they have ended.
@@ -248,7 +272,7 @@ class LocalNodes:
                 node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"node {node.number} runs on:\n{node.text()[-3000:]}") from None
-        return [node.process.returncode for node in self.nodes]
+        return [node.process.wait() for node in self.nodes]
 
     def _conf(self) -> list[str]:
         # Else a node that starts while the store is away hosts one itself, and keeps its port.

@@ -26,7 +26,7 @@ from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
 from trainer.tools.chaos.faults import gone
 from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, Candidate, candidate
-from trainer.tools.local_nodes import RUN, LocalNode
+from trainer.tools.local_nodes import LocalNode
 from trainer.tools.report.report import read_metrics
 
 INTERRUPTED = "not measured: interrupted"
@@ -204,7 +204,7 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*RUN, *torchrun, *worker],
+            [sys.executable, "-m", "elastic.process", *torchrun, *worker],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
