@@ -20,8 +20,10 @@ def watch_signals(pulse: Pulse) -> None:
 
     A Python signal handler does not run while the main thread is in a collective, so the signals
     are blocked, here and in every thread and process started later (a data worker must not die of
-    the group's SIGTERM before the last step has its data), and a thread waits for them. To be
-    called in the main thread, before there are others.
+    the group's SIGTERM before the last step has its data), and a thread waits for them. Somebody
+    may let them through again: the resource tracker of multiprocessing does, up to Python 3.12,
+    when the first shared memory is made. Then they are blocked and sent anew. To be called in the
+    main thread, before there are others.
 
     An agent of ours takes Ctrl-C itself, and ends its ranks where they have nothing to save. Under
     torchrun's own agent SIGTERM is what ends a rank whose peers failed, possibly in a collective
@@ -29,8 +31,16 @@ def watch_signals(pulse: Pulse) -> None:
     """
     if "RANK" in os.environ and not supervised():
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _block()
+    for number in SIGNALS:
+        signal.signal(number, _block)
     threading.Thread(target=_wait, args=(pulse,), name="perdure-notice", daemon=True).start()
+
+
+def _block(number: int | None = None, _: object = None) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    if number:
+        os.kill(os.getpid(), number)
 
 
 def pause_code(pulse: Pulse) -> int:

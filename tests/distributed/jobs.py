@@ -152,7 +152,9 @@ def _become(
     """`python -m` COMMAND in a process that was just forked."""
     die_with_parent()
     os.setsid()
-    resource_tracker._resource_tracker.__init__()  # an interpreter of its own has none yet
+    # As in an interpreter of its own:
+    resource_tracker._resource_tracker.__init__()
+    multiprocessing.set_start_method(None, force=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.exits import SIGNALS
-from tests.distributed.jobs import ROOT
+from tests.distributed.jobs import ROOT, Forked
 from trainer.data.prepare.sources import UNIT_BYTES
 from trainer.tools.local_nodes import LocalNode
 
@@ -22,23 +22,28 @@ LONG_EVALUATION = ["run.evaluate_every=2", "data.validation_sequences=800", "bat
 
 @pytest.fixture
 def launch(workspace, tmp_path):
-    """launch(*words) → a `perdure` command as leader of a process group, as a shell starts it."""
+    """launch(*words) → a `perdure` command as leader of a process group, as a shell starts it; of
+    what has imported torch, unless `anew`."""
     started = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     # A test that has prepared data in this process has left it blocked, as `perdure data` does.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    def launch(*words):
+    def launch(*words, anew=False):
         log = tmp_path / f"{len(started)}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [PERDURE, *words],
-                cwd=workspace,
-                env={**os.environ, "PYTHONPATH": python_path(ROOT, workspace)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT, workspace)}
+        if anew:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    [PERDURE, *words],
+                    cwd=workspace,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                )
+        else:
+            process = Forked(["trainer.cli", *words], workspace, environment, log)
         started.append(LocalNode(0, process, log))
         return started[-1]
 
@@ -74,7 +79,7 @@ def evaluating(node, step):
 
 def test_ctrl_c_and_notices_in_every_phase(launch, start, workspace):
     train = ["train", "recipe.yaml", "run.dir=leaving", *LONG_EVALUATION]
-    node = launch(*train)
+    node = launch(*train, anew=True)
     until(node.zygote, node)  # it still imports what an agent needs
     node.process.send_signal(signal.SIGTERM)
     ends(node, 75)
@@ -130,8 +135,26 @@ def test_a_notice_in_a_long_first_pass_is_followed_at_once(launch, workspace):
     assert "this node was told to go (SIGTERM)" in node.text()
 
 
+SHARING = """
+import time, torch
+from multiprocessing.shared_memory import SharedMemory
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Embedding(257, 257)])
+
+    def forward(self, input_ids, labels, document_ids):
+        SharedMemory(create=True, size=1).unlink()  # lets SIGINT and SIGTERM through
+        time.sleep(0 if self.training else 0.01)
+        return self.layers[0](input_ids).mean()
+"""
+
+
 def test_a_process_without_an_agent_leaves_likewise(start, workspace):
-    job = start(1, "run.dir=leaving-alone", *LONG_EVALUATION)
+    (workspace / "sharing.py").write_text(SHARING)
+    model = ["model.architecture=null", "model.factory=sharing:Model", "strategy.name=ddp"]
+    job = start(1, "run.dir=leaving-alone", *LONG_EVALUATION, *model)
     node = LocalNode(0, job.ranks[0], Path())
     deadline = time.monotonic() + 60
     while not ((found := node.progress(0)) and found.phase == "evaluate"):
@@ -147,7 +170,7 @@ def test_a_process_without_an_agent_leaves_likewise(start, workspace):
     assert "Traceback" not in output
     assert (workspace / "leaving-alone/checkpoints/step-00000002").exists()
 
-    job = start(1, "run.dir=leaving-alone", "run.steps=3", "schedule={}", *LONG_EVALUATION)
+    job = start(1, "run.dir=leaving-alone", "run.steps=3", "schedule={}", *LONG_EVALUATION, *model)
     node = LocalNode(0, job.ranks[0], Path())
     while not ((found := node.progress(0)) and (found.step, found.phase) == (3, "evaluate")):
         assert time.monotonic() < deadline, job.output()
