@@ -34,6 +34,7 @@ from checkpointing.save.pulls import Puller
 from checkpointing.save.saves import Saves, checked_state
 from checkpointing.save.slots import Slots
 from checkpointing.save.staging import Staging
+from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import location
 
@@ -291,6 +292,9 @@ class TensorCheckpointer:
             self._link.end(END_SECONDS if closed else 0)
         elif self._process:
             end(self._process, END_SECONDS)
+        stored = self.loaded_from == "memory" and not self.newer_than_storage
+        if stored and not keep_memory and not self._staging and self._ranks.first_of_node:
+            collect_memory(str(self.directory))  # no save has made it this run's
         self._link = self._plan = None
         if self._staging and seconds is None:  # else the process ends, which takes less time
             self._staging.release()

@@ -4,11 +4,12 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
 from benchmarks.support import python_path
-from elastic.record.history import read_history
+from elastic.record.history import LedgerError, read_history
 from tests.distributed.jobs import ROOT, Forked, losses, records, soak, wait_for_memory
 from trainer.tools.local_nodes import LocalNodes
 
@@ -113,9 +114,9 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace,
     first = [nodes.add() for _ in range(members)]
 
     def sizes():
-        if not (run / "ledger.jsonl").exists():
-            return []
-        return [attempt.start.nodes for attempt in read_history(run).attempts]
+        with suppress(OSError, LedgerError):  # nothing has begun
+            return [attempt.start.nodes for attempt in read_history(run).attempts]
+        return []
 
     wait_until(lambda: sizes()[-1:] == [members], first[0])
     hold.touch()

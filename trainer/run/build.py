@@ -66,7 +66,9 @@ def build(
         pulse.report(0, "load")
         progress = restore(checkpointer, model, optimizer, recipe, task)
         pulse.safe = not checkpointer.newer_than_storage
-        memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
+        memory = "checkpoint slots are made with the first save: training goes on first"
+        if checkpointer.loaded_from != "memory":  # else there was memory for as many before
+            memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
         start = Start(
             step=progress.step,

@@ -32,6 +32,7 @@ class Startup:
     def __init__(self, *, again: bool = False) -> None:
         """`again`: this process was recalled for it just now."""
         launched = float(os.environ.get("PERDURE_LAUNCHED_AT", "0"))
+        self.again = again
         born = time.time() if again else _process_start()
         self.parts: dict[str, float] = {}
         if launched:

@@ -65,8 +65,9 @@ class Saves:
         every = run.recipe.checkpoint.every
         self._clock = _save_clock(run) if every == "auto" else None
         self._every = 0 if every == "auto" else every
-        self._owed = False
-        if run.checkpointer.newer_than_storage:
+        self._owed = run.checkpointer.newer_than_storage
+        """Whether the step after the one to come is saved though none is due."""
+        if self._owed and run.done:
             save(run)
 
     def ask(self) -> None:

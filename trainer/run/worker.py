@@ -135,7 +135,8 @@ def attempt(
     occupancy = None
     if rank == 0:
         occupancy = occupy(recipe)
-        prepare_run_directory(recipe)
+        if not startup.again:  # the attempt before has done that
+            prepare_run_directory(recipe)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
     world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)

@@ -201,6 +201,25 @@ def test_memory_is_there_for_load_if_slots_are_prepared_before(tmp_path):
 
 
 @pytest.mark.parametrize("committed", [False, True])
+def test_who_loads_from_memory_and_saves_nothing_leaves_what_storage_lacks(committed, tmp_path):
+    run = tmp_path / "run"
+
+    def work(rank):
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
+            save_now(checkpointer, 1, **parts(1, "replicated"))
+            if not committed:
+                checkpointer.save(2, **parts(2, "replicated"), memory_only=True)
+            assert until(lambda: 2 - committed in in_memory(run), 10)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_ranks(1, work, tmp_path / "ranks")
+    left_behind(run, 1)
+    assert load(run, tmp_path / "ranks", "replicated", 1) == [(2 - committed, not committed)]
+    assert [*SHARED_MEMORY.glob(f"perdure-{run_id(str(run))}-*")] == left_behind(run, 0)
+    assert len(left_behind(run, 0)) == (0 if committed else 1)
+
+
+@pytest.mark.parametrize("committed", [False, True])
 def test_memory_that_is_lost_while_it_is_loaded_leaves_no_mixture(committed, tmp_path, monkeypatch):
     run = tmp_path / "run"
 
