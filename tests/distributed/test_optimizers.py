@@ -8,6 +8,7 @@ import torch
 
 from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import ROOT, losses, records, soak
+from tests.distributed.test_expert_parallel import MOE
 from tests.distributed.test_resume import assert_same
 from trainer.optim import muon
 from trainer.optim.method import update
@@ -23,6 +24,7 @@ COMMON = (
     *("schedule.name=constant", "schedule.warmup_steps=2"),
 )
 MUON = (*COMMON, "optimizer.name=muon")
+SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 # Largest seen 5e-6: sums of gradients are rounded in another order, and Newton-Schulz in bfloat16
 # enlarges that. Of the others 9e-8.
 TOLERANCE = 1e-5
@@ -104,11 +106,33 @@ def worst(curve, wanted):
             *("hybrid-2x2", 4), ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"],
             marks=soak,
         ),
+        *(
+            pytest.param(*case, marks=soak)
+            for case in (
+                ("tp2", 2, SP),
+                ("tp2-fsdp2", 4, SP),
+                ("tp2-fsdp3", 6, SP),
+                ("tp2-hsdp", 8, [*SP, "strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
+                ("pp2", 2, ["strategy.pp=2"]),
+                ("pp2-tp2-fsdp2", 8, ["strategy.pp=2", *SP]),
+                ("cp2", 2, ["strategy.cp=2"]),
+                ("cp2-tp2", 4, ["strategy.cp=2", *SP]),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_muon_follows_torchs_in_one_process(workspace, train, single, name, ranks, overrides):
     train(ranks, f"run.dir=muon-{name}", *MUON, *overrides)
     assert worst(losses(workspace, f"muon-{name}"), single) <= TOLERANCE
+
+
+@soak
+def test_muon_beside_experts(workspace, train):
+    """AdamW updates those, which are stacks of matrices."""
+    train(1, "run.dir=muon-moe", *MUON, *MOE)
+    train(4, "run.dir=muon-ep2", *MUON, *MOE, "strategy.ep=2")
+    curves = losses(workspace, "muon-ep2"), losses(workspace, "muon-moe")
+    assert worst(*curves) <= TOLERANCE
 
 
 @soak
@@ -143,6 +167,14 @@ def test_an_update_of_muon_has_the_bits_of_torchs(monkeypatch, nesterov, adjust)
         update(optimizer, [optimizer.param_groups], 0.5)
         torchs.step()
     assert all(one.equal(other) for one, other in zip(ours, theirs, strict=True))
+
+
+@soak
+def test_exact_muon_has_the_same_bits_at_every_data_parallel_size(workspace, train):
+    exact = (*MUON, "run.determinism=exact", "optimizer.clip_norm=0.5")
+    for ranks in (2, 4):
+        train(ranks, f"run.dir=exact-tp-{ranks}", *exact, *SP)
+    assert_same(workspace, "exact-tp-2", "exact-tp-4")
 
 
 @soak

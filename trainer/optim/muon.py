@@ -8,12 +8,15 @@ what the iteration computes in: nothing is lost by it. A round has one matrix fo
 are sorted by size, all owners of a round have about the same work. Owners keep nothing from one
 step to the next, so none of this shows after a change of the world.
 
+Under tensor parallelism a matrix is cut twice: FSDP cuts what each of the ranks that compute
+together has. So its slices go to the shard of their owner first, and within that to the owner.
+
 A matrix is orthogonalised by one rank alone. In exact mode all else is one multiplication or
 addition per operation, so the bits of an update depend on the gradient, and on no number of ranks.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -21,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.method import Method, State
@@ -63,14 +66,12 @@ def update_muon(
         else:
             weight.add_(change, alpha=-rate)
 
-    for members, mesh, axis in _by_shard_group(parameters):
-        for matrices in _rounds(members, mesh.size(axis) if mesh else 1):
+    for members, mesh, axes in _by_shard_group(parameters):
+        ranks = math.prod(mesh.size(axis) for axis in axes) if mesh else 1
+        for matrices in _rounds(members, ranks):
             slices = [direction(matrix) for matrix in matrices]
-            if mesh:
-                slices = _at_owners(matrices, slices, mesh, axis, group)
-            else:
-                slices = [orthogonal(each, group) for each in slices]
-            for matrix, change in zip(matrices, slices, strict=True):
+            changes = _at_owners(matrices, slices, mesh, axes, group)
+            for matrix, change in zip(matrices, changes, strict=True):
                 apply(matrix, change)
 
 
@@ -115,28 +116,31 @@ def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Te
 
 def _by_shard_group(
     parameters: Sequence[nn.Parameter],
-) -> Iterator[tuple[list[nn.Parameter], DeviceMesh | None, int]]:
-    """(matrices, mesh, its dimension over which all of them are sharded); no mesh for whole ones.
+) -> Iterator[tuple[list[nn.Parameter], DeviceMesh | None, tuple[int, ...]]]:
+    """(matrices, mesh, its dimensions over which all of them are cut, the one that was cut last
+    first); none for whole ones.
 
     Raises:
-        NotImplementedError: a matrix is sharded over several dimensions of its mesh.
+        NotImplementedError: a matrix is no shard of its mesh.
     """
-    found: dict[tuple[DeviceMesh | None, int], list[nn.Parameter]] = {}
+    found: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
-        place: tuple[DeviceMesh | None, int] = (None, 0)
+        mesh: DeviceMesh | None = None
+        axes: tuple[int, ...] = ()
         if isinstance(parameter, DTensor):
             mesh, cut = parameter.device_mesh, parameter.placements
-            axes = [axis for axis, placement in enumerate(cut) if not placement.is_replicate()]
-            if len(axes) > 1 or any(type(cut[axis]) is not Shard for axis in axes):
+            axes = tuple(a for a, placement in enumerate(cut) if not placement.is_replicate())
+            # FSDP, whose dimension comes first, cuts what tensor parallelism has cut.
+            if len(axes) > 2 or any(not hasattr(cut[axis], "dim") for axis in axes):
                 raise NotImplementedError(
-                    f"optimizer.name: muon needs matrices that are sharded over one dimension of "
-                    f"the mesh, but one is {cut}; use optimizer.name=adamw, or another strategy"
+                    f"optimizer.name: muon needs matrices that are sharded, but one is {cut}; use "
+                    "optimizer.name=adamw, or another strategy"
                 )
-            if axes and mesh.size(axes[0]) > 1:
-                place = (mesh, axes[0])
-        found.setdefault(place, []).append(parameter)
-    for (shared, axis), members in found.items():
-        yield members, shared, axis
+            axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+            mesh = mesh if axes else None
+        found.setdefault((mesh, axes), []).append(parameter)
+    for (shared, over), members in found.items():
+        yield members, shared, over
 
 
 def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
@@ -153,45 +157,70 @@ def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Pa
 def _at_owners(
     matrices: Sequence[nn.Parameter],
     slices: Sequence[torch.Tensor],
-    mesh: DeviceMesh,
-    axis: int,
+    mesh: DeviceMesh | None,
+    axes: Sequence[int],
     group: Mapping[str, Any],
 ) -> list[torch.Tensor]:
-    """This rank's slices of the orthogonal matrices, from its slices of the given ones."""
+    """This rank's slices of the orthogonal matrices, from its slices of the given ones, which are
+    cut over `axes`. Over the first, matrix n goes to rank n modulo its size."""
+    if mesh is None or not axes:
+        return [orthogonal(each, group) for each in slices]
+    axis, *inner = axes
     ranks, me = mesh.size(axis), mesh.get_local_rank(axis)
-    idle = [0] * (ranks - len(matrices))
-    sent = [each.numel() for each in slices] + idle
-    mine = matrices[me] if me < len(matrices) else None
-    parts = _slice_shapes(mine, axis, ranks) if mine is not None else []
-    kept = [math.prod(part) for part in parts] or [0] * ranks
+    order = [n for rank in range(ranks) for n in range(rank, len(matrices), ranks)]
+    sent = [sum(each.numel() for each in slices[rank::ranks]) for rank in range(ranks)]
+    mine = matrices[me::ranks]
+    shapes = [_slice_shapes(matrix, mesh, axis, inner) for matrix in mine]
+    by_rank = [[math.prod(each[rank]) for each in shapes] for rank in range(ranks)]
+    kept = [sum(sizes) for sizes in by_rank]
     # With strategy.offload slices are on the host.
-    outgoing = torch.cat([each.reshape(-1) for each in slices]).to(mesh.device_type)
+    outgoing = _flat((slices[n] for n in order), mesh.device_type)
     incoming = outgoing.new_empty(sum(kept))
     shards = mesh.get_group(axis)
     dist.all_to_all_single(incoming, outgoing, kept, sent, group=shards)
-    if mine is not None:
-        dim = mine.placements[axis].dim  # type: ignore[attr-defined]
-        pieces = [
-            piece.view(shape) for piece, shape in zip(incoming.split(kept), parts, strict=True)
-        ]
-        whole = orthogonal(torch.cat(pieces, dim), group)
-        lengths = [shape[dim] for shape in parts]
-        incoming = torch.cat([piece.reshape(-1) for piece in whole.split(lengths, dim)])
+    pieces = [part.split(sizes) for part, sizes in zip(incoming.split(kept), by_rank, strict=True)]
+    dims = [matrix.placements[axis].dim for matrix in mine]  # type: ignore[attr-defined]
+    joined = [
+        torch.cat([pieces[rank][n].view(each[rank]) for rank in range(ranks)], dims[n])
+        for n, each in enumerate(shapes)
+    ]
+    found = _at_owners(mine, joined, mesh, inner, group)
+    cut = [
+        whole.split([shape[dim] for shape in each], dim)
+        for whole, each, dim in zip(found, shapes, dims, strict=True)
+    ]
+    incoming = _flat((parts[rank] for rank in range(ranks) for parts in cut), mesh.device_type)
     dist.all_to_all_single(outgoing, incoming, sent, kept, group=shards)
-    back = outgoing.to(slices[0].device).split(sent[: len(slices)])
-    return [flat.view(each.shape) for flat, each in zip(back, slices, strict=True)]
+    by_order = outgoing.split([slices[n].numel() for n in order])
+    came = dict(zip(order, by_order, strict=True))
+    return [came[n].view(each.shape).to(each.device) for n, each in enumerate(slices)]
 
 
-def _slice_shapes(matrix: nn.Parameter, axis: int, ranks: int) -> list[list[int]]:
-    """Shape of each rank's slice, as `Shard` cuts."""
+def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
+    """All elements, of no tensors, too."""
+    parts = (tensor.reshape(-1).to(device) for tensor in tensors)
+    return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *parts])
+
+
+def _slice_shapes(
+    matrix: nn.Parameter, mesh: DeviceMesh, axis: int, inner: Sequence[int]
+) -> list[list[int]]:
+    """Shape of each rank's slice over a dimension, of what this one has over `inner`, as `Shard`
+    cuts."""
     assert isinstance(matrix, DTensor)
+    shape = list(matrix.shape)
+    for other in inner:
+        dim = matrix.placements[other].dim  # type: ignore[attr-defined]
+        shape[dim] = _chunks(shape[dim], mesh.size(other))[mesh.get_local_rank(other)]
     dim = matrix.placements[axis].dim  # type: ignore[attr-defined]
-    size = matrix.shape[dim]
-    most = -(-size // ranks)
-    shapes = [list(matrix.shape) for _ in range(ranks)]
-    for rank, shape in enumerate(shapes):
-        shape[dim] = max(0, min(most, size - rank * most))
-    return shapes
+    return [
+        [*shape[:dim], length, *shape[dim + 1 :]] for length in _chunks(shape[dim], mesh.size(axis))
+    ]
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    most = -(-length // count)
+    return [max(0, min(most, length - rank * most)) for rank in range(count)]
 
 
 MUON = Method("muon", ("momentum_buffer",), counts=False, elementwise=False, update=update_muon)

@@ -218,7 +218,6 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
         ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
         ("data.factory", bool(recipe.data.factory), f"set strategy.{ranks}=1"),
         ("batch.micro_batch", recipe.batch.micro_batch == "auto", "name a number instead of auto"),
-        ("optimizer.name", cut and recipe.optimizer.name != "adamw", "use adamw"),
         (
             "optimizer.factory",
             cut and bool(recipe.optimizer.factory),

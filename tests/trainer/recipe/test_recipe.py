@@ -103,7 +103,6 @@ def test_one_clear_line(recipe_file, override, message):
         ("model.kgat={}", "model.kgat: does not work with strategy.tp"),
         ("data.factory=a:b", "data.factory: does not work with strategy.tp"),
         ("batch.micro_batch=auto", "name a number instead of auto"),
-        ("optimizer.name=muon", "use adamw"),
         ("optimizer.factory=a:b", "which gives AdamW"),
         ("strategy.zero=1", "use SHARD_GRAD_OP"),
         ("strategy.offload=cpu", "strategy.offload: does not work with strategy.tp"),
