@@ -67,7 +67,7 @@ def build(
         progress = restore(checkpointer, model, optimizer, recipe, task)
         pulse.safe = not checkpointer.newer_than_storage
         memory = "checkpoint slots are made with the first save: training goes on first"
-        if checkpointer.loaded_from != "memory":  # else there was memory for as many before
+        if not world.cause or checkpointer.loaded_from != "memory":
             memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
         start = Start(
