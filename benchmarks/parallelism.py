@@ -34,7 +34,7 @@ from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, set_rate
 from trainer.parallel.context import Context
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.parallelize import Call, means, parallelize
+from trainer.parallel.parallelize import Call, Passed, means, parallelize
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory
@@ -155,9 +155,9 @@ def our_step(recipe: Recipe, world: World) -> Any:
     def step(batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         total = torch.zeros(())
 
-        def compute(_: int, batch: Mapping[str, Tensor], call: Call) -> Tensor:
+        def compute(_: int, batch: Mapping[str, Tensor], call: Call) -> Passed:
             found = call(batch)
-            if isinstance(found, Tensor):
+            if not isinstance(found, dict):
                 return found
             loss = found["loss"] / len(batches)
             total.add_(loss.detach())

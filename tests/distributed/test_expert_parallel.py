@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
+from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, ZERO_BUBBLE
 
 MOE = (
     "model.architecture.model_type=qwen3_moe",
@@ -15,6 +16,8 @@ MOE = (
 )
 UNTIED = (*MOE, "model.architecture.tie_word_embeddings=false")
 EP = ("strategy.ep=2",)
+CP, PP = ("strategy.cp=2",), ("strategy.pp=2", "batch.micro_batch=2")
+SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
 
 
@@ -51,6 +54,21 @@ def weights(checkpoint):
                 ("ep2-hsdp", 4, [*EP, *HSDP], MOE),
                 ("ep2-fsdp3", 6, EP, MOE),
                 ("ep4", 4, ["strategy.ep=4"], MOE),
+                ("ep2-cp2", 2, [*EP, *CP], MOE),
+                ("ep2-cp2-fsdp2", 4, [*EP, *CP], UNTIED),
+                ("ep2-pp2", 4, [*EP, *PP], MOE),
+                ("ep2-pp2-interleaved", 4, [*EP, *PP, *INTERLEAVED], [*MOE, *FOUR]),
+                ("ep2-pp2-zero-bubble", 4, [*EP, *PP, *ZERO_BUBBLE], MOE),
+                ("ep2-tp2", 2, [*EP, "strategy.tp=2"], MOE),
+                ("ep2-tp2-sp", 2, [*EP, *SP], MOE),
+                ("ep2-tp2-sp-fsdp2", 4, [*EP, *SP], UNTIED),
+                ("ep4-tp2-sp", 4, ["strategy.ep=4", *SP], MOE),
+                ("ep2-pp2-cp2", 4, [*EP, *PP, *CP], MOE),
+                ("ep2-tp2-sp-cp2", 4, [*EP, *SP, *CP], MOE),
+                ("ep2-tp2-sp-pp2", 4, [*EP, *SP, *PP], MOE),
+                ("ep4-tp2-sp-pp2-cp2", 8, ["strategy.ep=4", *SP, *PP, *CP], MOE),
+                ("moe-cp2", 2, CP, MOE),
+                ("moe-pp2", 2, PP, MOE),
                 ("ep2-fsdp4", 8, [*EP, "batch.micro_batch=1"], MOE),
                 (
                     "ep2-fsdp2-hsdp", 8,

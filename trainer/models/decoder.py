@@ -8,6 +8,7 @@ Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head 
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -168,6 +169,17 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns)
 
 
+class Whole(Protocol):
+    """Makes means over all of the sequences of means over a part of them, and passes gradients on
+    to the part."""
+
+    def over_labels(self, mean: Tensor) -> Tensor:
+        """Of the labels that count."""
+
+    def over_tokens(self, mean: Tensor) -> Tensor:
+        """Of the tokens of each sequence."""
+
+
 class Decoder(nn.Module):
     """A causal language model.
 
@@ -256,8 +268,11 @@ class Decoder(nn.Module):
         hidden: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Documents | None = None,
-    ) -> Tensor | dict[str, Tensor]:
-        """Logits, or with labels the loss; of a part without a head hidden states (B, T, D).
+        statistics: Tensor | None = None,
+        whole: Whole | None = None,
+    ) -> Tensor | dict[str, Tensor] | tuple[Tensor, Tensor]:
+        """Logits, or with labels the loss; of a part without a head hidden states (B, T, D), and
+        with them the statistics of the blocks so far, if a family has something `beside_loss`.
 
         Args:
             input_ids: (B, T) int64.
@@ -270,6 +285,8 @@ class Decoder(nn.Module):
             hidden: (B, T, D), what the part before this one returned.
             positions: (T,) integers of the tokens in their sequence, unless they are 0 to T - 1.
             documents: in place of both, where attention sees more than these tokens.
+            statistics: (blocks, …), of the blocks before, where this is a part.
+            whole: where these tokens are a part of their sequences.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
@@ -279,15 +296,25 @@ class Decoder(nn.Module):
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
-        hidden, statistics = self.model(input_ids, cu_seqlens, hidden, positions, documents)
-        if not self.has_head:
+        hidden, of_blocks = self.model(input_ids, cu_seqlens, hidden, positions, documents)
+        if not self.has_head and not self.family.beside_loss:
             return hidden
-        if labels is None:
+        if self.has_head and labels is None:
             return self.head(hidden)
+        if self.family.beside_loss and self.family.statistics:
+            found = torch.stack(list(of_blocks))
+            found = whole.over_tokens(found) if whole else found
+            found = found if statistics is None else torch.cat([statistics, found])
+            if not self.has_head:
+                return hidden, found
+            of_blocks = found.unbind()
+        assert labels is not None
         loss = cross_entropy = self.loss(hidden, labels)
+        if whole:
+            loss = cross_entropy = whole.over_labels(loss)
         if not self.family.beside_loss:
             return loss
-        beside = self.family.beside_loss(statistics, self.model.architecture)
+        beside = self.family.beside_loss(of_blocks, self.model.architecture)
         if self.training:
             loss = loss + sum(value * weight for value, weight in beside.values() if weight)
         scalars = {name: value for name, (value, _) in beside.items()}

@@ -88,6 +88,11 @@ class Family:
     """Scalars of the statistics of the blocks. They are recorded, and added to the cross-entropy in
     training, each times its weight; with a weight of 0 they are only recorded."""
 
+    statistics: Callable[[Architecture, int], tuple[int, ...]] | None = None
+    """(architecture, sequences) → the shape of what each block returns beside x, float32. Given if
+    they are means over the tokens of each sequence, in all blocks: then ranks can have a part of
+    the sequences, or of the blocks, each."""
+
     after_step: AfterStep | None = None
     """For what changes in the model besides by the optimizer."""
 

@@ -39,7 +39,7 @@ def problem_of(model: nn.Module) -> str | None:
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is not one of Perdure's decoders"
     name = model.family.model_type
-    if model.family.beside_loss:
+    if model.family.beside_loss and not model.family.statistics:
         return f"what {name} records beside the loss is not that of a part of a sequence"
     if not all(any(isinstance(m, Attention) for m in block.modules()) for block in model.blocks):
         return f"blocks of {name} do not use trainer.Attention"
@@ -330,10 +330,11 @@ class Context:
         return sum(map(len, chunks(length, cp, rank)))
 
     def __call__(
-        self, module: Callable[..., Tensor], inputs: Mapping[str, Tensor], **beside: Tensor
-    ) -> Tensor:
-        """The loss of a micro-batch, the same on the ranks of the group, each of which has its part
-        of the gradient; of a stage without a head the hidden states (B, t, D). On all ranks.
+        self, module: Callable[..., Any], inputs: Mapping[str, Tensor], **beside: Tensor
+    ) -> Any:
+        """What a model returns of a micro-batch, the same on the ranks of the group, each of which
+        has its part of the gradient; of a stage without a head the hidden states (B, t, D). On all
+        ranks.
 
         Args:
             module: a `Decoder`, or what wraps one.
@@ -349,18 +350,35 @@ class Context:
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
-        found = module(
+        whole = Share(
+            self._group,
+            _counted(mine) / _counted(labels).clamp(min=1),
+            some.shape[1] / ids.shape[1],
+        )
+        return module(
             input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring),
-            **beside,
+            whole=whole, **beside,
         )  # fmt: skip
-        if found.dim():
-            return found
-        share = _counted(mine) / _counted(labels).clamp(min=1)
-        return _Sum.apply(found * share, self._group)
 
 
 def _counted(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of sequences that a group shares: see `trainer.models.decoder.Whole`."""
+
+    group: dist.ProcessGroup
+    of_labels: Tensor | float
+    of_tokens: float
+
+    def over_labels(self, mean: Tensor) -> Tensor:
+        """On all ranks, as the other."""
+        return _Sum.apply(mean * self.of_labels, self.group)
+
+    def over_tokens(self, mean: Tensor) -> Tensor:
+        return _Sum.apply(mean * self.of_tokens, self.group)
 
 
 class _Sum(torch.autograd.Function):

@@ -69,7 +69,8 @@ def apply_fsdp(
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own; of one
         # rank it does not, but by a factor it would, of 1 too, with a copy of all gradients.
-        if mesh.size() > 1:
+        over = expert_mesh if module in experts else mesh
+        if over and over.size() > 1:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 

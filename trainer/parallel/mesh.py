@@ -19,7 +19,8 @@ REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 """Names of dimensions, in their order: over whole replicas, over the stages of one, over the shards
 of a stage, and over the ranks that compute each layer together, which are neighbours. For experts
-SHARD is two: over ranks that have the same ones, and over neighbours that have all of them."""
+SHARD and TENSOR are two others: over ranks that have the same ones, and over neighbours that have
+all of them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Mesh:
         """The dimensions over the ranks that have the same experts."""
         if self.experts is None:
             return None
-        return self.experts[tuple(n for n in self.experts.mesh_dim_names or () if n != EXPERT)]
+        names = self.experts.mesh_dim_names or ()
+        return self.experts[tuple(name for name in names if name not in (PIPELINE, EXPERT))]
 
     @property
     def stages(self) -> list[list[int]]:
@@ -83,7 +85,7 @@ def replica_ranks(recipe: Recipe) -> int:
     the recipe alone says how it is spread."""
     strategy = recipe.strategy
     shards = (recipe.sharding == "HYBRID_SHARD" and strategy.shard_size) or 1
-    return strategy.tp * strategy.pp * math.lcm(strategy.cp, strategy.ep, shards)
+    return strategy.pp * math.lcm(strategy.tp * math.lcm(strategy.cp, shards), strategy.ep)
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
@@ -131,10 +133,10 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
             f"strategy.shard_size: {groups} do not divide into groups of {shards}; "
             "start a multiple of the group size, or set strategy.shard_size"
         )
-    if shards % recipe.strategy.ep:
+    if shards * tp % recipe.strategy.ep:
         raise RecipeError(
-            f"strategy.ep: groups of {recipe.strategy.ep} ranks do not divide the {shards} that "
-            "share parameters; start a multiple of that, or set another strategy.ep"
+            f"strategy.ep: groups of {recipe.strategy.ep} ranks do not divide the {shards * tp} "
+            "that share parameters; start a multiple of that, or set another strategy.ep"
         )
     if pp > 1 and shards % recipe.strategy.cp:
         raise RecipeError(
@@ -153,7 +155,7 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
     for name, size, neighbours in (
         (TENSOR, tp, tp),
         ("cp", cp, tp * cp),
-        ("ep", recipe.strategy.ep, tp * recipe.strategy.ep),
+        ("ep", recipe.strategy.ep, recipe.strategy.ep),
         (SHARD, shards, tp * shards),
         (PIPELINE, pp, tp * shards * pp),
         (REPLICATE, replicas, world_size),
@@ -211,9 +213,10 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     counts = among == part == 0 and stage == pp - 1
     ep, experts = recipe.strategy.ep, None
     if ep > 1:
-        sizes = {REPLICATE: replicas, EXPERT_SHARD: shards // ep, EXPERT: ep}
-        if replicas == 1:
-            del sizes[REPLICATE]
+        sizes = {REPLICATE: replicas, PIPELINE: pp, EXPERT_SHARD: shards * tp // ep, EXPERT: ep}
+        for name in (REPLICATE, PIPELINE):
+            if sizes[name] == 1:
+                del sizes[name]
         experts = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(
         mesh, share, replicas * shards // cp, group, world.world_size // pp, counts, experts, ring

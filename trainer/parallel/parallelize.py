@@ -41,12 +41,16 @@ Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """(FQN, global shape) → the whole initial tensor on the CPU. May be called in several threads."""
 
 
-Call = Callable[[Mapping[str, torch.Tensor]], torch.Tensor | dict[str, torch.Tensor]]
-"""Inputs of a micro-batch → its `means`; or hidden states, where other ranks go on with them."""
+Passed = torch.Tensor | tuple[torch.Tensor, ...]
+"""What backward begins from: a scalar, or what other ranks go on with: hidden states, and with them
+what their blocks have told, see `Decoder.forward`."""
 
-Compute = Callable[[int, Mapping[str, torch.Tensor], Call], torch.Tensor]
-"""(number of a micro-batch, its inputs, what to call with them) → where backward begins: a scalar,
-or the hidden states that the call has returned."""
+Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
+"""Inputs of a micro-batch → its `means`; or what other ranks go on with."""
+
+Compute = Callable[[int, Mapping[str, torch.Tensor], Call], Passed]
+"""(number of a micro-batch, its inputs, what to call with them) → a scalar, or what the call has
+returned for other ranks."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,14 @@ class ParallelModel:
         for number, batch in enumerate(inputs):
             if train:
                 with self._accumulate(last=number == len(inputs) - 1):
-                    compute(number, batch, self).backward()
+                    torch.autograd.backward(compute(number, batch, self))
             else:
                 compute(number, batch, self)
+
+    @property
+    def beside_loss(self) -> Sequence[str]:
+        """What another stage of a pipeline returns beside the loss, in that order."""
+        return self.pipeline.beside_loss if self.pipeline else ()
 
     @contextmanager
     def _accumulate(self, last: bool) -> Iterator[None]:

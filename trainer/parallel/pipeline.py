@@ -1,8 +1,9 @@
 """Pipeline parallelism: ranks have the blocks of a model in stages, and micro-batches go through.
 
 [Note: pipeline] Each rank follows its order of trainer/parallel/schedules.py. A stage sends its
-activations to the next one, and the gradient of its input to the one before. All ranks of a
-pipeline have the same micro-batches, whose shapes tell how large a message is. Receives are posted
+activations to the next one, with the statistics of blocks that have some, and the gradients of
+these to the one before. All ranks of a pipeline have the same micro-batches, whose shapes tell how
+large a message is. Receives are posted
 in the order of sending, one ahead of each neighbour; sends wait for nobody. So there is no tag, no
 handshake and no deadlock but one that `simulate` would find.
 
@@ -27,12 +28,16 @@ from trainer.models.decoder import Decoder
 from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import fsdp_units, reduce_in_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
-from trainer.parallel.parallelize import Compute, means
+from trainer.parallel.parallelize import Compute, Passed, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from trainer.parallel.context import Context
+
+Message = tuple[Tensor, ...]
+"""Hidden states (B, T, D), and the statistics of the blocks before (blocks, …), if they have some;
+or the gradients of these."""
 
 
 def runs_of(model: nn.Module, recipe: Recipe) -> list[range]:
@@ -42,7 +47,7 @@ def runs_of(model: nn.Module, recipe: Recipe) -> list[range]:
         RecipeError: the model cannot be cut into the stages of the recipe.
     """
     strategy = recipe.strategy
-    if not isinstance(model, Decoder) or model.family.beside_loss:
+    if not isinstance(model, Decoder) or (model.family.beside_loss and not model.family.statistics):
         name = model.family.model_type if isinstance(model, Decoder) else type(model).__name__
         raise RecipeError(f"strategy.pp: {name} cannot be cut into stages; set strategy.pp=1")
     costs = model.block_costs(recipe.data.seq_len)
@@ -85,10 +90,14 @@ class Pipeline:
         self._context = context
         self._links = _Links(mesh)
         self._tied: Tensor | None = None
+        self._before: dict[int, int] = {}  # blocks before a stage
         self._marks: tuple[Any, Any, list[tuple[Any, Any]]] = 0.0, 0.0, []
-        for stage in stages.values():
+        for number, stage in stages.items():
             architecture = stage.model.architecture
-            self._width = architecture.hidden_size
+            self._width, self._family = architecture.hidden_size, stage.family
+            self._architecture = architecture
+            blocks = [int(name) for name in stage.model.layers._modules]
+            self._before |= {number: blocks[0], number + 1: blocks[-1] + 1}
             if architecture.tie_word_embeddings and hasattr(stage.model, "embed_tokens"):
                 self._tied = stage.model.embed_tokens.weight
 
@@ -96,6 +105,15 @@ class Pipeline:
     def counted_elsewhere(self) -> Tensor | None:
         """A weight of this rank that the norm is to count on another, which has it, too."""
         return self._tied if self._links.rank == self._links.ranks - 1 else None
+
+    @property
+    def beside_loss(self) -> list[str]:
+        """What the last stage returns beside the loss."""
+        family, architecture = self._family, self._architecture
+        if not (family.beside_loss and family.statistics):
+            return []
+        some = torch.zeros(1, *family.statistics(architecture, 1))
+        return ["cross_entropy", *family.beside_loss(some.unbind(), architecture)]
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -118,63 +136,81 @@ class Pipeline:
         )
         if not train:
             orders = [[action for action in order if action.kind == "F"] for order in orders]
-        among = strategy.tp if strategy.sequence_parallel else 1
-        tokens = self._context.tokens if self._context else int
-        shapes = [
-            (rows, tokens(length) // among, self._width)
-            for rows, length in (batch["input_ids"].shape for batch in inputs)
-        ]
+        shapes = [batch["input_ids"].shape for batch in inputs]
         began = mark(self._links.device)
-        messages = _Messages(self._links, orders, shapes, self._dtype)
+        messages = _Messages(
+            self._links, orders, lambda action: self._room(action, *shapes[action.micro_batch])
+        )
         top = strategy.pp * strategy.pp_stages_per_rank - 1
-        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        kept: dict[tuple[int, int], tuple[Message, Message]] = {}
         weights: dict[tuple[int, int], Callable[[], None]] = {}
         left = dict.fromkeys(self._stages, len(inputs))
         for action in orders[rank]:
             kind, s, number = action
             stage = self._stages[s]
             if kind == "F":
-                x = messages.receive(action).requires_grad_(train) if s else None
-                out = compute(number, inputs[number], partial(self._forward, stage, x))
+                given = messages.receive(action) if s else ()
+                for x in given:
+                    x.requires_grad_(train)
+                found = compute(number, inputs[number], partial(self._forward, stage, given))
+                out = found if isinstance(found, tuple) else (found,)
                 if s < top:
-                    messages.send(Action("F", s + 1, number), out.detach())
+                    messages.send(Action("F", s + 1, number), [x.detach() for x in out])
                 if train:
-                    kept[s, number] = x, out
+                    kept[s, number] = given, out
+                del found
                 continue
             if kind == "W":
                 weights.pop((s, number))()
                 continue
-            gradient = messages.receive(action) if s < top else None
-            x, out = kept.pop((s, number))
+            gradients = messages.receive(action) if s < top else None
+            given, out = kept.pop((s, number))
             left[s] -= 1
             # What FSDP is told holds for a stage until it is told otherwise.
             last = left[s] == 0
             if kind == "B":
-                self._backward(stage, out, gradient, last)
-            elif x is None:  # nobody waits for the gradient of its input
-                weights[s, number] = partial(self._backward, stage, out, gradient, last)
+                self._backward(stage, out, gradients, last)
+            elif not given:  # nobody waits for the gradient of its input
+                weights[s, number] = partial(self._backward, stage, out, gradients, last)
             else:
-                weights[s, number] = _backward_of_input(stage, x, out, gradient, last)
-            if x is not None:
-                assert x.grad is not None
-                messages.send(Action(kind, s - 1, number), x.grad)
-            del x, out, gradient  # before the next micro-batch is under way
+                weights[s, number] = _backward_of_input(stage, given, out, gradients, last)
+            if given:
+                back = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+                messages.send(Action(kind, s - 1, number), back)
+                del back
+            del given, out, gradients  # before the next micro-batch is under way
         messages.finish()
         if train:
             self._marks = began, mark(self._links.device), messages.waits
 
+    def _room(self, action: Action, rows: int, length: int) -> Message:
+        """Where the message that an action needs is to come: between its stage and the one before
+        forward, the one after backward."""
+        strategy, device = self._strategy, self._links.device
+        tokens = self._context.tokens(length) if self._context else length
+        among = strategy.tp if strategy.sequence_parallel else 1
+        shape = rows, tokens // among, self._width
+        hidden = torch.empty(shape, dtype=self._dtype, device=device)
+        if not (self._family.beside_loss and self._family.statistics):
+            return (hidden,)
+        blocks = self._before[action.stage + (action.kind != "F")]
+        of_each = self._family.statistics(self._architecture, rows)
+        return hidden, torch.empty((blocks, *of_each), dtype=torch.float32, device=device)
+
     def _forward(
-        self, stage: Decoder, hidden: Tensor | None, inputs: Mapping[str, Tensor]
-    ) -> Tensor | dict[str, Tensor]:
-        beside = {} if hidden is None else {"hidden": hidden}
+        self, stage: Decoder, given: Message, inputs: Mapping[str, Tensor]
+    ) -> Passed | dict[str, Tensor]:
+        beside = dict(zip(("hidden", "statistics"), given, strict=False))
         found = (
             self._context(stage, inputs, **beside) if self._context else stage(**inputs, **beside)
         )
         return means(found) if stage.has_head else found
 
-    def _backward(self, stage: nn.Module, out: Tensor, gradient: Tensor | None, last: bool) -> None:
+    def _backward(
+        self, stage: nn.Module, out: Message, gradients: Message | None, last: bool
+    ) -> None:
         reduce_in_backward(stage, last, self._strategy.reduce_every_pass)
-        torch.autograd.backward(out, gradient)
+        torch.autograd.backward(out, gradients)
 
     def add_tied_gradients(self) -> None:
         """After `run`: both stages that have a tied weight get the sum of its gradients."""
@@ -190,9 +226,10 @@ class Pipeline:
 
 
 def _backward_of_input(
-    stage: nn.Module, x: Tensor, out: Tensor, gradient: Tensor | None, last: bool
+    stage: nn.Module, given: Message, out: Message, gradients: Message | None, last: bool
 ) -> Callable[[], None]:
-    """The gradient of x; returns what computes those of the weights, from what is kept for it."""
+    """The gradients of what was given; returns what computes those of the weights, from what is
+    kept for it."""
     # torch's own schedules have no other way to do it.
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -203,7 +240,7 @@ def _backward_of_input(
 
     told(False)  # the weights are still needed
     _, groups = stage_backward_input(
-        [out], None if gradient is None else [gradient], [x], stage.parameters()
+        [*out], None if gradients is None else [*gradients], [*given], stage.parameters()
     )
 
     def backward_of_weights() -> None:
@@ -250,16 +287,15 @@ class _Messages:
         self,
         links: _Links,
         orders: Sequence[Order],
-        shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
+        room: Callable[[Action], Message],
     ) -> None:
-        self._links, self._shapes, self._dtype = links, shapes, dtype
+        self._links, self._room = links, room
         self._place = {action: place for order in orders for place, action in enumerate(order)}
         self._expected = {
             peer: iter(actions) for peer, actions in incoming(orders, links.rank).items()
         }
-        self._posted: dict[int, tuple[Action, Tensor, dist.Work]] = {}
-        self._ready: dict[Action, Tensor] = {}
+        self._posted: dict[int, tuple[Action, Message, list[dist.Work]]] = {}
+        self._ready: dict[Action, Message] = {}
         self._sent: dict[int, deque[tuple[int, Tensor, dist.Work]]] = {}
         self.waits: list[tuple[Any, Any]] = []
         """When this rank began to wait, and could go on."""
@@ -269,38 +305,39 @@ class _Messages:
     def _post(self, peer: int) -> None:
         action = next(self._expected[peer], None)
         if action is not None:
-            device = self._links.device
-            tensor = torch.empty(self._shapes[action.micro_batch], dtype=self._dtype, device=device)
-            self._posted[peer] = action, tensor, self._links.receive(tensor, peer)
+            message = self._room(action)
+            works = [self._links.receive(tensor, peer) for tensor in message]
+            self._posted[peer] = action, message, works
 
-    def receive(self, action: Action) -> Tensor:
-        """The message that an action needs, (B, T, D)."""
+    def receive(self, action: Action) -> Message:
+        """The message that an action needs."""
         source = action.stage + (-1 if action.kind == "F" else 1)
         peer = source % self._links.ranks
         while action not in self._ready:
-            found, tensor, work = self._posted.pop(peer)
-            self._wait(work)
+            found, message, works = self._posted.pop(peer)
+            self._wait(works)
             self._post(peer)  # the next one travels while this one is used
-            self._ready[found] = tensor
+            self._ready[found] = message
         # What the peer has used before it sent this has arrived there, and can be freed here.
         sent, reached = self._sent.get(peer), self._place[action._replace(stage=source)]
         while sent and sent[0][0] < reached:
             sent.popleft()[2].wait()
         return self._ready.pop(action)
 
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send(self, action: Action, message: Sequence[Tensor]) -> None:
         """Begin to send what an action of another rank needs."""
-        peer, tensor = action.stage % self._links.ranks, tensor.contiguous()
-        work = self._links.send(tensor, peer)
-        self._sent.setdefault(peer, deque()).append((self._place[action], tensor, work))
+        peer = action.stage % self._links.ranks
+        for tensor in (tensor.contiguous() for tensor in message):
+            work = self._links.send(tensor, peer)
+            self._sent.setdefault(peer, deque()).append((self._place[action], tensor, work))
 
     def finish(self) -> None:
         """Wait until all is sent."""
         for sent in self._sent.values():
-            for _, _, work in sent:
-                self._wait(work)
+            self._wait([work for _, _, work in sent])
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, works: Sequence[dist.Work]) -> None:
         began = mark(self._links.device)
-        work.wait()
+        for work in works:
+            work.wait()
         self.waits.append((began, mark(self._links.device)))

@@ -11,6 +11,8 @@ each module that has parameters:
 - *head_norm*: what lies between the two and works on each head by itself.
 - *norm*: what works on the residual stream. With sequence parallelism a rank has only its part of
   the sequence there, else all of it.
+- *tokens*: a module, all of it, that takes each token by itself, as experts do. Each rank has some
+  of the tokens, and all of the weights but those of `Family.stacks`.
 - *vocabulary*: an embedding, or an output head, whose rows are cut. The head is a weight only: the
   loss is that of a `HeadLoss`, and no rank ever has a whole row of logits.
 
@@ -42,6 +44,7 @@ from torch.distributed.tensor import (
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.decoder import Decoder
 from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu, scaled_once
+from trainer.parallel.context import Share
 from trainer.recipe import RecipeError
 
 # torch 2.13 warns of the names that torch 2.11 has.
@@ -54,6 +57,7 @@ _CUT: dict[str, Placement] = {
     "norm": Replicate(),
     "head_norm": Replicate(),
     "vocabulary": Shard(0),
+    "tokens": Replicate(),
 }
 
 
@@ -72,10 +76,12 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
             "strategy.tp=1"
         )
     kinds = {}
+    stacks = getattr(model, "stacks", ())
     for name, module in model.named_modules():
-        if not module._parameters:
-            continue
         kind = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        stacked = any(fnmatchcase(name, pattern) for pattern in stacks)
+        if stacked or not (module._parameters or kind == "tokens"):
+            continue
         if kind not in _CUT:
             found = f"is to be {kind!r}" if kind else "has no pattern"
             raise RecipeError(
@@ -304,6 +310,44 @@ def _replicated(module: nn.Module, partial: bool) -> Forward:
     return forward
 
 
+def _tokens(module: nn.Module, ranks: Together) -> Forward:
+    compute, share = module.forward, Share(ranks.group, 1 / ranks.size, 1 / ranks.size)
+
+    def forward(x: Tensor) -> Any:
+        found = compute(x if ranks.sequence else _Part.apply(x, ranks))
+        mixed, *statistics = found if isinstance(found, tuple) else (found,)
+        mixed = mixed if ranks.sequence else _Whole.apply(mixed, ranks)
+        return (mixed, *map(share.over_tokens, statistics)) if statistics else mixed
+
+    return forward
+
+
+class _Part(torch.autograd.Function):
+    """(B, T, D), the same on all ranks → (B, T / tp, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+        ctx.ranks = ranks
+        return x.chunk(ranks.size, 1)[ranks.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather(gradients[0]), None
+
+
+class _Whole(torch.autograd.Function):
+    """(B, T / tp, D) → (B, T, D), the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].chunk(ctx.ranks.size, 1)[ctx.ranks.rank].contiguous(), None
+
+
 def _vocabulary(module: Any, ranks: Together) -> Forward:
     def look_up(ids: Tensor) -> Tensor:
         weight = _local(module.weight)
@@ -327,6 +371,7 @@ _FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
     "norm": _norm,
     "head_norm": _head_norm,
     "vocabulary": _vocabulary,
+    "tokens": _tokens,
 }
 
 

@@ -189,9 +189,12 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if strategy.ep == 1:
         return
     yield from _missing_beside(recipe, "ep")
-    for key in ("tp", "pp", "cp"):
-        if getattr(strategy, key) > 1:
-            yield f"strategy.{key}", "does not work with strategy.ep above 1 yet; set one of them 1"
+    if strategy.tp > 1 and recipe.data.seq_len % (strategy.tp * strategy.cp):
+        yield (
+            "strategy.ep",
+            f"its ranks have parts of the tokens of tp={strategy.tp} x cp={strategy.cp}, which do "
+            f"not divide data.seq_len={recipe.data.seq_len}; change one of them",
+        )
     if strategy.name == "ddp" or recipe.sharding == "NO_SHARD":
         yield (
             "strategy.ep",

@@ -10,7 +10,7 @@ from elastic import PAUSE_TO_LEAVE, Pulse
 from elastic.node.exchange import Sum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
-from trainer.parallel.parallelize import COUNT, Call
+from trainer.parallel.parallelize import COUNT, Call, Passed
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.tasks.task import Evaluation
@@ -72,7 +72,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     total: torch.Tensor | None = None
-    names = ["loss"]  # as ranks without the end of a pipeline are not told
+    names = ["loss", *model.beside_loss]  # as ranks without the end of a pipeline are not told
     modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
@@ -81,11 +81,11 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     together = 4 * pp if pp > 1 else 1  # or a pipeline would run dry after each
     some: list[tuple[range, dict[str, torch.Tensor]]] = []
 
-    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> torch.Tensor:
+    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
         nonlocal total, names
         pulse.report(step, "evaluate")
         found = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
-        if isinstance(found, torch.Tensor):
+        if not isinstance(found, dict):
             return found
         means, cut = dict(found), some[number][0]
         usual = batch.get(COUNTED, len(cut))

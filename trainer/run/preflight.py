@@ -55,6 +55,11 @@ def check_inputs(
         from trainer.parallel.tensor import kinds_of
 
         kinds_of(task.model, recipe.strategy.tp, shards)
+        if getattr(task.model, "stacks", ()) and recipe.strategy.ep == 1:
+            raise RecipeError(
+                "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or more, "
+                "too, or strategy.tp=1"
+            )
     if recipe.strategy.pp > 1:
         from trainer.parallel.pipeline import runs_of
 
@@ -67,7 +72,7 @@ def check_inputs(
     if recipe.strategy.ep > 1:
         from trainer.parallel.expert import check_experts
 
-        check_experts(task.model, recipe.strategy.ep, shards)
+        check_experts(task.model, recipe.strategy.ep, shards * recipe.strategy.tp)
     try:
         batch, strategy = recipe.batch, recipe.strategy
         shares = world_size // (strategy.tp * strategy.pp * strategy.cp)

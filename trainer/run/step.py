@@ -19,7 +19,7 @@ from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import update
 from trainer.optim.optimizer import set_rate, square_sum
 from trainer.parallel.clock import mark, seconds_between
-from trainer.parallel.parallelize import COUNT, Call
+from trainer.parallel.parallelize import COUNT, Call, Passed
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step
 from trainer.run.state import Run
@@ -154,10 +154,10 @@ def gradients(
     usual = plan.global_batch * run.task.usual_count
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     counted: float | torch.Tensor = 0.0
-    recorded: dict[str, torch.Tensor] = {}
+    recorded = {name: torch.zeros_like(loss_sum) for name in model.beside_loss}
     micro_batches = list(plan.micro_batches(mesh.dp_rank, progress.sequences))
 
-    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> torch.Tensor:
+    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
         nonlocal loss_sum, counted
         micro_batch = micro_batches[number]
         pulse.report(step, "step")  # again: a pass is what takes always as long
@@ -170,7 +170,7 @@ def gradients(
         torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
         began = mark(device)
         found = call(on_device)
-        if isinstance(found, torch.Tensor):
+        if not isinstance(found, dict):
             marks.append((began, mark(device)))
             return found
         means = dict(found)

@@ -76,13 +76,16 @@ def perdure(monkeypatch, capsys, *arguments):
             "strategy.pp: 1 blocks cannot be cut into 2 stages; lower strategy.pp",
         ),
         (
-            ["strategy.pp=2", "model.architecture.model_type=qwen3_moe"],
-            "strategy.pp: qwen3_moe cannot be cut into stages; set strategy.pp=1",
+            ["strategy.tp=2", "model.architecture.model_type=qwen3_moe"],
+            "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or more",
         ),
         (["strategy.ep=3"], "strategy.ep: groups of 3 ranks do not divide the 2 that share"),
         (["strategy.ep=2"], "strategy.ep: the model has no experts; set strategy.ep=1"),
         (["strategy.ep=2", "strategy.name=ddp"], "strategy.ep: divides experts among ranks that"),
-        (["strategy.ep=2", "strategy.cp=2"], "strategy.cp: does not work with strategy.ep above 1"),
+        (
+            ["strategy.ep=2", "strategy.tp=2", "data.seq_len=31"],
+            "strategy.ep: its ranks have parts",
+        ),
         (
             [
                 *("strategy.ep=2", "model.architecture.model_type=qwen3_moe"),

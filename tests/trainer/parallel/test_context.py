@@ -1,5 +1,6 @@
 """Which tokens the ranks of a ring have, what they see in each turn, and that it adds up."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.distributed.jobs import Job, soak
 from tests.trainer.parallel.test_tensor import architecture
 from trainer.data.documents import cu_seqlens_of
 from trainer.models import Decoder
+from trainer.models.families.qwen3_moe import FAMILY
 from trainer.parallel.context import blocks_of, chunks, problem_of
 
 
@@ -64,16 +66,14 @@ def test_all_ranks_compute_as_much() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({}, None), ({"model_type": "qwen3_moe"}, "qwen3_moe records beside the loss")],
+    [({}, None), ({"statistics": None}, "qwen3_moe records beside the loss")],
 )
 def test_what_a_ring_cannot_compute(changes: Any, message: str | None) -> None:
-    shape = architecture(**changes)
-    if message:
-        from trainer.models.families.qwen3_moe import FAMILY
-
-        shape = FAMILY.complete(shape)
+    """Statistics of which nothing is known."""
+    family = replace(FAMILY, **changes)
     with torch.device("meta"):
-        problem = problem_of(Decoder(shape))
+        shape = family.complete(architecture(model_type="qwen3_moe"))
+        problem = problem_of(Decoder(shape, family=family))
     assert (message in (problem or "")) if message else problem is None
 
 

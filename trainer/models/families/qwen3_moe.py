@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.attention import Documents
-from trainer.models.decoder import Block
+from trainer.models.decoder import TENSOR_PLAN, Block
 from trainer.models.families import qwen3
 from trainer.models.family import Family, init_parameter
 from trainer.recipe.architecture import Architecture
@@ -75,6 +75,7 @@ class MoE(nn.Module):
         if self.rate:
             self.gate.register_buffer(BIAS, torch.zeros(options["num_experts"]))
         self.experts = Experts(options["num_experts"], hidden, options["moe_intermediate_size"])
+        self.layers = architecture.num_hidden_layers
         self.load: Tensor | None = None
         """Tokens of each expert (E) since the bias was moved, on this rank."""
 
@@ -159,17 +160,33 @@ def balance(
 def move_biases(model: nn.Module) -> None:
     """After a step: by the sign of the load of each expert (Wang et al. 2024, "Auxiliary-Loss-Free
     Load Balancing Strategy for Mixture-of-Experts"). On all ranks."""
-    routers = [module for module in model.modules() if isinstance(module, MoE) and module.rate]
+    routers = {
+        _number(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, MoE) and module.rate
+    }
     if not routers:
         return
-    loads = torch.stack([router.load for router in routers if router.load is not None])
+    first = next(iter(routers.values()))
+    # Of all layers: a rank of a pipeline has some of them.
+    loads = torch.zeros(
+        first.layers, first.gate.out_features, dtype=torch.int64, device=first.gate.weight.device
+    )
+    for number, router in routers.items():
+        if router.load is not None:
+            loads[number] = router.load
     if dist.is_initialized():
         dist.all_reduce(loads)  # of integers: the same sum on any number of ranks
-    means = loads.double().mean(dim=-1, keepdim=True)
-    for router, move in zip(routers, (means - loads).sign(), strict=True):
+    moves = (loads.double().mean(dim=-1, keepdim=True) - loads).sign()
+    for number, router in routers.items():
         bias = getattr(router.gate, BIAS)
-        bias.add_(move.to(bias.dtype), alpha=router.rate)
+        bias.add_(moves[number].to(bias.dtype), alpha=router.rate)
         router.load = None
+
+
+def _number(name: str) -> int:
+    """Which layer has a module, by its FQN; of a module by itself 0."""
+    return int(name.partition("layers.")[2].partition(".")[0] or 0)
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
@@ -200,6 +217,12 @@ FAMILY = Family(
     draw=draw,
     idle_parameters=idle_parameters,
     beside_loss=balance,
+    statistics=lambda architecture, sequences: (
+        3,
+        sequences,
+        (architecture.options or {})["num_experts"],
+    ),
     after_step=move_biases,
     stacks=("*.mlp.experts",),
+    tensor_plan={"*.mlp": "tokens", "*.mlp.gate": "head_norm", **TENSOR_PLAN},
 )
