@@ -19,11 +19,10 @@ from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks
-from checkpointing.save.link import Spare
 from checkpointing.save.messages import SaveOutcome
 from checkpointing.state import Parts, State, put_back, take_apart
 from checkpointing.storage.place import Place
-from checkpointing.storage.steps import newest_checkpoint
+from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
 
 logger = logging.getLogger(__name__)
@@ -50,8 +49,6 @@ class Checkpointer:
             save.
         group: of the ranks that save and load together; it carries CPU tensors. None: all of the
             default process group, or this process alone where there is none.
-        spare: where writer processes are taken from, for a program with many checkpointers one
-            after the other.
         options: fields of `CheckpointOptions`, such as keep=2. `when_busy` is "wait" here, unless
             given.
 
@@ -64,7 +61,6 @@ class Checkpointer:
         directory: str | Path,
         *,
         group: dist.ProcessGroup | None = None,
-        spare: Spare | None = None,
         **options: Any,
     ) -> None:
         if of_recipes := sorted({"directory", "every"} & options.keys()):
@@ -72,7 +68,7 @@ class Checkpointer:
         given = CheckpointOptions(**{"when_busy": "wait", **options})
         group = group or _default_group()
         self._ranks = Ranks(group)
-        self._tensors = TensorCheckpointer(directory, given, group, spare=spare)
+        self._tensors = TensorCheckpointer(directory, given, group)
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
         """The step that `load` would take now, once `_looked`."""
@@ -206,9 +202,20 @@ class Checkpointer:
         """
         self._tensors.wait()
 
-    def start_spare(self) -> None:
-        """Have `spare` start the writer process of the next checkpointer."""
-        self._tensors.start_spare()
+    def newest(self) -> int | None:
+        """The newest step there is, good or not; None: there is none."""
+
+        def newest() -> int | None:
+            return next((parse_step(path.name) for path in list_steps(self.directory)), None)
+
+        return self._main(newest)
+
+    def move(self, directory: str | Path) -> None:
+        """Save and load in another directory from now on, with the memory and the writer processes
+        that there are. Waits for the save that is being written. Nothing in memory is left to a
+        restart from then on."""
+        self._tensors.move(directory)
+        self._newest, self._looked = None, False
 
     def close(self) -> None:
         """Wait for the save that is being written, and end the writer processes."""

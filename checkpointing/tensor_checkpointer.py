@@ -104,6 +104,8 @@ class TensorCheckpointer:
         """Whether `load` was called, and whether `prepare` waits for that."""
         self._has_token = False
         """Whether a restart can tell whose memory it finds."""
+        self._moves = False
+        """Whether its memory is of no one directory."""
         self._process: subprocess.Popen[bytes] | None = None
         if self._ranks.is_main:
             try:
@@ -133,6 +135,17 @@ class TensorCheckpointer:
         """Have a writer process for this node's next checkpointer. Once this one has started."""
         if self._ranks.first_of_node:
             self._spare.start()
+
+    def move(self, directory: str | Path) -> None:
+        """Save and load in another directory from now on, with the memory and the writers that
+        there are. Waits for the save that is being written; from then on nothing in memory is left
+        to a restart, as it would not know of which directory that is."""
+        self._saves.end(self._link)
+        if self._has_token:
+            self.close()
+        self._moves, self._has_token, self._loaded = True, False, False
+        self.directory = location(directory).absolute()
+        self._damaged, self._right, self._newest = set(), set(), None
 
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
         """Plan saves of these tensors, start the writers, and make the memory that saves are copied
@@ -205,7 +218,8 @@ class TensorCheckpointer:
                 taken = {*plan.shared.indexes, *(file.name for file in plan.shared.files)}
                 data = checked_state(state, files, taken)
                 known = sorted(self._damaged), sorted(self._right), self._newest
-                contents = msg.Contents(data, dict(files), *known, memory_only)
+                where = str(self.directory)
+                contents = msg.Contents(where, data, dict(files), *known, memory_only)
         except Exception as error:
             self._refuse(key, error)
             raise
@@ -470,6 +484,8 @@ class TensorCheckpointer:
 
     def _token(self) -> str:
         """By which a restart knows that what is in memory is of this run; on rank 0."""
+        if self._moves:
+            return ""
         try:
             return make_token(self.directory)
         except (OSError, CheckpointError) as error:

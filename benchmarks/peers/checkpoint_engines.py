@@ -209,6 +209,13 @@ class DcpAdapter(Dcp):
         return 0
 
 
+class DcpAdapterAnyName(DcpAdapter):
+    """With names that are no steps, as in plain DCP code."""
+
+    def _path(self, number: int) -> Path:
+        return Dcp._path(self, number)
+
+
 class LightningFabric(Engine):
     """fabric.save of a module and an optimizer, by Fabric's own strategy for FSDP2, or by that of
     checkpointing.adapters.fabric."""
@@ -495,6 +502,7 @@ ENGINES: dict[str, Callable[[ShardedState, Path], Engine]] = {
     "safetensors.save_file": lambda state, directory: PerRank(state, directory, safetensors=True),
     "torch.save": lambda state, directory: PerRank(state, directory, safetensors=False),
     "dcp.save by our adapter": DcpAdapter,
+    "dcp.save by our adapter (any name)": DcpAdapterAnyName,
     "fabric.save": LightningFabric,
     "fabric.save by our adapter": lambda state, directory: LightningFabric(
         state, directory, adapter=True

@@ -6,7 +6,6 @@ directory of its own for each checkpoint. In place of `import torch.distributed.
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
-from checkpointing.save.link import Spare
 from checkpointing.state import Stateful
 
 VALUES = "values"
@@ -35,18 +33,21 @@ def save(
         state_dict: nested dictionaries and lists of tensors and plain values; objects with
             state_dict in the outermost. Names of tensors are joined by dots.
         checkpoint_id: a path or a URL. DIRECTORY/step-00000100 is that step of the directory, and
-            what it was saved with is kept for the next. In any other the checkpoint is
-            `step-00000000`, which takes the place of one that is there.
+            is written once. In any other the checkpoint takes the place of one that is there.
         process_group: carries CPU tensors; None: all ranks.
 
     Raises:
         ValueError: something cannot be saved; says what and why.
+        CheckpointError: that step, or a newer one of its directory, is there already.
         SaveFailed: it could not be written.
     """
-    with _opened(checkpoint_id, process_group) as (checkpointer, step):
-        checkpointer.save(step or 0, _state(_plain(state_dict)), wait=True)
-        if step is None:
-            checkpointer.start_spare()
+    checkpointer, step = _opened(checkpoint_id, process_group)
+    newest = checkpointer.newest()
+    if step is not None and step == newest:
+        raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
+    if step is None:
+        step = 0 if newest is None else newest + 1
+    checkpointer.save(step, _state(_plain(state_dict)), wait=True)
 
 
 def load(
@@ -64,9 +65,9 @@ def load(
         CheckpointError: there is no checkpoint, or no good one.
     """
     plain = _plain(state_dict)
-    with _opened(checkpoint_id, process_group) as (checkpointer, step):
-        if checkpointer.load(_state(plain), step) is None:
-            raise CheckpointError(f"{checkpointer.directory} has no checkpoint; save one first")
+    checkpointer, step = _opened(checkpoint_id, process_group)
+    if checkpointer.load(_state(plain), step) is None:
+        raise CheckpointError(f"{checkpointer.directory} has no checkpoint; save one first")
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(plain[key])
@@ -76,26 +77,20 @@ def load(
 
 _Key = tuple[int, str, dist.ProcessGroup | None]
 _KEPT: dict[_Key, Checkpointer] = {}
-"""By process, directory of steps, and group: their memory and writers serve the next save. One slot
-is enough, as each save is waited for."""
-_SPARE = Spare()
-"""Of the saves whose directories name no step: a writer serves one of them."""
+"""By process, directory of steps, and group: their memory and writers serve the next save. One of
+each group, by an empty name, serves all names that are no steps. One slot is enough, as each save
+is waited for."""
 
 
-@contextmanager
-def _opened(
-    path: str | Path, group: dist.ProcessGroup | None
-) -> Iterator[tuple[Checkpointer, int | None]]:
+def _opened(path: str | Path, group: dist.ProcessGroup | None) -> tuple[Checkpointer, int | None]:
     """(what saves and loads, the step if it names one) of a checkpoint_id."""
     directory, step = split_step(str(path))
-    if step is None:
-        with Checkpointer(directory, group=group, spare=_SPARE, keep=1, slots=1) as checkpointer:
-            yield checkpointer, None
-        return
-    key = os.getpid(), directory, group
+    key = os.getpid(), "" if step is None else directory, group
     if key not in _KEPT:
-        _KEPT[key] = Checkpointer(directory, group=group, keep=0, slots=1)
-    yield _KEPT[key], step
+        _KEPT[key] = Checkpointer(directory, group=group, keep=int(step is None), slots=1)
+    if step is None:
+        _KEPT[key].move(directory)
+    return _KEPT[key], step
 
 
 def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from checkpointing.save.grants import Grants, Layout, WriterLimit, default_write
 from checkpointing.storage.filesystems import is_shared
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import Place, location
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +105,10 @@ class Coordinator:
     def __init__(
         self, directory: Place, options: CheckpointOptions, nodes: int, host: Host
     ) -> None:
-        self._directory, self._options, self._nodes, self._host = directory, options, nodes, host
-        self._steps = Steps(directory, options)
-        kind = storage_of(directory).filesystem(directory)
-        self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
-        self._limit = WriterLimit(options.max_writers, default_writers(kind))
+        self._options, self._nodes, self._host = options, nodes, host
+        self._newest: int | None = None
+        """Step that was committed last, since this process began or moved."""
+        self._move(directory)
         self._plan = ""
         self._layout = Layout()
         self._indexes: dict[str, bytes] = {}
@@ -133,10 +132,18 @@ class Coordinator:
         self._closing: set[int] = set()
         self._failed: _Save | None = None
         """The save that failed last; its copy may yet become whole."""
-        self._newest: int | None = None
-        """Step that was committed last, since this process began."""
-        self._tidying = self._untidy = False
-        """Whether retention is at work, and whether it is to begin again."""
+        self._tidying = False
+        """Whether retention is at work."""
+        self._untidy: set[Steps] = set()
+        """Where it is to begin again."""
+
+    def _move(self, directory: Place) -> None:
+        """Save there from now on."""
+        self._directory, self._newest = directory, None
+        self._steps = Steps(directory, self._options)
+        kind = storage_of(directory).filesystem(directory)
+        self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
+        self._limit = WriterLimit(self._options.max_writers, default_writers(kind))
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -243,6 +250,8 @@ class Coordinator:
             if not request.wait and not (self._save.memory_only and request.is_durable):
                 self._answer(msg.Skip(key, f"step {self._save.step} is still being saved"))
             return  # one that waits is considered again when that save ends
+        if request.contents.directory != str(self._directory):
+            self._move(location(request.contents.directory))
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.contents, self._slot, time.monotonic())
         self._failed = None
@@ -281,9 +290,9 @@ class Coordinator:
         save = self._save
         if save is None or save.target or save.preparing or self._clearing or save.memory_only:
             return
-        save.preparing = True
+        save.preparing, steps = True, self._steps
         self._later(
-            lambda: self._steps.begin(save.step, self._layout.files, save.contents.damaged),
+            lambda: steps.begin(save.step, self._layout.files, save.contents.damaged),
             lambda target: self._prepared(save, target),
         )
 
@@ -402,24 +411,22 @@ class Coordinator:
             writers=self._limit.value,
         )
         self._steps.committed(target.final.name, save.contents)
-        self._untidy = True
+        self._untidy.add(self._steps)
         self._maybe_tidy()  # before the end, so that writers do not end before it
         self._end(save, outcome)
 
     def _maybe_tidy(self) -> None:
         """Carry out retention aside, one after the other."""
         if self._untidy and not self._tidying:
-            self._tidying, self._untidy = True, False
+            self._tidying, steps = True, self._untidy.pop()
             self._later(
-                lambda: self._steps.tidy(
-                    lambda: self._save is not None, lambda: bool(self._closing)
-                ),
+                lambda: steps.tidy(lambda: self._save is not None, lambda: bool(self._closing)),
                 self._tidied,
             )
 
     def _tidied(self, result: Exception | None) -> None:
         if isinstance(result, Exception):  # the save itself has succeeded
-            logger.warning("could not tidy %s: %s", self._directory, msg.Failure.of(result).message)
+            logger.warning("could not tidy checkpoints: %s", msg.Failure.of(result).message)
         self._tidying = False
         self._maybe_tidy()
 

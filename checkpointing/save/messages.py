@@ -74,6 +74,8 @@ class BlockRange:
 class Contents:
     """What rank 0 alone says of a save."""
 
+    directory: str
+    """That holds the steps."""
     state: bytes
     """trainer_state.json."""
     files: Mapping[str, bytes]

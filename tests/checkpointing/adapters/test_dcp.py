@@ -1,5 +1,8 @@
 """Code that was written for torch.distributed.checkpoint: one line is another."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +69,31 @@ def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path, name):
         assert loaded_rate == rate
         for one, other in zip(found, weights, strict=True):
             assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
+
+
+def test_one_writer_serves_all_names_and_a_save_takes_the_place_of_the_one_before(tmp_path):
+    def work(rank):
+        for value in range(3):
+            for name in ("best", "last"):
+                state = {"a": torch.full((3,), float(value)), "value": value, "name": name}
+                ours.save(state, checkpoint_id=tmp_path / name)
+        with Path("/proc/thread-self/children").open() as children:
+            writers = children.read().split()
+        (kept,) = [one for (pid, _, _), one in ours._KEPT.items() if pid == os.getpid()]
+        kept.close()
+        del ours._KEPT[os.getpid(), "", None]
+        return len(writers)
+
+    assert run_ranks(2, work, tmp_path / "ranks") == [1, 0]
+    for name in ("best", "last"):
+        assert [path.name for path in (tmp_path / name).glob("step-*")] == ["step-00000002"]
+        found = {"a": torch.zeros(3), "value": 0, "name": ""}
+        ours.load(found, checkpoint_id=tmp_path / name)
+        assert found == {"a": found["a"], "value": 2, "name": name}
+        assert found["a"].tolist() == [2, 2, 2]
+    ours.save(found, checkpoint_id=tmp_path / "run" / "step-00000007")
+    with pytest.raises(CheckpointError, match="step-00000007 is there already; move it away"):
+        ours.save(found, checkpoint_id=tmp_path / "run" / "step-00000007")
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

@@ -279,7 +279,7 @@ class World:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked
             node.awaited = None
         elif node.awaited and node.alive:
-            contents = msg.Contents(b"", {}, [], [], None, False)
+            contents = msg.Contents("/nowhere", b"", {}, [], [], None, False)
             wait = self.saves[node.asked - 1][1]
             node.outbox.append(msg.Begin(node.awaited, wait, None if node.number else contents))
 
