@@ -103,6 +103,7 @@ def test_a_hundred_faults(chaos, mode):
 
 
 @pytest.mark.timeout(900)
+@soak
 def test_nothing_outlives_it(workspace):
     (workspace / "plan.yaml").write_text("nodes: 2\nfaults: [{what: kill_node, at: 25}]\n")
     mark = "TEST_OF_CHAOS", f"{os.getpid()}"

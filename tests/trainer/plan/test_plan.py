@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import soak
 from tests.trainer.plan.rank import measure
+from trainer.cli.main import main
 from trainer.plan import predict
 from trainer.plan import trace as tracing
 from trainer.plan.costs import (
@@ -215,8 +215,10 @@ def test_recipes_fit_where_they_say(name, nodes, overrides):
     assert predict(recipe, 8 * nodes, 8, device="cuda").peak < (1 - ROOM) * 80e9
 
 
-def test_the_recommended_lines_can_be_pasted(recipe_file):
+def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
     recipe = load_recipe(recipe_file, ["strategy.compile=true", "batch.global_batch=4"])
+    blueprint = tracing.read_blueprint(recipe)  # of which a trace is remembered
+    monkeypatch.setattr("trainer.plan.search.read_blueprint", lambda _: blueprint)
     plan = make_plan(recipe, describe_machine("2x1GB", 2, "bf16", tflops=1), "cpu")
     assert [candidate.label for candidate in plan.candidates[::3]] == [
         "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid", "ZeRO-2, CPU offload", "ZeRO-3, CPU offload",
@@ -227,6 +229,7 @@ def test_the_recommended_lines_can_be_pasted(recipe_file):
     assert figures["best"]["seconds_per_step"] == min(c["seconds_per_step"] for c in fitting)
     written = RECIPE.replace("global_batch: 8", "global_batch: 4")
     least = min(c.prediction.peak for c in plan.candidates if "offload" not in c.label)
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))  # the thriftiest
     tight = dataclasses.replace(plan.machine.gpu, memory=least / (1 - ROOM) - 1)
     cut = make_plan(recipe, dataclasses.replace(plan.machine, gpu=tight), "cpu").candidates[-1]
     assert cut.recipe.strategy.tp * cut.recipe.strategy.pp > 1, "nothing else fits on the GPUs"
@@ -513,13 +516,14 @@ def test_a_machine_that_cannot_be(words, part):
         describe_machine("8xH100", 2, "bf16", net="fast")
 
 
-def test_a_recommender_is_told_that_it_cannot_be_planned_before_anything_is_asked():
+def test_a_recommender_is_told_that_it_cannot_be_planned(monkeypatch, capsys):
     """Its recipe is in fp32, of which a peak would have to be given."""
-    command = [sys.executable, "-m", "trainer.cli", "plan", ROOT / "recipes/kgat_lastfm.yaml"]
-    arguments = [*command, "--gpus", "8xH100"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
+    arguments = ["perdure", "plan", f"{ROOT}/recipes/kgat_lastfm.yaml", "--gpus", "8xH100"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err == (
         "error: model.kgat: only language models can be planned; "
         "`perdure compare` measures this one\n"
     )
