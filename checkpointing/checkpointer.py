@@ -20,7 +20,7 @@ from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks
 from checkpointing.save.messages import SaveOutcome
-from checkpointing.state import Parts, State, put_back, take_apart
+from checkpointing.state import Parts, State, put_back, refuse_values, take_apart
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
@@ -100,15 +100,20 @@ class Checkpointer:
             The step; None if there is no checkpoint, and nothing was changed.
 
         Raises:
-            WrongModel: the checkpoint is of other objects, names, shapes or dtypes. Tensors may
-                have been loaded.
+            WrongModel: the checkpoint is of other objects, names, shapes or dtypes; nothing was
+                changed.
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read.
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
         parts = self._all(lambda: take_apart(state))
-        found = self._tensors.load(model=parts.model, optimizer=parts.optimizer, step=step)
+        found = self._tensors.load(
+            model=parts.model,
+            optimizer=parts.optimizer,
+            step=step,
+            refuse=lambda saved: refuse_values(state, self._own(saved)),
+        )
         if step is None:
             self._newest, self._looked = (int(found["step"]) if found else None), True
         if found is None:

@@ -100,11 +100,18 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
     return Parts(live, optimizer, values)
 
 
-def put_back(state: State, values: Mapping[str, Any]) -> None:
-    """Give the objects of a state their values; the tensors have theirs.
+@runtime_checkable
+class Choosy(Protocol):
+    """What can tell without changing that a state is not its own."""
+
+    def refuse_state(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+def refuse_values(state: State, values: Mapping[str, Any]) -> None:
+    """Require that values are of the objects of a state, and change nothing.
 
     Raises:
-        WrongModel: there are values of other objects than these; nothing was changed.
+        WrongModel: they are of others, or of other parameter groups.
     """
     expected = set()
     for key, value in state.items():
@@ -121,9 +128,29 @@ def put_back(state: State, values: Mapping[str, Any]) -> None:
             f"of {', '.join(unused) or '-'}: load into the same objects that were saved"
         )
     for key, value in values.items():
+        target = state[key]
+        if isinstance(target, Choosy):
+            target.refuse_state(from_json(value))
+        if not isinstance(target, torch.optim.Optimizer) or isinstance(target, OF_VALUES):
+            continue
+        if len(value) != len(target.param_groups):
+            raise WrongModel(
+                f"{key} has {len(target.param_groups)} parameter groups, and {len(value)} in the "
+                "checkpoint: make it as it was saved"
+            )
+
+
+def put_back(state: State, values: Mapping[str, Any]) -> None:
+    """Give the objects of a state their values; the tensors have theirs.
+
+    Raises:
+        WrongModel: as `refuse_values`; nothing was changed.
+    """
+    refuse_values(state, values)
+    for key, value in values.items():
         target, found = state[key], from_json(value)
         if isinstance(target, torch.optim.Optimizer) and not isinstance(target, OF_VALUES):
-            _set_groups(key, target, found)
+            _set_groups(target, found)
         elif isinstance(target, nn.Module):
             target.load_state_dict(found, strict=False)
         else:
@@ -190,12 +217,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _set_groups(key: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    if len(groups) != len(optimizer.param_groups):
-        raise WrongModel(
-            f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(groups)} in the "
-            "checkpoint: make it as it was saved"
-        )
+def _set_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             held = group.get(name)

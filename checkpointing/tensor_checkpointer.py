@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -320,6 +320,7 @@ class TensorCheckpointer:
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
         step: int | None = None,
+        refuse: Callable[[Mapping[str, Any]], None] = lambda state: None,
     ) -> dict[str, Any] | None:
         """Load the newest good checkpoint into the given tensors, in place; or what the last run
         left in memory, if that is as new or newer (`newer_than_storage` tells). With `step` that
@@ -327,7 +328,8 @@ class TensorCheckpointer:
 
         A damaged one is logged and passed over for the one before. Every byte of every target is
         read exactly once from a checkpoint whose tensors are exactly those of the targets, from
-        whatever world size and strategy it was saved.
+        whatever world size and strategy it was saved. `refuse` is given the state that was saved,
+        on rank 0, and raises WrongModel if that does not fit, before anything is loaded.
 
         Returns:
             The `state` that was saved, equal on all ranks; None if there is no checkpoint, and the
@@ -342,7 +344,7 @@ class TensorCheckpointer:
         """
         self.wait_staged()  # a save holds what was there when it was asked for
         with ExitStack() as held:
-            state = self._load((model, optimizer), step, held)
+            state = self._load((model, optimizer), step, held, refuse)
         self._loaded = True
         if self._put_off:
             self._put_off = False
@@ -354,6 +356,7 @@ class TensorCheckpointer:
         targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         step: int | None,
         held: ExitStack,
+        refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
         damage: list[DamagedCheckpoint] = []
         torn = ""
@@ -369,6 +372,8 @@ class TensorCheckpointer:
                 )
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
+                if found := memory:
+                    self._ranks.on_main(lambda: refuse(found.state))
                 pull = Puller(self._addresses, self._link.secret if self._link else b"")
                 try:
                     if memory and load_memory(self._ranks, memory, pull, specs, targets):
@@ -387,7 +392,9 @@ class TensorCheckpointer:
                 )
             for path in paths:
                 try:
-                    state = load_step(self._ranks, path, specs, targets, self.options.verify)
+                    state = load_step(
+                        self._ranks, path, specs, targets, self.options.verify, refuse
+                    )
                     self.loaded_from = "storage"
                     if self.options.verify:
                         self._right.add(path.name)

@@ -113,13 +113,15 @@ class _Values:
             ]
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def refuse_state(self, state_dict: dict[str, Any]) -> None:
         found = dict(state_dict[VALUES])
         wanted = {path for path, value in leaves(self._root) if not isinstance(value, Tensor)}
         if found.keys() != wanted:
             names = ", ".join(sorted(".".join(map(str, one)) for one in found.keys() ^ wanted))
             raise WrongModel(f"only the checkpoint or only this state_dict has {names}")
-        for (*outer, last), value in found.items():
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for (*outer, last), value in state_dict[VALUES]:
             holder: Any = self._root
             for key in outer:
                 holder = holder[key]

@@ -132,10 +132,12 @@ class _Values:
     def state_dict(self) -> dict[str, Any]:
         return self.values
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def refuse_state(self, state_dict: dict[str, Any]) -> None:
         if state_dict.keys() != self.values.keys():
             names = ", ".join(sorted(state_dict.keys() ^ self.values.keys()))
             raise WrongModel(f"only the checkpoint or only this state has {names}")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.values = state_dict
 
 

@@ -131,7 +131,7 @@ def refuse_differences(
     ]
     both = [(name, stored[name].meta, wanted[name].meta) for name in wanted if name in stored]
     shapes = [
-        f"{name} {list(ours.shape)} (checkpoint {list(theirs.shape)})"
+        f"{name} {list(ours.shape)} (checkpoint {list(theirs.shape)}, {stored[name].file})"
         for name, theirs, ours in both
         if theirs.shape != ours.shape
     ]

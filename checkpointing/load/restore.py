@@ -39,6 +39,7 @@ def load_step(
     specs: tuple[Specs, Specs],
     targets: tuple[Tensors, Tensors],
     verify: bool,
+    refuse: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
     """Load a committed step; returns its state. On all ranks. Rank 0 alone reads small files and
     headers, and keeps retention from deleting the step.
@@ -49,6 +50,7 @@ def load_step(
         specs: of model and optimizer.
         targets: tensors of model and optimizer.
         verify: check checksums.
+        refuse: raises if the state does not fit; on rank 0, before any tensor is read.
 
     Raises:
         RankError: on all ranks; its kind is WrongModel, DamagedCheckpoint or StorageError.
@@ -68,7 +70,9 @@ def load_step(
                 if verify:  # it is not known yet that the headers are good
                     stored_tensors(step, section, verify=True)
                 raise
-        return step.record, stored, read_state(path)
+        state = read_state(path)
+        refuse(state)
+        return step.record, stored, state
 
     with lock:
         record, (model, optimizer), state = ranks.on_main(look)

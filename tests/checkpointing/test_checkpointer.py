@@ -257,6 +257,24 @@ def test_what_is_wrong_is_told(tmp_path):
             checkpointer.load(state, step=3)
         with pytest.raises(WrongModel, match="nothing for more"):
             checkpointer.load({**state, "more": schedule})
+        bulk, half = model.bulk.detach().clone(), [*model.parameters()][:2]
+        with torch.no_grad():
+            model.bulk.zero_()
+        grouped = torch.optim.AdamW([{"params": half}, {"params": [*model.parameters()][2:]}])
+        for other, why in [
+            ({"model": model, "optimizer": optimizer}, "nobody asks for of schedule"),
+            ({**state, "optimizer": grouped}, "optimizer has 2 parameter groups, and 1 in"),
+        ]:
+            with pytest.raises(WrongModel, match=why):
+                checkpointer.load(other)
+        assert not model.bulk.any()
+        wide = state_of(*make(width=32))
+        with pytest.raises(
+            WrongModel, match=r"bulk \[32, 4096\] \(checkpoint \[16, 4096\], model-"
+        ):
+            checkpointer.load(wide)
+        checkpointer.load(state)
+        assert torch.equal(model.bulk, bulk)
 
 
 class Position:

@@ -104,8 +104,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert target["more"][0]["k"] == (1, 2)
     assert target["c"] == {"d": "text"}
     assert target["a"].tolist() == [1, 1]
+    empty = {"a": torch.zeros(2), "more": [{"b": torch.ones(3), "k": None}], "c": {"d": ""}}
     with pytest.raises(WrongModel, match=r"this state_dict has e$"):
-        ours.load({**target, "e": 1}, checkpoint_id=tmp_path / "it")
+        ours.load({**empty, "e": 1}, checkpoint_id=tmp_path / "it")
+    assert empty["a"].tolist() == [0, 0]
+    file = r"model-00001-of-00001\.safetensors"
+    with pytest.raises(WrongModel, match=rf"a \[3\] \(checkpoint \[2\], {file}\)"):
+        ours.load({**empty, "a": torch.zeros(3)}, checkpoint_id=tmp_path / "it")
+    assert empty["more"][0]["b"].tolist() == [1, 1, 1]
     with pytest.raises(WrongModel):
         ours.load({"a": torch.zeros(2)}, checkpoint_id=tmp_path / "it")
     with pytest.raises(CheckpointError, match="no checkpoint"):

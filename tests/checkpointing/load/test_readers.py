@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -126,9 +127,10 @@ def test_what_does_not_fit_is_named(checkpoint, weights):
     }
     with pytest.raises(WrongModel) as error:
         load_model(checkpoint, targets)
+    file = re.search(r"24\], (\S+\.(safetensors|distcp))\)", str(error.value))[1]
     assert str(error.value) == (
         f"{checkpoint} is of another model: the model has no model.norm.weight; the checkpoint has "
-        f"no extra; other shapes: {load} [3, 24] (checkpoint [32, 24]); dtypes that do not "
+        f"no extra; other shapes: {load} [3, 24] (checkpoint [32, 24], {file}); dtypes that do not "
         "convert: model.embed_tokens.weight I32 (checkpoint BF16)"
     )
 
