@@ -43,6 +43,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-zero-bubble-full", 4,
                  [*PP, *ZERO_BUBBLE, "strategy.activation_checkpointing=full"], ()),
                 ("pp2-selective", 4, [*PP, "strategy.activation_checkpointing=selective"], ()),
+                ("pp2-compile", 2, [*PP, "strategy.compile=true"], ()),
                 ("pp2-every", 4, [*PP, "strategy.reduce_every_pass=true"], ()),
                 ("pp2-tp2", 4, [*PP, "strategy.tp=2"], ()),
                 ("pp2-tp2-sp-8", 4, [*PP, *SP], ()),

@@ -149,6 +149,7 @@ class Ring:
         cu_seqlens: Tensor | None,
         shape: tuple[int, int],
         device: Any,
+        attend: Callable[..., Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -156,8 +157,10 @@ class Ring:
             cu_seqlens: of the whole sequences; None without documents.
             shape: (B, T).
             device: what computes.
+            attend: (q, k, v, ring) → what a call gives, as it is otherwise computed.
         """
         rows, length = shape
+        self._attend = attend or _RingAttention.apply
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         every = [chunks(length, self.size, rank) for rank in range(self.size)]
         self.own = every[self.rank]
@@ -173,7 +176,7 @@ class Ring:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, t, N, H), k and v (B, t, K, H) → (B, t, N, H)."""
-        return _RingAttention.apply(q, k, v, self)
+        return self._attend(q, k, v, self)
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, t, heads, H) → packed."""
@@ -321,8 +324,11 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
 class Context:
     """A rank's part of the sequences of a micro-batch, and what comes of all parts."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
+        """`compiled`: blocks are. Messages stay outside of that, and a ring of each pass with
+        them."""
         self._group = group
+        self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:
         """How many tokens of a sequence this rank has."""
@@ -342,7 +348,8 @@ class Context:
             beside: given to the module as it is.
         """
         ids, labels = inputs["input_ids"], inputs["labels"]
-        ring = Ring(self._group, inputs.get("cu_seqlens"), (ids.shape[0], ids.shape[1]), ids.device)
+        shape = (ids.shape[0], ids.shape[1])
+        ring = Ring(self._group, inputs.get("cu_seqlens"), shape, ids.device, self._attend)
         parts = [
             (ids[:, part.start : part.stop], labels[:, part.start : part.stop]) for part in ring.own
         ]

@@ -306,7 +306,7 @@ def parallelize(
     if mesh.ring:
         from trainer.parallel.context import Context  # others get by without
 
-        context = Context(mesh.ring)
+        context = Context(mesh.ring, strategy.compile)
     pipeline = Pipeline(stages, mesh, recipe, dtype, context) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
@@ -344,6 +344,10 @@ def _apply(
     if strategy.compile:
         # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
         torch._dynamo.config.optimize_ddp = False
+        for module in model.modules():
+            # Of tensor and expert parallelism. Ranks talk in it: a compiler would only cut it.
+            if "forward" in vars(module):
+                module.forward = torch.compiler.disable(module.forward)
         for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
             part.compile()
     if SHARD in (mesh.device_mesh.mesh_dim_names or ()):

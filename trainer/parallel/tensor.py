@@ -387,6 +387,9 @@ class VocabularyLoss(nn.Module):
         super().__init__()
         self._ranks = ranks
 
+    def compile(self, *arguments: Any, **options: Any) -> None:
+        """Stays as it is: its sums are those of all ranks."""
+
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Mean in nats over the labels that are not -100, a float32 scalar.
 

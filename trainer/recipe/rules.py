@@ -157,6 +157,12 @@ def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
             "to 1 without",
         )
+    if strategy.pp_schedule == "zero_bubble" and strategy.compile:
+        yield (
+            "strategy.compile",
+            "compiles backward as one, of which zero_bubble puts off a part; set false, or another "
+            "strategy.pp_schedule",
+        )
     if strategy.pp_schedule == "zero_bubble" and strategy.reduce_every_pass:
         yield "strategy.reduce_every_pass", "does not work with zero_bubble; set false"
     if strategy.pp_schedule == "zero_bubble" and recipe.gathers_twice:
@@ -228,7 +234,7 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
         ),
         ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
         ("strategy.offload", cut and strategy.offload != "none", "set none"),
-        ("strategy.compile", strategy.compile, "set false"),
+        ("strategy.compile", ranks == "ep" and strategy.compile, "set false"),
         (
             "precision.dtype",
             ranks == "ep" and recipe.precision.dtype == "fp16",

@@ -106,7 +106,6 @@ def test_one_clear_line(recipe_file, override, message):
         ("optimizer.factory=a:b", "which gives AdamW"),
         ("strategy.zero=1", "use SHARD_GRAD_OP"),
         ("strategy.offload=cpu", "strategy.offload: does not work with strategy.tp"),
-        ("strategy.compile=true", "strategy.compile: does not work with strategy.tp"),
         ("data.seq_len=15", "data.seq_len=15 is not a multiple of strategy.tp=2"),
     ],
 )
@@ -145,7 +144,6 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
         ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
         ("data.factory=a:b", "data.factory: does not work with strategy.cp"),
         ("batch.micro_batch=auto", "name a number instead of auto"),
-        ("strategy.compile=true", "strategy.compile: does not work with strategy.cp"),
         ("data.seq_len=3", "strategy.cp: a sequence is cut into 4 chunks, but data.seq_len is 3"),
         ("data.seq_len=18", "data.seq_len=18 is not a multiple of strategy.tp=2 x cp=2"),
     ],
