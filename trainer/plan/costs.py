@@ -236,6 +236,15 @@ def messages_of(
     return Collective(layout.passes * sides * traces[0].hidden, 2, 2, apart)
 
 
+def tied_gradients_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Collective:
+    """What the first and the last stage of a pipeline send each other in a step: their gradients of
+    a tied embedding, each its shard."""
+    shapes = [shape for stage in stages for shape in stage.tied]
+    apart = recipe.strategy.tp * layout.shards * max(1, recipe.strategy.pp - 1)
+    payload = sum(shape.sharded(layout.shards) * shape.itemsize for shape in shapes)
+    return Collective(payload, 2, 2, apart)
+
+
 def _elements(shapes: Sequence[Shape], ranks: int) -> int:
     return sum(shape.sharded(ranks) for shape in shapes)
 
@@ -352,14 +361,17 @@ def _times_of_rank(
     units = sum(len(stage.units) for stage in stages)
     exposed = late + max(moving / units, moving - beside)
     messages = messages_of(stages, traces, recipe, layout)
-    crossing = sum(c.seconds(machine) for c in (*collectives, messages) if c.crosses(machine))
+    tied = tied_gradients_of(stages, recipe, layout)
+    sent = (*collectives, messages, tied)
+    crossing = sum(c.seconds(machine) for c in sent if c.crosses(machine))
     together = (
         layout.passes
         * sum(half.tp + half.cp for trace in traces for half in trace.sent)
         / _link(machine)
     )
     exposed += layout.passes * sum(sum(_together_seconds(trace, machine)) for trace in traces)
-    communication = shared + together + messages.seconds(machine)
+    exposed += tied.seconds(machine)  # after the last backward pass, before the norm
+    communication = shared + together + messages.seconds(machine) + tied.seconds(machine)
     return Times(compute, update, transfers, communication, crossing, exposed)
 
 

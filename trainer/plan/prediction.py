@@ -13,7 +13,15 @@ from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Order, bubble_formula, schedule
-from trainer.plan.costs import Machine, Pieces, collectives_of, messages_of, simulated, times_of
+from trainer.plan.costs import (
+    Machine,
+    Pieces,
+    collectives_of,
+    messages_of,
+    simulated,
+    tied_gradients_of,
+    times_of,
+)
 from trainer.plan.memory import Layout, Memory, memory_of
 from trainer.plan.trace import (
     USUAL_GPU,
@@ -215,8 +223,10 @@ def _sent(
 ) -> float:
     """Bytes that a rank sends in a step."""
     shared = sum(c.sent for c in collectives_of(stages, recipe, layout))
+    messages = messages_of(stages, traces, recipe, layout).sent
+    tied = tied_gradients_of(stages, recipe, layout).sent
     together = sum(half.tp + half.cp for trace in traces for half in trace.sent)
-    return shared + layout.passes * together + messages_of(stages, traces, recipe, layout).sent
+    return shared + layout.passes * together + messages + tied
 
 
 def _runs(blueprint: Blueprint, recipe: Recipe, shards: int) -> list[range]:

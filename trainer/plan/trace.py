@@ -163,6 +163,8 @@ class Stage:
     blocks: int
     units: Units
     """As of a `Blueprint`, as tensor parallelism cuts it."""
+    tied: tuple[Shape, ...] = ()
+    """The embedding, if another stage has it, too."""
 
 
 def stage_of(blueprint: Blueprint, blocks: range, tp: int) -> Stage:
@@ -183,7 +185,10 @@ def _stage_of(blueprint: Blueprint, first: bool, last: bool, blocks: int, tp: in
     if not isinstance(blueprint.traced, Decoder):
         return Stage(first, last, blocks, whole)
     rest = _units_of_part(blueprint, first, last, tp)[0]
-    return Stage(first, last, blocks, (rest, *[whole[1]] * blocks))
+    tied: tuple[Shape, ...] = ()
+    if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
+        tied = _units_of_part(blueprint, True, False, tp)[0]
+    return Stage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
 
 
 @cache

@@ -9,6 +9,7 @@ import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.models import init_parameter
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel import pipeline
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
@@ -34,8 +36,8 @@ def held(tensors):
 
 
 def measure(recipe, world):
-    """Bytes of this rank: of its state, its activations, and at the peak of the third step,
-    from when on DDP's buckets stay the same."""
+    """Bytes of this rank: of its state, its activations, at the peak of the third step, from when
+    on DDP's buckets stay the same, and of what a pipeline sends in it."""
     decoder, blocks, _ = bare_model(recipe)
     architecture = decoder.model.architecture
     mesh = build_mesh(recipe, world)
@@ -72,9 +74,16 @@ def measure(recipe, world):
             activations = forward.total(ignored=model.module.parameters())
         return found["loss"] if isinstance(found, dict) else found
 
-    with LiveTensors() as live:
+    sent, send = 0, pipeline._Links.send
+
+    def counted(links, tensor, peer):
+        nonlocal sent
+        sent += tensor.nbytes
+        return send(links, tensor, peer)
+
+    with LiveTensors() as live, patch.object(pipeline._Links, "send", counted):
         for step in range(3):
-            live.peak = 0
+            live.peak = sent = 0
             model.run([batch] * plan.passes, partial(compute, step), train=True)
             model.collect_gradients()
             gradients = held(weight.grad for weight in weights if weight.grad is not None)
@@ -90,6 +99,7 @@ def measure(recipe, world):
         "buffers": held(model.module.buffers()),
         "activations": activations,
         "peak": live.peak + standing,
+        "communication_bytes": sent,
     }
 
 
