@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic.node.progress import ProgressPage
-from elastic.node.zygote import fork
-from elastic.process import search_path
+from elastic.node.zygote import command, fork
 
 PRELOAD = "PERDURE_PRELOAD"
 """Environment variable: modules that training processes need, separated by commas."""
@@ -65,11 +64,9 @@ def _can_fork() -> bool:
 
 
 def _start_new(descriptor: int, page: int) -> int:
-    arguments = [sys.executable, "-P", "-m", "elastic.node.zygote", f"{descriptor}"]
     return os.posix_spawn(
         sys.executable,
-        [*arguments, f"{os.getpid()}"],
-        {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
+        *command(descriptor, os.getpid()),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_DUP2, descriptor, descriptor),  # to be inherited

@@ -66,8 +66,15 @@ class Job:
         return Job(**json.loads(os.pread(descriptor, size, 0)))
 
 
+def command(descriptor: int, agent: int) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a zygote that is a new program, not a fork."""
+    arguments = [sys.executable, "-P", "-m", "elastic.node.zygote", f"{descriptor}", f"{agent}"]
+    return arguments, {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
+
+
 def fork(descriptor: int, page: int) -> int:
-    """Fork this process into its zygote; returns the process id.
+    """Fork this process into its zygote; returns the process id. Where this process has used CUDA,
+    the fork becomes a new program.
 
     Args:
         descriptor: socket to the agent.
@@ -86,6 +93,12 @@ def fork(descriptor: int, page: int) -> int:
             if other > 2 and other not in (descriptor, page):
                 with suppress(OSError):  # the one of this listing
                     os.close(other)
+        if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
+            # torchrun has asked CUDA for GPUs: neither this process nor its forks could use it.
+            for inherited in (descriptor, page):
+                os.set_inheritable(inherited, True)
+            arguments, environment = command(descriptor, agent)
+            os.execve(sys.executable, arguments, environment)
         # What the agent would do at its end, and what would close descriptors that are others' now.
         atexit._clear()
         gc.freeze()

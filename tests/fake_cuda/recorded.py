@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-import trainer.run.train
-from checkpointing import optimizer_tensors
+from trainer.run import saves
+from trainer.run.state import Run
 from trainer.run.worker import main
 
-plain_save = trainer.run.train.save
+plain_save = saves.save
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,20 +25,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.detach().cpu().clone()
 
 
-def kept_save(
-    checkpointer: Any, state: Any, recipe: Any, task: Any, world: Any, **how: Any
-) -> None:
+def kept_save(run: Run, **how: Any) -> None:
     """`save`, after what it is to save is kept."""
-    tensors = {
-        **state.model.tensors,
-        **optimizer_tensors(state.optimizer, state.model.optimized),
-    }
+    tensors = {**run.model.saved, **run.model.state_of(run.optimizer)}
     kept = {name: whole(tensor) for name, tensor in tensors.items()}
     if os.environ.get("RANK", "0") == "0":
-        torch.save(kept, Path(recipe.run.dir) / f"kept-{state.progress.step}.pt")
-    plain_save(checkpointer, state, recipe, task, world, **how)
+        torch.save(kept, Path(run.recipe.run.dir) / f"kept-{run.progress.step}.pt")
+    plain_save(run, **how)
 
 
 if __name__ == "__main__":
-    trainer.run.train.save = kept_save
+    saves.save = kept_save
     main(sys.argv[1:])
