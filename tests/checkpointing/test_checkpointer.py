@@ -59,7 +59,7 @@ def state_of(model, optimizer, schedule):
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_save_is_one_moment_in_time(tmp_path, guarded):
-    model, optimizer, schedule = make(width=4096)  # 64 MB of parameters
+    model, optimizer, schedule = make(width=3072)  # 36 MB of parameters
     mean = copy.deepcopy(model)
     state = {**state_of(model, optimizer, schedule), "mean": mean}
     with Checkpointer(tmp_path, keep=2) as checkpointer:
@@ -70,14 +70,14 @@ def test_a_save_is_one_moment_in_time(tmp_path, guarded):
             model(torch.randn(4, 8)).square().mean().backward()
             saved = bits(model, optimizer, schedule, mean)
             checkpointer.save(step, state)
-            model.norm(torch.ones(4, 4096))  # at once
+            model.norm(torch.ones(4, 3072))  # at once
             with torch.no_grad():
                 for average, parameter in zip(mean.parameters(), model.parameters(), strict=True):
                     average.lerp_(parameter, 0.1)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    model, optimizer, schedule = make(width=4096)
+    model, optimizer, schedule = make(width=3072)
     mean = copy.deepcopy(model)
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.load({**state_of(model, optimizer, schedule), "mean": mean}) == 2

@@ -209,9 +209,8 @@ DENSE = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "Rprop" else pytest.param(name, marks=soak) for name in DENSE]
-)
+@soak
+@pytest.mark.parametrize("name", DENSE)
 def test_every_optimizer_of_torch(workspace, train, name):
     """Bitwise that of plain torch on one rank; saved sharded on two, and gone on with on three that
     shard nothing but its state, then on one that shards nothing."""

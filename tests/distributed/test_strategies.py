@@ -1,12 +1,15 @@
 """Every strategy and world size follows the loss curve of a single process."""
 
+import os
+
 import pytest
 
 from tests.distributed.jobs import Job, losses, records, soak
 
 # Largest relative difference seen here: 6e-7, float32 rounding in another order of summation.
 TOLERANCE = 1e-4
-EVALUATE = "run.evaluate_every=25"
+STEPS = 50 if os.environ.get("SOAK") else 20
+LENGTH = (f"run.steps={STEPS}", f"run.evaluate_every={STEPS // 2}")
 COMPILED = """
 import torch
 from torch import nn
@@ -42,11 +45,11 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def single(workspace):
-    code, output = Job(workspace, 1, ("run.dir=single", "strategy.name=ddp", EVALUATE)).wait()
+    code, output = Job(workspace, 1, ("run.dir=single", "strategy.name=ddp", *LENGTH)).wait()
     assert code == 0, output
     curve = losses(workspace, "single")
-    assert len(curve) == 50
-    assert curve[50] < curve[1] - 0.5, "the model must learn something, or curves prove nothing"
+    assert len(curve) == STEPS
+    assert curve[STEPS] < curve[1] - 0.5, "the model must learn something, or curves prove nothing"
     return curve
 
 
@@ -69,7 +72,7 @@ def single(workspace):
     ],
 )
 def test_same_curve_as_single_process(workspace, train, single, name, ranks, overrides):
-    train(ranks, f"run.dir={name}", EVALUATE, *overrides)
+    train(ranks, f"run.dir={name}", *LENGTH, *overrides)
     curve = losses(workspace, name)
     assert curve.keys() == single.keys()
     worst = max(abs(curve[step] - single[step]) / single[step] for step in single)

@@ -16,7 +16,6 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("tp2-sp-short", 2, [*SP, *TEN], ()),
         ("cp2-short", 2, [*CP, *TEN], ()),
         *(
             pytest.param(*case, marks=soak)

@@ -437,7 +437,7 @@ class World:
         assert not states["begun"], "neither committed nor aborted"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     limit=st.integers(1, 4),
     shared=st.booleans(),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import RECIPE, ROOT
+from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.tools.local_nodes import children
 
 PERDURE = Path(sys.executable).parent / "perdure"
@@ -117,29 +117,32 @@ def test_from_text_to_text(folder):
     assert shard.name in perdure(folder, "ckpt", "verify", "run", code=2)
 
 
-def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("safe", "told"),
+    [("", "would run"), pytest.param("1", "no prepared data set", marks=soak)],
+)
+def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path, safe, told):
     """`-m trainer` would run it; with PYTHONSAFEPATH=1 nothing is in the way."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     set_traps(tmp_path)
     command = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "perdure"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "1"]
     command += ["-m", "trainer", "recipe.yaml"]
-    for safe, told in (("", "would run"), ("1", "no prepared data set")):
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
-        if safe:
-            environment["PYTHONSAFEPATH"] = safe
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.returncode == 2, done.stderr
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        assert told in line
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
+    if safe:
+        environment["PYTHONSAFEPATH"] = safe
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told in line
 
 
 def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def run(history, global_batch, fetch):
     return steps[: saved // global_batch]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 400), min_size=1, max_size=3),
     global_batch=st.integers(17, 40),

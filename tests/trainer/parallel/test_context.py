@@ -24,7 +24,7 @@ def test_a_ring_computes_what_whole_attention_does(tmp_path: Path, ranks: int) -
     assert code == 0, output
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.integers(2, 4), st.integers(1, 40), st.lists(st.integers(0, 3), min_size=1), st.booleans()
 )
