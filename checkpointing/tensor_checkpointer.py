@@ -97,6 +97,8 @@ class TensorCheckpointer:
         """Where `load` found what it loaded."""
         self.newer_than_storage = False
         """Whether `load` found a step in memory that is not committed: save it soon."""
+        self._superseded = False
+        """Whether `load` found a step in memory that is committed, and no slots were made since."""
         self.memory_lasts = False
         """Whether what `save` copies to memory outlives this process, on all ranks; known after
         `prepare`."""
@@ -306,8 +308,8 @@ class TensorCheckpointer:
             self._link.end(END_SECONDS if closed else 0)
         elif self._process:
             end(self._process, END_SECONDS)
-        stored = self.loaded_from == "memory" and not self.newer_than_storage
-        if stored and not keep_memory and not self._staging and self._ranks.first_of_node:
+        superseded, self._superseded = self._superseded, False
+        if superseded and not keep_memory and self._ranks.first_of_node:
             collect_memory(str(self.directory))  # no save has made it this run's
         self._link = self._plan = None
         if self._staging and seconds is None:  # else the process ends, which takes less time
@@ -379,6 +381,7 @@ class TensorCheckpointer:
                     if memory and load_memory(self._ranks, memory, pull, specs, targets):
                         self.loaded_from = "memory"
                         self.newer_than_storage = memory.step != memory.newest
+                        self._superseded = not self.newer_than_storage
                         return memory.state
                 except RankError as failed:
                     torn = f"what was left in memory was lost while it was loaded: {failed.message}"
@@ -458,6 +461,7 @@ class TensorCheckpointer:
             raise failed.kind(failed.message) from failed.__cause__
         self.memory_lasts = self._has_token and all(lasting)
         self._staging = made[0]
+        self._superseded = False
         return plan, made[0]
 
     def _start(self) -> Link:

@@ -219,6 +219,29 @@ def test_who_loads_from_memory_and_saves_nothing_leaves_what_storage_lacks(commi
     assert len(left_behind(run, 0)) == (0 if committed else 1)
 
 
+def test_what_a_pause_saves_in_memory_stays_though_storage_had_what_was_loaded(tmp_path):
+    run, ranks = tmp_path / "run", tmp_path / "ranks"
+
+    def leave(rank):
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
+            save_now(checkpointer, 1, **parts(1, "replicated"))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def pause(rank):
+        with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
+            targets = {key: parts(0, "replicated")[key] for key in ("model", "optimizer")}
+            assert checkpointer.load(**targets) == {"step": 1}
+            found = checkpointer.loaded_from, checkpointer.newer_than_storage
+            checkpointer.save(2, **parts(2, "replicated"), memory_only=True, wait=True)
+            checkpointer.close(keep_memory=True)
+        return found
+
+    run_ranks(1, leave, ranks)
+    left_behind(run, 1)
+    assert run_ranks(1, pause, ranks) == [("memory", False)]
+    assert load(run, ranks, "replicated", 1) == [(2, True)]
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_memory_that_is_lost_while_it_is_loaded_leaves_no_mixture(committed, tmp_path, monkeypatch):
     run = tmp_path / "run"
