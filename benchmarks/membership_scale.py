@@ -41,10 +41,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from benchmarks.support import arguments, heading, print_table, write_json
+from elastic.group.member import Member
 from elastic.group.membership import Ask, Limits, Membership, room
 from elastic.group.secret import Secret
 from elastic.group.store import LOST, StoreClient, StoreLostError
-from elastic.rendezvous import Member
 
 T = TypeVar("T")
 

@@ -34,8 +34,8 @@ from benchmarks.support import (
 from benchmarks.support.elastic_job import Job, Recovery
 from benchmarks.support.faults import SCENARIOS, Scenario, join
 from checkpointing.storage.folders import run_id
+from elastic.group.member import key_prefix
 from elastic.group.secret import SECRET_FILE, make_secret, read_secret
-from elastic.rendezvous import key_prefix
 from trainer.data.prepare.prepare import prepare
 from trainer.tools.local_nodes import LocalNodes
 

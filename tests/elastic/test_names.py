@@ -3,7 +3,7 @@
 import os
 import socket
 
-from elastic.rendezvous import node_name
+from elastic.group.member import node_name
 
 
 def test_two_agents_never_have_one_name():

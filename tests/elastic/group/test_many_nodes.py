@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastic import rendezvous
+from elastic.group.member import Member
 from elastic.group.membership import OBSERVERS, Ask, Limits, lose, raise_alarm, room
 from elastic.group.secret import Secret
 from elastic.group.store import StoreClient, host_store
-from elastic.rendezvous import Member
 
 SECRET = Secret(b"of the job" * 4)
 LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
@@ -168,9 +167,9 @@ def test_nodes_that_come_one_by_one_are_not_a_document_each_to_read(nodes, monke
     members = [nodes(name, len(NAMES)) for name in NAMES]
     trained_by(members)
     first, last = members[0], members[-1]
-    monkeypatch.setattr(rendezvous, "look_seconds", lambda nodes, observes: 60.0)
-    monkeypatch.setattr(rendezvous, "beat_seconds", lambda nodes: 60.0)
-    monkeypatch.setattr(rendezvous, "COUNTS_PER_BEAT", 60_000)
+    monkeypatch.setattr("elastic.group.member.look_seconds", lambda nodes, observes: 60.0)
+    monkeypatch.setattr("elastic.group.member.beat_seconds", lambda nodes: 60.0)
+    monkeypatch.setattr("elastic.group.member.COUNTS_PER_BEAT", 60_000)
     for member in members:
         member._next_beat = time.monotonic() + 60.0
     before = last.client.reads
@@ -192,7 +191,9 @@ def test_a_node_is_lost_by_the_time_that_it_gave_itself(nodes, monkeypatch):
     trained_by(members)
     first, *_, slow, quick = members
     for member, seconds in (slow, 60.0), (quick, 0.3), *((one, 0.3) for one in members[:3]):
-        monkeypatch.setattr(rendezvous, "beat_seconds", lambda nodes, seconds=seconds: seconds)
+        monkeypatch.setattr(
+            "elastic.group.member.beat_seconds", lambda nodes, seconds=seconds: seconds
+        )
         member._next_beat = 0.0
         member.look()
     look(members[:3], lambda: quick.name not in first.state.members)

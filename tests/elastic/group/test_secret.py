@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.group.member import Member, key_prefix, last_secret
 from elastic.group.membership import Ask, Closed, Limits, Membership, heed
 from elastic.group.secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.group.store import StoreClient, host_store
-from elastic.rendezvous import Member, key_prefix, last_secret
 
 SECRET = Secret(b"of the job" * 4)
 LIMITS = Limits(2, 2, first_call=0.0, settle=0.0)

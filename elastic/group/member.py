@@ -1,0 +1,421 @@
+"""A node's part in the membership: a thread that keeps its lease, follows the document of the job
+in the store, and applies this node's changes to it. membership.py says what they mean."""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from elastic.group.membership import (
+    MISSED_BEATS,
+    OBSERVERS,
+    Ask,
+    Change,
+    Failure,
+    Leases,
+    Limits,
+    Membership,
+    beat_seconds,
+    complete,
+    fail,
+    heed_all,
+    inside,
+    look_seconds,
+    lose,
+    newer,
+    nodes_about,
+    observers,
+    room,
+    same_for_members,
+    watched,
+)
+from elastic.group.secret import Secret
+from elastic.group.store import StoreClient, StoreLostError
+
+logger = logging.getLogger(__name__)
+
+ALONE_SECONDS = 0.4
+"""How often a node reads the document where there can only be one."""
+MAX_KNOCKING = 20_000
+"""Names at the door that a node remembers."""
+COUNTS_PER_BEAT = 8
+"""How often the first observer reads all counters in the time of a beat, while nodes come or go."""
+KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
+"""How often a node leaves its name at the door until it is in the document."""
+
+
+class Member:
+    """This node's part in the membership: a thread that keeps its lease, follows the document and
+    applies this node's changes to it.
+
+    Args:
+        client: of the store; used by the thread only.
+        run_id: name of the job.
+        name: of this node; unique in the job.
+        limits: of the job.
+        changed: called from the thread after the document has changed.
+        lease: seconds without a beat after which a node is lost; None: by the number of nodes.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        run_id: str,
+        name: str,
+        limits: Limits,
+        changed: Callable[[], None],
+        lease: float | None,
+    ) -> None:
+        self.name, self.limits = name, limits
+        self.state = Membership()
+        self.unreachable_since: float | None = None
+        self.dropped: Counter[str] = Counter()
+        """How often a key held what was not sealed by the job's secret."""
+        self._client, self._changed, self._run_id = client, changed, run_id
+        self._secret = Secret(b"")
+        self._prefix = ""
+        self._lease = lease
+        self._known: Membership | None = None
+        self._wanted: list[Change] = []
+        self._lock = threading.Lock()
+        self._news = threading.Condition()
+        self.wake = threading.Event()
+        """There is something to do at once."""
+        self._leases = Leases()
+        self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
+        self._beats, self._next_beat, self._end = 0, 0.0, False
+        self._ask: Ask | None = None
+        self._told: Ask | None = None
+        """What was asked for by the last beat."""
+        self._asks: dict[str, Ask] = {}
+        """What other nodes ask for, where this one observes."""
+        self._knocking: dict[str, tuple[int, float]] = {}
+        """Nodes at the door: the first counter that was seen of each, and until when it counts."""
+        self._next_knock = 0.0
+        self._at_door = 0.0
+        """Since when this node knocks; 0: it does not."""
+        self._next_count = 0.0
+        """When this observer reads the counters of all again, while nodes come or go."""
+        self._told_state: Membership | None = None
+        self._next_tell = 0.0
+        self._version: bytes | None = None
+        """Version of the document that was read last, as the store tells it."""
+        self._standing: tuple[int, str] | None = None
+        self._standings: tuple[int, list[str]] | None = None
+        self._connections = 0
+        self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
+
+    def start(self, secret: Secret) -> None:
+        """Begin to follow the document; what is not sealed by `secret` is dropped."""
+        self.trust(secret)
+        self._thread.start()
+
+    def trust(self, secret: Secret) -> None:
+        """What is not sealed by `secret` is dropped from now on. Comes before the first `look`."""
+        self._secret = secret.derive("membership")
+        self._fingerprint = secret.fingerprint
+        self._prefix = key_prefix(self._run_id, secret)
+
+    def change(self, change: Change) -> None:
+        """Apply a change to the document soon: again if another node was faster, so it must come to
+        the same whatever was done in between."""
+        with self._lock:
+            self._wanted.append(change)
+        self.wake.set()
+
+    def report(self, round: int, generation: int, failure: Failure) -> None:
+        """Tell of a training process that failed."""
+        self.change(lambda state: fail(state, round, generation, failure, self.limits))
+
+    def ask(self, ask: Ask | None) -> None:
+        """Come or leave, soon; None: nothing more."""
+        self._ask = ask
+        self.wake.set()
+
+    def stand(self, alarm: int, text: str) -> None:
+        """Say where the ranks of this node stand."""
+        self._standing = alarm, text
+        self.wake.set()
+
+    def standings(self, alarm: int) -> list[str] | None:
+        """What all nodes have said of an alarm; None as long as one is missing, and on all nodes
+        but the first."""
+        found = self._standings
+        return found[1] if found and found[0] == alarm else None
+
+    def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
+        """Wait until the document meets a condition; False after `timeout` seconds."""
+        with self._news:
+            return self._news.wait_for(lambda: condition(self.state), timeout)
+
+    def stop(self, timeout: float) -> None:
+        """Leave, if the store answers within `timeout` seconds, and end."""
+        self._client.patience = min(self._client.patience, timeout)
+        gone = Ask(leaves=True)
+        self.ask(gone)
+        deadline = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self._told == gone and not self._wanted:
+                break
+            time.sleep(0.01)
+        self._end = True
+        self.wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=1)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._end:
+            seconds = self.look()
+            self.wake.wait(seconds)
+
+    def look(self) -> float:
+        """Look at the store once; returns in how many seconds to look again, if `wake` is not set
+        before. Called by the thread only, where there is one."""
+        self.wake.clear()
+        try:
+            self._follow()
+            if self.unreachable_since is not None:
+                logger.warning("the store answers again")
+                self.unreachable_since = None
+        except StoreLostError as lost:
+            if self.unreachable_since is None:
+                self.unreachable_since = time.monotonic()
+                logger.warning("%s; training goes on, joins and restarts wait", lost)
+        except Exception:
+            logger.exception("membership: an error of ours")
+            return 1.0
+        if self.limits.maximum == 1:  # nobody else changes the document
+            return ALONE_SECONDS
+        seconds = look_seconds(nodes_about(self.state), self._observes(self.state))
+        # At the door a node does not know how many others are there.
+        waited = time.monotonic() - self._at_door if self._at_door else 0.0
+        return max(seconds, min(waited / 4, KNOCK_SECONDS))
+
+    def _observes(self, state: Membership) -> bool:
+        """Whether this node changes the document for others. So does everybody while there are too
+        few."""
+        first = observers(state)
+        return self.name in first or len(first) < OBSERVERS
+
+    def _follow(self) -> None:
+        """One look at the store."""
+        now = time.monotonic()
+        observes, ask = self._observes(self.state), self._ask
+        lapsed: list[str] = []
+        beats = now >= self._next_beat
+        if beats or ask != self._told:
+            self._beat(ask)
+        if beats or (observes and now >= self._next_count and self._pending()):
+            lapsed = self._count(now)
+        if self._standing:
+            self._stand(*self._standing)
+        with self._lock:
+            wanted = list(self._wanted)
+        version = self._client.get(f"{self._prefix}/version")
+        unchanged = version is not None and version == self._version
+        if unchanged and not (observes or wanted or lapsed) and self._known is not None:
+            if ask and not ask.leaves and self.name not in inside(self._known):
+                self._knock(now)
+            return
+        self._version = version
+        key = f"{self._prefix}/state"
+        data = self._client.get(key)
+        text = self._open(key, data)
+        stored = Membership.decode(text) if text else None
+        best = newer(self._known, stored) or Membership()
+        observes = self._observes(best)
+        state = best
+        for change in wanted:
+            state = change(state)
+        if observes:
+            known = {*inside(best), *self._knocking}  # who was lost since must knock
+            asks = {node: wish for node, wish in self._asks.items() if node in known}
+            if ask:
+                asks[self.name] = ask
+            state = heed_all(state, asks, time.time())
+        for node in lapsed:
+            if node in state.members or node in state.arrived:
+                logger.warning("node %s is lost: no sign of life", node)
+                state = lose(state, node, time.time())
+        if state.arrived != self._arrivals[0]:
+            self._arrivals = state.arrived, now
+        if observes and self.name in state.arrived:
+            state = complete(state, self.limits, now - self._arrivals[1])
+        if state != best or (best != stored and observes):
+            versions = [copy.version for copy in (best, state, stored) if copy]
+            state = replace(state, version=max(versions) + 1)
+            sealed = self._secret.seal(key, state.encode())
+            if self._client.swap(key, data, sealed) != sealed:
+                self.wake.set()  # another was faster
+                return
+        if observes or state != best:
+            self._tell(state, now, at_once=beats or not observes)
+        self._asks = {}
+        with self._lock:
+            del self._wanted[: len(wanted)]
+            if self._wanted:
+                self.wake.set()
+        self._known = state
+        if self._at_door and self.name in inside(state):
+            self._at_door = 0.0
+        self._sum(state)
+        if state != self.state:
+            with self._news:
+                self.state = state
+                self._news.notify_all()
+            self._changed()
+
+    def _tell(self, state: Membership, now: float, at_once: bool) -> None:
+        """Tell the version to those who only look whether it is another, and then read the whole
+        document. What is nothing to act upon, as in a job whose nodes come one by one, is told no
+        more often than they look. The version decides nothing, so it has no MAC."""
+        before = self._told_state
+        early = before and (state.version == before.version or now < self._next_tell)
+        if early and not at_once and same_for_members(state, before or state):
+            return
+        self._version = str(state.version).encode()
+        self._client.set(f"{self._prefix}/version", self._version)
+        self._told_state = state
+        self._next_tell = now + look_seconds(nodes_about(state), observes=False)
+
+    def _beat(self, ask: Ask | None) -> None:
+        """Keep our lease, and say what we ask for."""
+        seconds = beat_seconds(nodes_about(self.state))
+        self._next_beat = time.monotonic() + seconds
+        self._beats += 1
+        key = f"{self._prefix}/beat/{self.name}"
+        text = json.dumps([self._beats, ask and asdict(ask), seconds]).encode()
+        self._client.set(key, self._secret.seal(key, text))
+        self._told = ask
+        if self.name in observers(self.state)[:1]:
+            self._client.set(
+                last_secret(self._run_id), f"{self._fingerprint} {self._beats}".encode()
+            )
+
+    def _pending(self) -> bool:
+        """Whether nodes are coming or going, so that what they ask for is looked at more often."""
+        state = self.state
+        ends = len(state.members) < state.size or bool(set(state.members) & set(state.arrived))
+        begins = not state.members or room(state, self.limits) > 0
+        return ends or begins or bool(state.closed or self._knocking)
+
+    def _count(self, now: float) -> list[str]:
+        """Read the counters that are ours to watch, and what their nodes ask for; returns the nodes
+        that did not keep their lease."""
+        seconds = beat_seconds(nodes_about(self.state))
+        if self._observes(self.state):
+            # The first serves all; the others are there in case it does not.
+            them = observers(self.state)
+            place = them.index(self.name) if self.name in them else OBSERVERS
+            self._next_count = now + (1 + place) * seconds / COUNTS_PER_BEAT
+            self._open_door(now)
+        others = watched(self.state, self.name)
+        named = list(dict.fromkeys([*others, *self._knocking]))
+        keys = [f"{self._prefix}/beat/{node}" for node in named]
+        counters: dict[str, int] = {}
+        beats: dict[str, float] = {}
+        """By node: how often it raises its counter, as it says; not all know of a new size yet."""
+        self._asks = {}
+        for node, key, data in zip(named, keys, self._client.get_all(keys), strict=True):
+            counter, ask, every = json.loads(self._open(key, data) or b"[0, null, 0]")
+            counters[node], beats[node] = counter, max(every, seconds)
+            first, until = self._knocking.get(node, (1, 0.0))
+            if not first:
+                self._knocking[node] = counter, until
+            elif node in self._knocking and counter <= first:
+                pass  # perhaps an old beat of a node that is gone
+            elif ask and counter >= self._leases.seen.get(node, (0, 0.0))[0]:
+                self._asks[node] = Ask(**ask)
+        late = time.monotonic() - now > seconds
+        if self._client.connections != self._connections or late:
+            self._connections = self._client.connections
+            self._leases.forgive()
+        patience = 1 if self.name in observers(self.state) else 2  # the observers are first
+        lapsed = self._leases.lapsed(
+            {node: counters[node] for node in others},
+            time.monotonic(),
+            {node: patience * (self._lease or beats[node] * MISSED_BEATS) for node in others},
+        )
+        for node in lapsed:
+            self._asks.pop(node, None)
+        return lapsed
+
+    def _knock(self, now: float) -> None:
+        """Leave our name at the door."""
+        self._at_door = self._at_door or now
+        self._next_beat = now  # it is to be seen that we live
+        if now < self._next_knock:
+            return
+        self._next_knock = now + KNOCK_SECONDS
+        self._client.append(f"{self._prefix}/door", f"{self.name}\n".encode())
+
+    def _open_door(self, now: float) -> None:
+        """See who is there."""
+        key, known = f"{self._prefix}/door", inside(self.state)
+        names = self._client.get(key)
+        if names:
+            self._client.swap(key, names, b"")
+            for name in names.decode(errors="replace").splitlines()[:MAX_KNOCKING]:
+                self._knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
+        self._knocking = {
+            name: (first, until)
+            for name, (first, until) in self._knocking.items()
+            if name not in known and now < until
+        }
+
+    def _stand(self, alarm: int, text: str) -> None:
+        key = f"{self._prefix}/standing/{self.name}"
+        self._client.set(key, self._secret.seal(key, f"{alarm} {text}".encode()))
+        self._standing = None
+
+    def _sum(self, state: Membership) -> None:
+        """On the first node, after an alarm: what all have said."""
+        if not state.alarm or state.suspicion or self.name not in state.members[:1]:
+            return
+        keys = [f"{self._prefix}/standing/{node}" for node in state.members]
+        found = []
+        for key, data in zip(keys, self._client.get_all(keys), strict=True):
+            alarm, _, text = (self._open(key, data) or b"").decode().partition(" ")
+            if alarm == str(state.alarm):
+                found.append(text)
+        if len(found) == len(keys):
+            self._standings = state.alarm, found
+            self._changed()
+
+    def _open(self, key: str, data: bytes | None) -> bytes | None:
+        """What a node of this job has put there."""
+        text = self._secret.open(key, data) if data else None
+        if data and text is None:
+            self.dropped[key] += 1
+            if self.dropped[key] == 1:
+                logger.warning(
+                    "the store's key %s holds what no node of this job has written (%d bytes): it "
+                    "is dropped, and so is what comes there after it", key, len(data),
+                )  # fmt: skip
+        return text
+
+
+def key_prefix(run_id: str, secret: Secret) -> str:
+    """What a job's keys in the store begin with. Another secret is another job, also under the
+    same name."""
+    return f"perdure/{run_id}/{secret.fingerprint}"
+
+
+def last_secret(run_id: str) -> str:
+    """The key that says by which secret a job of this name is here, to those who have another:
+    its fingerprint and a counter. Anybody could write that, so it decides about no running node."""
+    return f"perdure/{run_id}/secret"
+
+
+def node_name(address: str) -> str:
+    """What others call this node. The agents of two containers of one host may have its name, its
+    address and process id 1, hence the random part."""
+    return f"{socket.gethostname()}/{address}/{os.getpid()}-{secrets.token_hex(4)}"
