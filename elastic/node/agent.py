@@ -21,11 +21,11 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.exits import (
     EXIT_DO_NOT_REQUEUE,
@@ -37,23 +37,16 @@ from elastic.exits import (
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
 )
-from elastic.group.membership import Ask, Closed, Failure, Membership, calm, raise_alarm, suspect
+from elastic.group.member import Member
+from elastic.group.membership import Ask, Closed, Failure, Membership
 from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, part_with
 from elastic.node.facts import Facts, Program
-from elastic.node.progress import PROGRESS, Progress
+from elastic.node.hangs import HangWatch
+from elastic.node.progress import PROGRESS
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
-from elastic.node.vitals import Signs, Vigil
 from elastic.node.warm import Zygote, first_zygote
-from elastic.node.watchdog import (
-    SAVE_SECONDS,
-    PhaseTimes,
-    Standing,
-    blame,
-    overdue,
-    standings,
-    take_dumps,
-)
+from elastic.node.watchdog import SAVE_SECONDS
 from elastic.node.zygote import MAX_MESSAGE, RESERVE, Job
 from elastic.world import CAUSE, GENERATION, ROUND
 
@@ -65,32 +58,6 @@ GONE_SECONDS = 10.0
 """A killed process that is there for longer hangs in the kernel, and is waited for no more."""
 RESERVE_AGAIN_SECONDS = 60.0
 """After which there is another process in reserve, when one has ended without being a rank."""
-LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE, LOOK_AGAIN_MOST = 1.0, 0.25, 30.0
-"""After an alarm for which nobody was to blame yet: at least, as a share of how long a rank has
-waited by then, at most. Each alarm has all ranks of the job dump their stacks."""
-
-
-class Group(Protocol):
-    """The membership, as the node sees it."""
-
-    name: str
-    state: Membership
-
-    def change(self, change: Callable[[Membership], Membership]) -> None:
-        """Apply a change to the shared document soon."""
-
-    def report(self, round: int, generation: int, failure: Failure) -> None:
-        """Tell of a failure."""
-
-    def ask(self, ask: Ask | None) -> None:
-        """Come to the next round, or leave."""
-
-    def stand(self, alarm: int, text: str) -> None:
-        """Say where the ranks of this node stand."""
-
-    def standings(self, alarm: int) -> list[str] | None:
-        """What all nodes have said of an alarm; None as long as one is missing, and on all nodes
-        but the first."""
 
 
 @dataclass
@@ -139,7 +106,7 @@ class Node:
         program: what its ranks run.
     """
 
-    group: Group
+    group: Member
     program: Program
     leaving: int = 0
     """This node was told to go, and leaves with this exit code."""
@@ -150,19 +117,8 @@ class Node:
     """Nodes of their round."""
     _asked: bool = False
     """The ranks are asked to pause."""
-    _times: PhaseTimes = field(default_factory=PhaseTimes)
-    _vigil: Vigil = field(default_factory=Vigil)
     _reached: int = 0
     """Highest step in which a rank of this node has failed."""
-    _stood: dict[int, Progress] | None = None
-    """What the ranks had said when this node told where they stand, since the alarm."""
-    _summed: int = 0
-    """The last alarm of which this node has summed up the standings."""
-    _judged: int = 0
-    """The last alarm whose suspects this node has looked at."""
-    _quiet_until: float = 0.0
-    """No alarm before."""
-    _last_dumps: dict[int, str] = field(default_factory=dict)
     _expecting_stop: bool = False
     """torchrun was told of a change, and is going to end the stand-ins."""
     _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
@@ -185,6 +141,7 @@ class Node:
     def __post_init__(self) -> None:
         self._zygote = first_zygote()
         self.page = self._zygote.page
+        self._hangs = HangWatch(self.group, self.page)
         self._listener, self.socket_path = _listen()
         self._waker, self._wakened = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -377,7 +334,7 @@ class Node:
             return
         if self._generation[0] != rank.round:
             if state.size < self._size:  # each rank has more to do now
-                self._times.forget_steps()
+                self._hangs.times.forget_steps()
             self._size = state.size
             self._asked = self._expecting_stop = False
             self._generation = rank.round, state.generation
@@ -420,97 +377,20 @@ class Node:
         for descriptor in (*rank.descriptors, *(() if kept else (rank.dumps,))):
             os.close(descriptor)
 
-    # --- hangs -------------------------------------------------------------------------------
-
     def _watch(self, state: Membership) -> None:
-        """See watchdog.py [Note: hang]."""
+        """End the ranks of this node that hang."""
         running = {
             rank.rank: rank
             for rank in self._ranks.values()
             if rank.key is not None and rank.recalled is None
         }
-        progress = {rank: self.page.read(running[rank].local_rank) for rank in running}
-        now = time.monotonic()
-        self._times.follow(progress, now)
-        signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
-        if (state.round, state.generation) != self._generation or len(state.members) < state.size:
-            return
-        if not state.alarm:
-            late = overdue(progress, now, self._times, signs)
-            longest = max((one.seconds for one in late), default=0.0)
-            quiet = min(max(LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE * longest), LOOK_AGAIN_MOST)
-            if self._stood is not None:
-                self._stood, self._quiet_until = None, now + quiet
-            self._quiet_until = min(self._quiet_until, now + quiet)  # who was late has gone on
-            stopped = any(one.where == "stopped" for one in late)
-            if late and (stopped or now > self._quiet_until):
-                self.group.change(lambda state: raise_alarm(state, *self._generation))
-        elif self._stood is None:
-            self._stood = {}
-            self._stand(state.alarm, running, now, signs)
-        elif state.suspicion:
-            self._judge(state, running)
-        elif state.alarm != self._summed:
-            self._sum(state.alarm)
-
-    def _stand(
-        self,
-        alarm: int,
-        running: Mapping[int, Rank],
-        now: float,
-        signs: Mapping[int, Signs],
-    ) -> None:
-        """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
-        ranks = {
-            number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
-            for number, rank in running.items()
-            if not signs[number].stopped
-        }
-
-        def work() -> None:
-            self._last_dumps = take_dumps(ranks)
-            # Who has gone on meanwhile does not hang.
-            self._stood = {rank: self.page.read(one.local_rank) for rank, one in running.items()}
-            ours = standings(self._stood, now, self._times, self._last_dumps, signs)
-            self.group.stand(alarm, json.dumps([asdict(one) for one in ours]))
-
-        threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
-
-    def _sum(self, alarm: int) -> None:
-        """On the first node: once all have told where their ranks stand, find the one that the
-        others wait for."""
-        texts = self.group.standings(alarm)
-        if texts is None:
-            return
-        self._summed = alarm
-        everyone = [Standing(**one) for text in texts for one in json.loads(text)]
-        found = blame(everyone) if everyone else None
-        if found:
-            ranks, reason = found.ranks, found.reason
-            self.group.change(lambda state: suspect(state, alarm, ranks, reason))
-        else:
-            self.group.change(calm)
-
-    def _judge(self, state: Membership, running: Mapping[int, Rank]) -> None:
-        """End the rank that the others wait for, if it is here; of ranks that all wait for each
-        other, the first node's first."""
-        self._quiet_until = time.monotonic() + LOOK_AGAIN_SECONDS
-        if self._judged == state.alarm:
-            return
-        self._judged = state.alarm
-        first = sorted(running)[:1] if self.group.name in state.members[:1] else []
-        mine = [rank for rank in state.suspects or first if rank in running]
-        stood = self._stood or {}
-        if any(self.page.read(running[rank].local_rank) != stood.get(rank) for rank in mine):
-            self.group.change(calm)  # it has gone on after all
-            return
-        logger.warning("a hang: %s", state.suspicion)
-        for rank in mine:
-            logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
-            step = self.page.read(running[rank].local_rank).step
-            failure = Failure(self.group.name, rank, step, f"hang: {state.suspicion}", time.time())
-            self._kill(running[rank])
-            running[rank].code = EXIT_FAILED
+        for number in self._hangs.look(state, self._generation, running):
+            rank = running[number]
+            step = self.page.read(rank.local_rank).step
+            why = f"hang: {state.suspicion}"
+            self._kill(rank)
+            rank.code = EXIT_FAILED
+            failure = Failure(self.group.name, number, step, why, time.time())
             self.group.report(*self._generation, failure)
 
     # --- training processes ------------------------------------------------------------------
@@ -526,7 +406,7 @@ class Node:
             if waits and time.monotonic() - max(waits) < GONE_SECONDS:
                 continue
             self.page.clear(local_rank)
-            self._times.begin(rank.rank)
+            self._hangs.times.begin(rank.rank)
             if self._reserve and self._take_reserve(rank):
                 continue
             rank.key = f"{round}.{generation}.{local_rank}"
@@ -630,7 +510,7 @@ class Node:
             rank.lost = time.monotonic()
         elif message.get("ready") == "{}.{}".format(*self._generation):
             rank.recalled = None
-            self._times.begin(rank.rank)
+            self._hangs.times.begin(rank.rank)
         elif rank.recall and not data:  # it has ended, which the zygote says in a moment
             self._selector.unregister(rank.recall)
             rank.recall.close()
@@ -681,7 +561,7 @@ class Node:
         message = json.loads(data)
         if "facts" in message:
             self._facts = Facts(**message["facts"])
-            self._times.save_seconds = self._facts.save_seconds or SAVE_SECONDS
+            self._hangs.times.save_seconds = self._facts.save_seconds or SAVE_SECONDS
             self._told.set()
         elif "started" in message:
             for rank in self._ranks.values():

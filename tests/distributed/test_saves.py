@@ -34,6 +34,6 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
     try:
         assert node.facts(60)
         for phase in ("staging", "save", "end"):
-            assert node._times.limit(0, Progress(9, phase, 0.0, False)) > 1.2 * 90_000
+            assert node._hangs.times.limit(0, Progress(9, phase, 0.0, False)) > 1.2 * 90_000
     finally:
         node.stop()
