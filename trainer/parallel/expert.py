@@ -82,19 +82,23 @@ def _sent(module: nn.Module, compute: Compute, group: dist.ProcessGroup) -> Comp
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
         dist.all_to_all_single(arriving, counts, group=group)
-        by_rank = torch.stack([counts, arriving]).view(2, ranks, -1)  # (2, P, E / P)
-        sent, received = by_rank.sum(dim=-1).tolist()
+        sent, received = _rows(counts, arriving, ranks, len(x))
         rows = _Exchange.apply(x, sent, received, group)
         # They come rank by rank, and of each by expert.
-        mine = by_rank.shape[-1]
-        expert = torch.arange(mine, device=x.device).repeat(ranks).repeat_interleave(arriving)
-        order = expert.argsort(stable=True)
+        mine = torch.arange(len(counts) // ranks, device=x.device).repeat(ranks)
+        order = mine.repeat_interleave(arriving, output_size=len(rows)).argsort(stable=True)
         with with_local(module):
-            found = compute(rows[order], by_rank[1].sum(dim=0))
+            found = compute(rows[order], arriving.view(ranks, -1).sum(dim=0))
         placed = torch.empty_like(found).index_copy(0, order, found)
         return _Exchange.apply(placed, received, sent, group)
 
     return forward
+
+
+def _rows(counts: Tensor, arriving: Tensor, ranks: int, _rows: int) -> tuple[list[int], list[int]]:
+    """How many go to each rank, and come from each: the host waits for both."""
+    sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(dim=-1).tolist()
+    return sent, received
 
 
 class _Exchange(torch.autograd.Function):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind, Order, Simulation, simulate
 from trainer.plan.gpus import GPUS, Gpu, peak_tflops
-from trainer.plan.memory import Layout
+from trainer.plan.memory import Layout, parts_of
 from trainer.plan.trace import Shape, Stage, Trace, Work
 from trainer.recipe import Recipe, RecipeError
 
@@ -215,16 +215,22 @@ def collectives_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> l
     if not layout.by_fsdp:  # ZeRO-1 gathers the updated parameters once more
         times = 3 if recipe.sharding == "OPTIMIZER_STATE" else 2
         return [Collective(4 * _elements(shapes, 1), times, layout.replicas, 1)]
-    shards = layout.shards
-    roots = [shape for stage in stages for shape in stage.units[0]]
-    whole, root = (shards * _elements(these, shards) for these in (shapes, roots))
-    # What is in no block stays gathered for the backward pass.
-    gathered = 2 * whole - root if recipe.gathers_twice else whole
+    strategy, shards = recipe.strategy, layout.shards
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
-    reduction = layout.reductions * reduced * whole
-    tp, replica = recipe.strategy.tp, recipe.strategy.tp * recipe.strategy.pp * shards
-    sharded = Collective(layout.passes * compute * gathered + reduction, 1, shards, tp)
-    return [sharded, Collective(reduction // shards, 2, layout.replicas, replica)]
+    roots = [shape for stage in stages for shape in stage.units[0]]
+    found = []
+    for part in parts_of(shapes):  # experts that are divided lie over fewer ranks
+        ep = part[0].ep
+        whole = sum(shape.gathered(shards) for shape in part)
+        root = sum(shape.gathered(shards) for shape in roots if shape.ep == ep)
+        # What is in no block stays gathered for the backward pass.
+        gathered = 2 * whole - root if recipe.gathers_twice else whole
+        reduction = layout.reductions * reduced * whole
+        payload, ranks = layout.passes * compute * gathered + reduction, max(1, shards // ep)
+        replica = strategy.tp * strategy.pp * shards
+        found.append(Collective(payload, 1, ranks, strategy.tp * ep))
+        found.append(Collective(reduction // ranks, 2, layout.replicas, replica))
+    return found
 
 
 def messages_of(
@@ -302,9 +308,9 @@ def times_of(
 
     Kernels run one after another, each as fast as arithmetic or memory allows; launching is free.
     What is moved lies beside computation as far as that reaches, but for the share of one unit:
-    what the first one needs is waited for, and nothing follows the last. Tensor parallelism waits
-    for all that it sends, and a ring for what attention does not hide. A pipeline waits for its
-    first message to go through all ranks, and for the last to come back.
+    what the first one needs is waited for, and nothing follows the last. Tensor and expert
+    parallelism wait for all that they send, and a ring for what attention does not hide. A pipeline
+    waits for its first message to go through all ranks, and for the last to come back.
     """
     ranks = range(len(pieces.orders) or 1)
     each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
@@ -366,7 +372,7 @@ def _times_of_rank(
     crossing = sum(c.seconds(machine) for c in sent if c.crosses(machine))
     together = (
         layout.passes
-        * sum(half.tp + half.cp for trace in traces for half in trace.sent)
+        * sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)
         / _link(machine)
     )
     exposed += layout.passes * sum(sum(_together_seconds(trace, machine)) for trace in traces)
@@ -381,10 +387,11 @@ def _link(machine: Machine) -> float:
 
 
 def _together_seconds(trace: Trace, machine: Machine) -> tuple[float, float]:
-    """What tensor and context parallelism wait for in a pass: forward, backward."""
+    """What tensor, context and expert parallelism wait for in a pass: forward, backward."""
     arithmetic = machine.peak_flops * PEAK_SHARE
     forward, backward = (
-        half.tp / _link(machine) + max(0.0, half.cp / _link(machine) - half.attention / arithmetic)
+        (half.tp + half.ep) / _link(machine)
+        + max(0.0, half.cp / _link(machine) - half.attention / arithmetic)
         for half in trace.sent
     )
     return forward, backward

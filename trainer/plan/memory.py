@@ -19,6 +19,7 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   the backward pass. The root unit (embedding, head) stays gathered meanwhile.
 - Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
   unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
+- Experts that are divided among ranks are units of their own within a block.
 - With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
   or backward of the last pass ends. It is the gradient itself, unless that was there before, has
   another format or lies elsewhere.
@@ -222,7 +223,7 @@ def _resting(stage: Stage, recipe: Recipe, layout: Layout) -> int:
     whole gradients of passes before."""
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
     kept = stage.units[:1] if recipe.gathers_twice else stage.units
-    gathered = sum(layout.shards * _bytes(unit, layout.shards, compute) for unit in kept)
+    gathered = sum(_gathered(unit, layout.shards, compute) for unit in kept)
     if layout.passes == 1 or recipe.strategy.reduce_every_pass:
         return gathered
     return gathered + sum(_bytes(unit, 1, reduced) for unit in stage.units)
@@ -230,6 +231,10 @@ def _resting(stage: Stage, recipe: Recipe, layout: Layout) -> int:
 
 def _bytes(shapes: Sequence[Shape], ranks: int = 1, itemsize: int | None = None) -> int:
     return sum(shape.sharded(ranks) * (itemsize or shape.itemsize) for shape in shapes)
+
+
+def _gathered(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
+    return sum(shape.gathered(ranks) * itemsize for shape in shapes)
 
 
 def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:
@@ -286,6 +291,13 @@ def _inner_blocks(stage: Stage) -> list[tuple[int, int]]:
     return [(1, others - 1), (others, 0)] if others > 0 else []
 
 
+def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:
+    """What FSDP gathers and reduces apart: of a block its experts, where ranks have other ones."""
+    experts = [shape for shape in unit if shape.ep > 1]
+    rest = [shape for shape in unit if shape.ep == 1]
+    return [part for part in (rest, experts) if part]
+
+
 def _fsdp_moments(
     stage: Stage,
     recipe: Recipe,
@@ -299,13 +311,17 @@ def _fsdp_moments(
     reduced = 8 if recipe.exact else 4
 
     def padded(unit: Sequence[Shape], itemsize: int) -> int:
-        return shards * _bytes(unit, shards, itemsize)
+        return _gathered(unit, shards, itemsize)
 
     root, root_buffer = padded(units[0], compute), padded(units[0], reduced)
     blocks = units[1:]
     block = max((padded(unit, compute) for unit in blocks), default=0)
-    buffer = max((padded(unit, reduced) for unit in blocks), default=0)
-    flat = block if shards > 1 else 0  # a group of one rank copies without it
+    parts = [part for unit in dict.fromkeys(blocks) for part in parts_of(unit)]
+    # Experts are reduced before the rest of their block, and gathered while what follows is not.
+    whole = [part for part in parts if part[0].ep == 1]
+    buffer = max((padded(part, reduced) for part in whole), default=0)
+    # A group of one rank copies without it.
+    flat = max((padded(part, compute) for part in whole), default=0) if shards > 1 else 0
     keeps_whole = not recipe.gathers_twice
     everything = sum(padded(unit, compute) for unit in units)
 
@@ -353,18 +369,20 @@ def _fsdp_moments(
         held = trace.first_backward + below * trace.block_saved
         moments.append(Moment("blocks", max(early, back * block_slices), held, other, True))
 
-    def reducing(gradients: int, buffer: int) -> int:
+    def reducing(unit: Sequence[Shape]) -> int:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
         into another; replicas of one rank divide it by 1 in between, which makes a third."""
-        reduced_to = buffer // shards
-        divided = shards == 1 < layout.replicas
+        buffer, ranks = padded(unit, reduced), max(1, shards // unit[0].ep) if unit else 1
+        gradients = max(padded(unit, compute), _bytes(unit, 1, reduced) if aside else 0)
+        reduced_to = buffer // ranks
+        divided = ranks == 1 < layout.replicas
         most = max(gradients + buffer, (1 + divided) * buffer + reduced_to)
         return most - reduced_to if apart > 1 else most  # it takes the place of the one before
 
     for below in {len(blocks) - 1, 0} if blocks else ():
         back = len(blocks) - below
         other = gathered - back * block if keeps_whole else root + (flat if below else 0)
-        other += aside - back * block_aside + reducing(max(block, block_aside), buffer)
+        other += aside - back * block_aside + max(map(reducing, parts))
         held = trace.after_block + below * trace.block_saved
         reduced_before = max(early, (back - 1) * block_slices)
         moments.append(Moment("blocks", reduced_before, held, other + all_reduced(back - 1), True))
@@ -372,5 +390,5 @@ def _fsdp_moments(
     return [
         *moments,
         Moment("end", done, trace.tail_backward, root + buffer + root_aside + after, True),
-        Moment("reduce", done, 0, reducing(max(root, root_aside), root_buffer) + after, True),
+        Moment("reduce", done, 0, reducing(units[0]) + after, True),
     ]

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from elastic.group.batch_plan import plan_batch
+from trainer.parallel.expert import check_experts
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import DTYPES
@@ -145,8 +146,11 @@ def predict(
     if gpu_memory is None:
         gpu_memory = machine.gpu.memory if machine else USUAL_GPU
     keep = by_fsdp or (world_size == plan.passes == 1)  # no bucket, nothing to be added to
-    cut = Cut(strategy.tp, strategy.sequence_parallel, strategy.cp)
-    stages = [stage_of(blueprint, run, strategy.tp) for run in _runs(blueprint, recipe, shards)]
+    cut = Cut(strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.ep)
+    stages = [
+        stage_of(blueprint, run, strategy.tp, strategy.ep)
+        for run in _runs(blueprint, recipe, shards, local_world_size)
+    ]
     of_stage = partial(
         trace, blueprint, plan.micro_batch, strategy.activation_checkpointing,
         DTYPES[recipe.precision.dtype], not by_fsdp, device, flash, gpu_memory, keep, cut,
@@ -225,17 +229,29 @@ def _sent(
     shared = sum(c.sent for c in collectives_of(stages, recipe, layout))
     messages = messages_of(stages, traces, recipe, layout).sent
     tied = tied_gradients_of(stages, recipe, layout).sent
-    together = sum(half.tp + half.cp for trace in traces for half in trace.sent)
+    together = sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)
     return shared + layout.passes * together + messages + tied
 
 
-def _runs(blueprint: Blueprint, recipe: Recipe, shards: int) -> list[range]:
+def _runs(blueprint: Blueprint, recipe: Recipe, shards: int, local_world_size: int) -> list[range]:
     """The blocks of each stage.
 
     Raises:
         RecipeError: the model cannot be computed by so many ranks together.
     """
     strategy, model = recipe.strategy, blueprint.model
+    if strategy.ep > 1:
+        if strategy.tp * strategy.cp * strategy.pp > 1:
+            raise RecipeError(
+                "strategy.ep: beside tp, cp and pp it cannot be planned yet; `perdure compare` "
+                "measures it"
+            )
+        if strategy.ep > local_world_size:
+            raise RecipeError(
+                f"strategy.ep: {strategy.ep} ranks span several nodes of {local_world_size}, of "
+                "which the time cannot be planned yet; set a divisor"
+            )
+        check_experts(model, strategy.ep, shards)
     if strategy.tp > 1:
         from trainer.parallel.tensor import kinds_of  # others get by without
 

@@ -1,5 +1,6 @@
-"""Ranks that are not there, for traces: one of them runs the real code of tensor and context
-parallelism, and what it would send is noted instead.
+"""Ranks that are not there, for traces: one of them runs the real code of tensor, context and
+expert parallelism, and what it would send is noted instead. Routers are taken to be even: each of
+the ranks that divide experts gets as many rows as any other.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
-from trainer.parallel import context, tensor
+from trainer.parallel import context, expert, tensor
 from trainer.plan.kernels import loss_of_gpu
 
-Note = Callable[[Literal["tp", "cp"], float], None]
-"""Called with whom a rank sends to, and how many bytes in a ring."""
+Note = Callable[[Literal["tp", "cp", "ep"], float], None]
+"""Called with whom a rank sends to, and how many bytes."""
 
 
 class Ranks:
@@ -79,6 +80,21 @@ def imagined_ranks(
         coming = x.new_empty((2, tokens, *x.shape[2:]))
         return lambda: (x, coming)[1]  # x is read from until then
 
+    def even(counts: Tensor, _arriving: Tensor, ranks: int, rows: int) -> Any:
+        share = [len(part) for part in torch.arange(rows, device="cpu").tensor_split(ranks)]
+        return share, share
+
+    def to_experts(x: Tensor, _sent: Any, received: list[int], group: Ranks) -> Tensor:
+        note("ep", x.nbytes * (group.count - 1) / group.count)
+        return x.new_empty((sum(received), *x.shape[1:]))
+
+    divided = patch.multiple(
+        expert,
+        dist=_silent(note),
+        distribute_tensor=part,
+        _rows=even,
+        _exchange=to_experts,
+    )
     cut = patch.multiple(
         tensor,
         dist=_silent(note),
@@ -90,6 +106,7 @@ def imagined_ranks(
     turned = patch.multiple(context, dist=_silent(lambda *_: None), Ring=lambda *_: ring)
     with ExitStack() as stack:
         stack.enter_context(cut)
+        stack.enter_context(divided)
         stack.enter_context(turned)
         if gpu_memory is not None:
             of_gpu = loss_of_gpu(gpu_memory)
@@ -111,6 +128,7 @@ def _silent(note: Note) -> SimpleNamespace:
         ReduceOp=dist.ReduceOp,
         ProcessGroup=dist.ProcessGroup,
         all_reduce=all_reduce,
+        all_to_all_single=lambda *_, group: None,
         get_rank=lambda group: group.rank,
         get_world_size=lambda group: group.count,
     )

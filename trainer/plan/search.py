@@ -1,6 +1,7 @@
 """Every strategy on one machine: predictions, and which one to take."""
 
 import dataclasses
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
 
     own = candidates("as it is", *_as_it_is(recipe, machine, device, blueprint, refusals))
     found, everything = [], []
-    for label, strategy in _strategies(recipe, machine):
+    for label, strategy in _strategies(recipe, machine, blueprint):
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
             if _refused(dataclasses.replace(recipe, strategy=changed)):
@@ -184,7 +185,7 @@ def _as_it_is(
 def _is_plain(recipe: Recipe) -> bool:
     """Whether a recipe leaves model parallelism open: what it says of that, stays."""
     strategy = recipe.strategy
-    return strategy.tp == strategy.pp == strategy.cp == strategy.ep == 1
+    return strategy.tp == strategy.pp == strategy.cp == 1
 
 
 def _layouts(
@@ -250,7 +251,12 @@ def _least_seconds(
     if strategy.name == "ddp":
         return computing
     gathers = passes / max(MICRO_BATCHES) * (2 if strategy.sharding == "FULL_SHARD" else 1)
-    payload = gathers * 2 * blueprint.parameter_count / together
+    gathered = sum(
+        shape.rows * shape.row / (strategy.ep if shape.stacked else 1)
+        for unit in blueprint.units
+        for shape in unit
+    )
+    payload = gathers * 2 * gathered / together
     return max(computing, Collective(int(payload), 1, shards, strategy.tp).seconds(machine))
 
 
@@ -321,9 +327,11 @@ def largest_micro_batch(
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
-def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strategy]]:
+def _strategies(
+    recipe: Recipe, machine: Machine, blueprint: Blueprint
+) -> Iterator[tuple[str, Strategy]]:
     """What `trainer.parallel` offers, and DeepSpeed's name for it; below the model parallelism of
-    the recipe."""
+    the recipe. Experts whole, and divided among the ranks of a node."""
     plain = _plain(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
     if not recipe.exact:
@@ -332,6 +340,11 @@ def _strategies(recipe: Recipe, machine: Machine) -> Iterator[tuple[str, Strateg
     three = dataclasses.replace(plain, sharding="FULL_SHARD")
     yield "ZeRO-2", two
     yield "ZeRO-3", three
+    stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
+    apart = plain.tp == plain.pp == plain.cp == 1
+    ep = math.gcd(machine.gpus_per_node, *stacks) if stacks and apart else 1
+    if ep > 1:
+        yield f"EP{ep} ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
     tp, pp = plain.tp, plain.pp

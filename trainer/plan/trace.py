@@ -24,6 +24,7 @@ from trainer.data.documents import room_for_documents
 from trainer.models import Decoder
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.activations import apply_activation_checkpointing
+from trainer.parallel.expert import stacked_modules
 from trainer.plan.kernels import cuda_kernels
 from trainer.plan.live import LiveTensors
 from trainer.plan.storages import storage_of
@@ -48,6 +49,7 @@ class Cut(NamedTuple):
     sequence: bool = False
     """As `strategy.sequence_parallel`."""
     cp: int = 1
+    ep: int = 1
 
 
 WHOLE = Cut()
@@ -66,10 +68,19 @@ class Shape:
     """Bytes per element."""
     state: tuple[StateTensor, ...] = ()
     """What the optimizer keeps for it."""
+    stacked: bool = False
+    """Whether its rows are experts."""
+    ep: int = 1
+    """Ranks that have other rows of it each, before any sharding."""
 
     def sharded(self, ranks: int) -> int:
-        """Elements of the first rank's slice, which no other's exceeds."""
-        return -(-self.rows // ranks) * self.row
+        """Elements of the first rank's slice, which no other's exceeds. On one rank of `ep`, which
+        do not share it, that is what it would have gathered."""
+        return -(-self.rows // max(ranks, self.ep)) * self.row
+
+    def gathered(self, ranks: int) -> int:
+        """Elements of all slices that a rank gathers."""
+        return max(1, ranks // self.ep) * self.sharded(ranks)
 
     def state_bytes(self, ranks: int) -> int:
         """Bytes of the optimizer's state on the first rank."""
@@ -150,7 +161,8 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) 
     named = dict(model.named_parameters())
     state = state_of(named, optimizer)
     kept = {parameter: state[name] for name, parameter in named.items()}
-    return tuple(tuple(_shape(p, kept[p]) for p in unit) for unit in units)
+    stacked = {p for module in stacked_modules(model) for p in module.parameters()}
+    return tuple(tuple(_shape(p, kept[p], p in stacked) for p in unit) for unit in units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,20 +179,26 @@ class Stage:
     """The embedding, if another stage has it, too."""
 
 
-def stage_of(blueprint: Blueprint, blocks: range, tp: int) -> Stage:
-    """The stage with some of the blocks, on one of `tp` ranks.
+def stage_of(blueprint: Blueprint, blocks: range, tp: int, ep: int = 1) -> Stage:
+    """The stage with some of the blocks, on one of `tp` ranks, with experts of one of `ep`.
 
     Raises:
         RecipeError: the model cannot be cut so.
     """
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
-    return _stage_of(blueprint, first, last, len(blocks), tp)
+    return _stage_of(blueprint, first, last, len(blocks), tp, ep)
 
 
 @cache
-def _stage_of(blueprint: Blueprint, first: bool, last: bool, blocks: int, tp: int) -> Stage:
+def _stage_of(
+    blueprint: Blueprint, first: bool, last: bool, blocks: int, tp: int, ep: int
+) -> Stage:
     if first and last and tp == 1:
-        return Stage(True, True, blocks, blueprint.units)
+        units = tuple(
+            tuple(dataclasses.replace(s, ep=ep) if s.stacked else s for s in unit)
+            for unit in blueprint.units
+        )
+        return Stage(True, True, blocks, units)
     whole = _units_of_part(blueprint, True, True, tp)
     if not isinstance(blueprint.traced, Decoder):
         return Stage(first, last, blocks, whole)
@@ -212,16 +230,19 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Un
     return _units(part, repeated_blocks(part), blueprint.optimizer)
 
 
-def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...]) -> Shape:
+def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool) -> Shape:
     rows = parameter.shape[0] if parameter.dim() else 1
-    return Shape(rows, parameter.numel() // max(1, rows), parameter.element_size(), state)
+    row, itemsize = parameter.numel() // max(1, rows), parameter.element_size()
+    return Shape(rows, row, itemsize, state, stacked)
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends in rings, and what hides them."""
+    """Bytes that a rank sends in rings, or of rows to the ranks of their experts (ep), and what
+    hides them."""
 
     tp: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
     attention: float = 0.0
     """Operations of attention, beside which those of cp travel."""
 
@@ -326,6 +347,7 @@ def _taped(
     imagined: Any = nullcontext()
     if cut != WHOLE:
         from trainer.parallel.context import Context  # others get by without
+        from trainer.parallel.expert import apply_expert_parallel
         from trainer.parallel.tensor import apply_tensor_parallel
         from trainer.plan.ranks import Ranks, imagined_ranks, ring_of
 
@@ -333,10 +355,12 @@ def _taped(
         imagined = imagined_ranks(tape.send, ring, gpu and gpu[1])
         if ring:
             call = partial(Context(ring.group), model)
-        if cut.tp > 1:
-            ranks: Any = Ranks(cut.tp)
-            with imagined_ranks(tape.send, ring, None):
+        with imagined_ranks(tape.send, ring, None):
+            ranks: Any = Ranks(max(cut.tp, cut.ep))
+            if cut.tp > 1:
                 apply_tensor_parallel(model, ranks, cut.sequence)
+            if cut.ep > 1:
+                apply_expert_parallel(model, ranks)
     if recompute != "none":
         blocks = apply_activation_checkpointing(model, blocks, recompute)
     if not autocast:

@@ -226,8 +226,6 @@ def _build_on_samples(recipe: Recipe) -> Task:
 
 def check_plannable(recipe: Recipe) -> None:
     """Raises RecipeError for a model whose memory and time cannot be predicted."""
-    if recipe.strategy.ep > 1:
-        raise RecipeError("strategy.ep: expert parallelism cannot be planned yet; set 1")
     if recipe.data.factory:
         raise RecipeError(
             "data.factory: only prepared tokens can be planned; `perdure compare` measures what "
