@@ -82,7 +82,7 @@ def measure(recipe, rank, world_size):
 @pytest.mark.parametrize(
     "worlds",
     [
-        {2: ("zero3",)},
+        pytest.param({2: ("zero3",)}, marks=soak),
         pytest.param(
             {2: ("ddp", "zero1", "zero2", "zero3"), 4: ("zero1", "zero2", "zero3", "hybrid")},
             marks=soak,

@@ -97,6 +97,7 @@ def test_a_rank_is_killed_then_the_node_and_the_loop_goes_on(cluster, tmp_path, 
     assert before | after == pytest.approx(undisturbed["fsdp_loop"], abs=1e-5)
 
 
+@soak
 def test_a_node_that_is_told_to_go_saves_and_leaves(cluster, tmp_path, undisturbed):
     """After a step that all ranks agree on. Twenty rows do not divide among three ranks."""
     node = cluster("elastic_loop", "1", ranks=3).add()
