@@ -95,7 +95,9 @@ def _sent(module: nn.Module, compute: Compute, group: dist.ProcessGroup) -> Comp
     return forward
 
 
-def _rows(counts: Tensor, arriving: Tensor, ranks: int, _rows: int) -> tuple[list[int], list[int]]:
+def _rows(
+    counts: Tensor, arriving: Tensor, ranks: int, _of_plan: int
+) -> tuple[list[int], list[int]]:
     """How many go to each rank, and come from each: the host waits for both."""
     sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(dim=-1).tolist()
     return sent, received

@@ -117,7 +117,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
     for label, strategy in _strategies(recipe, machine, blueprint):
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
-            if _refused(dataclasses.replace(recipe, strategy=changed)):
+            if _refused(_changed(recipe, changed, 1)):
                 continue
             tried: list[Candidate] = []
             micro_batches = _micro_batches(recipe, world_size)
@@ -367,6 +367,8 @@ def _refused(recipe: Recipe) -> bool:
     """Whether its strategy does not go with the model parallelism that it has. What else a recipe
     contradicts itself in was told when it was read."""
     strategy = recipe.strategy
+    if strategy.ep > 1:  # it goes with few other keys, too
+        return any(contradictions(recipe))
     apart = strategy.tp == strategy.pp == strategy.cp == 1
     return not apart and any(key.startswith("strategy.") for key, _ in contradictions(recipe))
 
