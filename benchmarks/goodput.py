@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.support import ROOT, arguments, heading, print_table, write_json
 from elastic import SaveClock, expected_mtbf
-from elastic.group.membership import MISSED_BEATS, beat_seconds
+from elastic.group.membership import MISSED_BEATS, beat_seconds, lease_seconds
 from elastic.node.watchdog import FACTOR, FLOOR
 
 GPUS = (1024, 2048, 4096, 8192, 16384)
@@ -154,7 +154,7 @@ def perdure(gpus: int, recovery: Mapping[str, Any], engines: Sequence[Any]) -> S
     measured = {
         kind: _without_redone(recovery["perdure"][name]) for kind, name in MEASURED_AS.items()
     }
-    lease = MISSED_BEATS * (beat_seconds(nodes) - beat_seconds(2))
+    lease = lease_seconds(beat_seconds(nodes), True) - lease_seconds(beat_seconds(2), True)
     from_memory, from_neighbour = own / HOST_LINK, own * PER_NODE / NODE_LINK
     patience = max(0.0, FACTOR * STEP_SECONDS - FLOOR)
     restart = {

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from elastic.group.membership import (
-    MISSED_BEATS,
     OBSERVERS,
     Ask,
     Change,
@@ -26,6 +25,7 @@ from elastic.group.membership import (
     fail,
     heed_all,
     inside,
+    lease_seconds,
     look_seconds,
     lose,
     newer,
@@ -102,6 +102,8 @@ class Member:
         """Since when this node knocks; 0: it does not."""
         self._next_count = 0.0
         """When this observer reads the counters of all again, while nodes come or go."""
+        self._doubts_until = 0.0
+        """Until when a node is likely to be gone."""
         self._told_state: Membership | None = None
         self._next_tell = 0.0
         self._version: bytes | None = None
@@ -132,6 +134,11 @@ class Member:
     def report(self, round: int, generation: int, failure: Failure) -> None:
         """Tell of a training process that failed."""
         self.change(lambda state: fail(state, round, generation, failure, self.limits))
+
+    def doubt(self, seconds: float) -> None:
+        """Take it for so long that a node may be gone: its lease is shorter meanwhile."""
+        self._doubts_until = time.monotonic() + seconds
+        self.wake.set()
 
     def ask(self, ask: Ask | None) -> None:
         """Come or leave, soon; None: nothing more."""
@@ -268,6 +275,8 @@ class Member:
             self._at_door = 0.0
         self._sum(state)
         if state != self.state:
+            if (state.round, state.generation) != (self.state.round, self.state.generation):
+                self._doubts_until = 0.0  # it is known what happened
             with self._news:
                 self.state = state
                 self._news.notify_all()
@@ -301,8 +310,10 @@ class Member:
             )
 
     def _pending(self) -> bool:
-        """Whether nodes are coming or going, so that what they ask for is looked at more often."""
+        """Whether nodes are coming or going, or may be, so that they are looked at more often."""
         state = self.state
+        if time.monotonic() < self._doubts_until:
+            return True
         ends = len(state.members) < state.size or bool(set(state.members) & set(state.arrived))
         begins = not state.members or room(state, self.limits) > 0
         return ends or begins or bool(state.closed or self._knocking)
@@ -339,11 +350,13 @@ class Member:
             self._connections = self._client.connections
             self._leases.forgive()
         patience = 1 if self.name in observers(self.state) else 2  # the observers are first
-        lapsed = self._leases.lapsed(
-            {node: counters[node] for node in others},
-            time.monotonic(),
-            {node: patience * (self._lease or beats[node] * MISSED_BEATS) for node in others},
-        )
+        now = time.monotonic()
+        doubted = now < self._doubts_until
+        leases = {
+            node: patience * (self._lease or lease_seconds(beats[node], doubted))
+            for node in others
+        }
+        lapsed = self._leases.lapsed({node: counters[node] for node in others}, now, leases)
         for node in lapsed:
             self._asks.pop(node, None)
         return lapsed

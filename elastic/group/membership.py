@@ -33,10 +33,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-BEAT_SECONDS = 0.4
+BEAT_SECONDS = 0.2
 """How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
-NODES_PER_BEAT = 256
+NODES_PER_BEAT = 128
 MISSED_BEATS = 3
+LEASE_SECONDS, DOUBTED_SECONDS = 1.2, 0.8
+"""Shortest lease: of any node, and while a rank has lost a peer and nobody says why."""
 LOOK_SECONDS = 0.05
 """How often a node of a small job looks at the document."""
 OBSERVERS = 3
@@ -464,6 +466,11 @@ def calm(state: Membership) -> Membership:
 def beat_seconds(nodes: int) -> float:
     """How often a node of a job of so many nodes raises its counter."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
+
+
+def lease_seconds(beat: float, doubted: bool) -> float:
+    """How long a node may be silent that raises its counter every `beat` seconds."""
+    return max(DOUBTED_SECONDS if doubted else LEASE_SECONDS, beat * MISSED_BEATS)
 
 
 def look_seconds(nodes: int, observes: bool) -> float:

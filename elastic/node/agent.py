@@ -508,6 +508,7 @@ class Node:
             rank.able = time.monotonic() if message["able"] else None
         elif "lost" in message:
             rank.lost = time.monotonic()
+            self.group.doubt(LOST_SECONDS)
         elif message.get("ready") == "{}.{}".format(*self._generation):
             rank.recalled = None
             self._hangs.times.begin(rank.rank)

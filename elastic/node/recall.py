@@ -63,7 +63,7 @@ class Recall:
         self._agent = agent
         self._news = threading.Condition()
         self._next: tuple[str, dict[str, str]] | None = None
-        self._called = self._armed = self._gone = False
+        self._called = self._armed = self._gone = self._aborting = False
         self.allowed = False
         """The program would be recalled, and there is somebody who might."""
         self.able = False
@@ -106,7 +106,9 @@ class Recall:
                 self.able = False
                 self._tell({"able": False})
         finally:
-            self._armed = False
+            with self._news:  # the thread may be aborting; what comes next makes all of it anew
+                self._armed = False
+                self._news.wait_for(lambda: not self._aborting)
 
     def check(self) -> None:
         """Raise `Recalled` if this attempt is to end. Before what was received is used: an aborted
@@ -182,11 +184,16 @@ class Recall:
                     self._next = message["generation"], environment
                     for descriptor in descriptors:
                         os.close(descriptor)
-                self._called = True
+                self._called, self._aborting = True, self._armed
                 self._news.notify_all()
-            if self._armed:
-                self.stop()
-                self.abort()
+            if self._aborting:
+                try:
+                    self.stop()
+                    self.abort()
+                finally:
+                    with self._news:
+                        self._aborting = False
+                        self._news.notify_all()
 
     def _tell(self, message: dict[str, object]) -> None:
         if self._agent is not None:

@@ -157,7 +157,7 @@ def test_ranks_that_go_on_in_place_after_others_were_killed_make_the_same_bits(
                 os.kill(pids[victim], signal.SIGKILL)
         nodes.wait(60)
     assert node.text().count("from memory; rank") == 2, node.text()
-    assert len(stays) == 1
+    assert len(stays) == 1, node.text()
     assert_equal_bits(result(workspace, "exact-kills"), single["fp32"])
 
 

@@ -200,6 +200,16 @@ def test_a_node_is_lost_by_the_time_that_it_gave_itself(nodes, monkeypatch):
     assert slow.name in first.state.members
 
 
+def test_a_silent_node_is_lost_sooner_where_a_rank_has_lost_a_peer(nodes, monkeypatch):
+    monkeypatch.setattr("elastic.group.membership.LEASE_SECONDS", 60.0)
+    members = [nodes(name, 3) for name in NAMES[:3]]
+    trained_by(members)
+    first, other, silent = members
+    first.doubt(20.0)
+    look([first, other], lambda: silent.name not in first.state.members)
+    assert first.state.members == (first.name, other.name)
+
+
 def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
     members = {name: nodes(name, 4, unit=2) for name in "abcd"}
 

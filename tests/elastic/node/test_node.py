@@ -3,8 +3,10 @@
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from tests.checkpointing.faults import until
 ROOT = Path(__file__).parents[3]
 STAND_IN = """
 import sys
+import threading
 from elastic.node.standin import stand_in
 
 function = f"tests.elastic.node.test_node:{sys.argv[1]}"
@@ -147,3 +150,22 @@ def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp
         node.group.report(1, number - 1, Failure("here", 0, 0, "the test", 0.0))
         node.wake()
     assert all("taken" not in start.read_text() for start in starts)
+
+
+def test_an_attempt_is_over_when_all_of_it_is_aborted():
+    """Else what is aborted late is the next attempt's."""
+    agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    recall, begun, events = Recall(own), threading.Event(), []
+
+    def stop():
+        begun.set()
+        time.sleep(0.1)
+        events.append("aborted")
+
+    recall.stop = stop
+    with suppress(ConnectionError), recall.attempt():
+        agent.send(b'{"stop": true}')
+        assert begun.wait(10)
+        raise ConnectionError
+    assert events == ["aborted"]
+    agent.close()
