@@ -353,8 +353,7 @@ class Member:
         now = time.monotonic()
         doubted = now < self._doubts_until
         leases = {
-            node: patience * (self._lease or lease_seconds(beats[node], doubted))
-            for node in others
+            node: patience * (self._lease or lease_seconds(beats[node], doubted)) for node in others
         }
         lapsed = self._leases.lapsed({node: counters[node] for node in others}, now, leases)
         for node in lapsed:
