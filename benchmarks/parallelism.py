@@ -34,7 +34,8 @@ from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, set_rate
 from trainer.parallel.context import Context
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.parallelize import Call, Passed, means, parallelize
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.passes import Call, Passed, means
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory

@@ -131,8 +131,13 @@ def test_commands_in_sentences_are_known(page):
         if found := re.fullmatch(r"make ([a-z][\w-]*).*", span):
             assert found[1] in TARGETS, span
         elif found := re.match(r"python -m benchmarks\.(\w+)", span):
-            homes = (ROOT / "benchmarks" / name for name in (found[1], f"{found[1]}.py"))
-            assert any(home.exists() for home in homes), span
+            homes = [f"benchmarks/{found[1]}.py", f"benchmarks/{found[1]}/*.py"]
+            source = "".join(path.read_text() for home in homes for path in ROOT.glob(home))
+            assert source, span
+            shared = (ROOT / "benchmarks/support/__init__.py").read_text()
+            for option in re.findall(r" --([a-z][\w-]+)", span):
+                name = option.replace("-", "[-_]")
+                assert re.search(rf"\b{name}\b", source + shared), (span, option)
         elif span.startswith("perdure "):
             names = re.findall(r"[a-z|-]+", span.split(" -")[0])[1:3]
             for last in names[-1].split("|") if names else [""]:

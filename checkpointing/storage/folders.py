@@ -130,11 +130,6 @@ def _name_stranger(path: Path, user: int) -> None:
     )
 
 
-def dead_folders(directory: str) -> list[Path]:
-    """Memory on this machine that dead processes of a run left."""
-    return [path for path in of_run(directory) if not _is_used(path)]
-
-
 def living_folders(directory: str) -> list[Path]:
     """Memory on this machine that living processes of a run hold."""
     return [path for path in of_run(directory) if _is_used(path)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpointing import TensorCheckpointer
 from checkpointing.load.memory import TOKEN
-from checkpointing.storage.folders import dead_folders, living_folders
+from checkpointing.storage.folders import living_folders, of_run
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
 
 _PATTERN = torch.arange(251, dtype=torch.uint8)
@@ -68,7 +68,13 @@ def names(directory: Path) -> list[str]:
 
 def memory_of(run: Path) -> list[Path]:
     """What processes of a run, living or dead, have in shared memory."""
-    return living_folders(str(run)) + dead_folders(str(run))
+    return list(of_run(str(run)))
+
+
+def left_in_memory(run: Path) -> list[Path]:
+    """What dead ones have there."""
+    living = living_folders(str(run))
+    return [path for path in memory_of(run) if path not in living]
 
 
 class Job:

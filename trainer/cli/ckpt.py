@@ -82,7 +82,11 @@ def add_ckpt_command(commands: Commands) -> None:
     importer.add_argument("--config", metavar="FILE", help="config.json, where PATH has none")
     for parser in (export, importer):
         parser.add_argument(
-            "--max-shard-size", type=_size, default="4 GB", metavar="SIZE", help="default 4 GB"
+            "--max-shard-size",
+            type=_size,
+            default=CheckpointOptions.max_shard_size,
+            metavar="SIZE",
+            help=f"default {CheckpointOptions.max_shard_size}",
         )
 
 

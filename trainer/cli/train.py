@@ -16,6 +16,7 @@ from elastic.exits import (
     SIGNALS,
     leave_at_once,
 )
+from elastic.group.membership import Limits
 from elastic.group.secret import SECRET_FILE
 from elastic.node.warm import start_early
 from elastic.process import usable_cores
@@ -51,9 +52,10 @@ def add_train_command(commands: Commands) -> None:
     train.add_argument(
         "--max-restarts",
         type=int,
-        default=30,
+        default=Limits.restarts,
         metavar="N",
-        help="failures of one hour that are answered by starting the ranks again (default 30)",
+        help="failures of one hour that are answered by starting the ranks again "
+        f"(default {Limits.restarts})",
     )
     train.add_argument("--local-addr", metavar="ADDRESS", help="of this node, as others reach it")
     train.add_argument(

@@ -6,7 +6,7 @@ workers or steps. What it computes is frozen as ORDER_VERSION 1: a checkpoint is
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -58,37 +58,19 @@ class Permutation:
 
     def __call__(self, positions: NDArray) -> NDArray[np.int64]:
         """Where each position goes."""
-        return self._walk(positions, self._forward)
-
-    def inverse(self, values: NDArray) -> NDArray[np.int64]:
-        """Which position goes to each value."""
-        return self._walk(values, self._backward)
-
-    def _walk(
-        self, values: NDArray, step: Callable[[NDArray[np.uint64]], NDArray[np.uint64]]
-    ) -> NDArray[np.int64]:
         if self.size == 1:
-            return np.zeros(np.shape(values), dtype=np.int64)
+            return np.zeros(np.shape(positions), dtype=np.int64)
         with np.errstate(over="ignore"):
-            result = step(np.asarray(values).astype(np.uint64))
+            result = self._forward(np.asarray(positions).astype(np.uint64))
             outside = np.flatnonzero(result >= _U(self.size))
             while outside.size:
-                result[outside] = step(result[outside])
+                result[outside] = self._forward(result[outside])
                 outside = outside[result[outside] >= _U(self.size)]
         return result.astype(np.int64)
 
     def _forward(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         high, low = x >> self._low_bits, x & self._low
         for number, key in enumerate(self._keys):
-            if number % 2 == 0:
-                high = high ^ (_mix(low, key) & self._high)
-            else:
-                low = low ^ (_mix(high, key) & self._low)
-        return (high << self._low_bits) | low
-
-    def _backward(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        high, low = x >> self._low_bits, x & self._low
-        for number, key in reversed(list(enumerate(self._keys))):
             if number % 2 == 0:
                 high = high ^ (_mix(low, key) & self._high)
             else:

@@ -174,10 +174,10 @@ class Whole(Protocol):
     to the part."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """Of the labels that count."""
+        """The mean over all labels that count, of that over the part's."""
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """Of the tokens of each sequence."""
+        """The mean over all tokens of each sequence, of that over the part's."""
 
 
 class Decoder(nn.Module):

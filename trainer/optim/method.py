@@ -27,8 +27,6 @@ class Method:
     """Tensors for each parameter, with its shape, dtype and placement; zero at first."""
     counts: bool
     """Whether each parameter has its number of updates as well: `step`, a float32 scalar."""
-    elementwise: bool
-    """Whether an element's update depends on no other, so that parameters may be cut anywhere."""
     update: Callable[[Sequence[nn.Parameter], Mapping[str, Any], State, float, bool], None]
     """(parameters with gradients, their group, state, gradient factor, exact): one update of this
     rank's slices, by gradients times the factor, which it may change. On all ranks. With `exact`

@@ -16,7 +16,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Of two marks, once the device has been waited for."""
+    """Seconds between two marks, once the device has been waited for."""
     if isinstance(began, float):
         return float(ended - began)
     return float(began.elapsed_time(ended)) / 1000

@@ -28,7 +28,7 @@ from trainer.models.decoder import Decoder
 from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import fsdp_units, reduce_in_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
-from trainer.parallel.parallelize import Compute, Passed, means
+from trainer.parallel.passes import Compute, Passed, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
 

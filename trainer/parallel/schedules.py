@@ -107,7 +107,7 @@ class Simulation(NamedTuple):
     """What orders cost, see `simulate`."""
 
     spans: list[list[Span]]
-    """Of each rank."""
+    """What each rank does, and when."""
     held: list[int]
     """Most forwards of which a rank holds the activations at once, over all its stages."""
 

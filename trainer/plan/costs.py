@@ -287,9 +287,9 @@ class Pieces:
     stages: Sequence[Stage]
     """All of them, in order."""
     traces: Sequence[Trace]
-    """Of a pass of each."""
+    """A pass of each stage."""
     orders: Sequence[Order]
-    """Of each rank; empty without a pipeline."""
+    """What each rank does when; empty without a pipeline."""
 
     def of_rank(self, rank: int) -> tuple[Sequence[Stage], Sequence[Trace]]:
         """Its stages."""

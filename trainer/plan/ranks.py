@@ -28,11 +28,11 @@ class Ranks:
         self.count, self.rank = count, rank
 
     def get_group(self) -> "Ranks":
-        """Of all its ranks."""
+        """The group of all its ranks."""
         return self
 
     def get_local_rank(self) -> int:
-        """Of the one that is traced."""
+        """Number of the rank that is traced."""
         return self.rank
 
     def size(self) -> int:

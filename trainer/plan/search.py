@@ -238,8 +238,8 @@ def _name(strategy: Strategy) -> str:
 def _least_seconds(
     recipe: Recipe, machine: Machine, blueprint: Blueprint, strategy: Strategy
 ) -> float:
-    """Of a step, with the smallest passes: arithmetic and the bubble of a pipeline, or what FSDP
-    gathers in that time."""
+    """Seconds of a step, with the smallest passes: arithmetic and the bubble of a pipeline, or what
+    FSDP gathers in that time."""
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third

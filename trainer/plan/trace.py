@@ -211,7 +211,7 @@ def _stage_of(
 
 @cache
 def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Units:
-    """Of the traced blocks, and what is below the first or above the last one."""
+    """Units of the traced blocks, and what is below the first or above the last one."""
     part = blueprint.traced
     if first and last:
         part = copy.deepcopy(part)

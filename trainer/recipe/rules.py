@@ -207,11 +207,6 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "divides experts among ranks that share parameters, which these do not; use "
             "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
         )
-    if strategy.activation_checkpointing == "selective":
-        yield (
-            "strategy.activation_checkpointing",
-            "selective does not work with strategy.ep above 1 yet; use full, or none",
-        )
     if recipe.model.factory:
         yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
 
@@ -225,21 +220,13 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
     for key, chosen, instead in (
         ("run.determinism", ranks == "ep" and recipe.exact, "set fast"),
         ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
-        ("data.factory", bool(recipe.data.factory), f"set strategy.{ranks}=1"),
-        ("batch.micro_batch", recipe.batch.micro_batch == "auto", "name a number instead of auto"),
         (
-            "optimizer.factory",
-            cut and bool(recipe.optimizer.factory),
-            "remove it, which gives AdamW",
+            "data.factory",
+            ranks != "tp" and bool(recipe.data.factory),
+            f"set strategy.{ranks}=1",
         ),
         ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
         ("strategy.offload", cut and strategy.offload != "none", "set none"),
-        ("strategy.compile", ranks == "ep" and strategy.compile, "set false"),
-        (
-            "precision.dtype",
-            ranks == "ep" and recipe.precision.dtype == "fp16",
-            "use bf16 or fp32",
-        ),
     ):
         if chosen:
             yield key, f"{yet}; {instead}"

@@ -10,7 +10,7 @@ from elastic import PAUSE_TO_LEAVE, Pulse
 from elastic.node.exchange import Sum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
-from trainer.parallel.parallelize import COUNT, Call, Passed
+from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.tasks.task import Evaluation

@@ -221,7 +221,7 @@ def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "t
         parts.append(f"MFU {values['mfu']:.1%}")
     parts.append(f"memory {values['peak_memory'] / 1e9:.2f} GB")
     if "eta_seconds" in values:
-        parts.append(f"ETA {_clock(values['eta_seconds'])}")
+        parts.append(f"ETA {tqdm.format_interval(values['eta_seconds'])}")
     return " | ".join(parts)
 
 
@@ -283,9 +283,3 @@ def keep_records(path: Path, last_step: int) -> float:
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
     return latest
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -19,7 +19,7 @@ from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import update
 from trainer.optim.optimizer import set_rate, square_sum
 from trainer.parallel.clock import mark, seconds_between
-from trainer.parallel.parallelize import COUNT, Call, Passed
+from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step
 from trainer.run.state import Run

@@ -75,7 +75,7 @@ class RankProfile:
     reduced_vectors: int
     """Bytes of the tensors of one dimension that were all-reduced in all steps."""
     reduced: int
-    """Of those with more."""
+    """Bytes of those of more dimensions."""
     divided: int
     """Bytes of the tensors whose rows went to all ranks of a group, this one too."""
     allocated: int

@@ -29,13 +29,12 @@ from checkpointing.save.messages import Staged
 from checkpointing.storage.filesystems import filesystem
 from checkpointing.storage.folders import (
     SHARED_MEMORY,
-    dead_folders,
     forget,
     hold,
     living_folders,
     run_id,
 )
-from tests.checkpointing.faults import children, until
+from tests.checkpointing.faults import children, left_in_memory, until
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
@@ -84,7 +83,7 @@ def leave(run: Path, ranks: Path, nodes: int = 1, *, peer_copy: bool = False) ->
 def left_behind(run: Path, nodes: int) -> list[Path]:
     """Memory of so many nodes, once their writers have died, too."""
     deadline = time.monotonic() + 10
-    while len(folders := dead_folders(str(run))) < nodes and time.monotonic() < deadline:
+    while len(folders := left_in_memory(run)) < nodes and time.monotonic() < deadline:
         time.sleep(0.01)
     return folders
 
@@ -336,7 +335,7 @@ def test_memory_that_others_could_have_written_is_neither_read_nor_deleted(tmp_p
     else:
         folder.chmod(0o755)
     assert load(run, tmp_path / "ranks", "rows-2", 2) == [(1, False)] * 2
-    assert dead_folders(str(run)) == []
+    assert left_in_memory(run) == []
     assert f"{folder} (of user" in caplog.text
     assert (folder / "shape.json").exists()
     shutil.rmtree(folder)
@@ -391,7 +390,7 @@ def test_memory_of_a_killed_container_is_found(tmp_path):
     assert load(run, tmp_path / "ranks", "replicated", 1) == [(2, True)]
     with TensorCheckpointer(run, OPTIONS, None) as checkpointer:
         save_now(checkpointer, 3, **parts(3, "replicated"))
-    assert not dead_folders(str(run)), "it is given back"
+    assert not left_in_memory(run), "it is given back"
 
 
 def test_a_token_that_a_power_cut_has_emptied_is_replaced(tmp_path, caplog):

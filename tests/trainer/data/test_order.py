@@ -26,22 +26,22 @@ GOLDEN_SEVERAL = [
 
 @settings(max_examples=200, deadline=None)
 @given(size=st.one_of(st.integers(1, 300), st.integers(4000, 5000)), key=seeds, epoch=seeds)
-def test_a_bijection_with_its_inverse(size, key, epoch):
+def test_a_bijection(size, key, epoch):
     permutation = Permutation(size, key, epoch)
     values = permutation(np.arange(size))
     assert sorted(values.tolist()) == list(range(size))
-    assert (permutation.inverse(values) == np.arange(size)).all()
 
 
 @pytest.mark.parametrize("size", [2**32, 2**33 + 5, 2**62 - 1])
-def test_inverse_at_sizes_beyond_32_bits(size):
-    positions = np.random.default_rng(0).integers(0, size, 1000)
+def test_sizes_beyond_32_bits(size):
+    """A round that lost bits would take many positions to one place."""
+    positions = np.unique(np.random.default_rng(0).integers(0, size, 100_000))
     permutation = Permutation(size, 1)
     values = permutation(positions)
     assert values.min() >= 0
     assert values.max() < size
     assert values.max() > size // 2
-    assert (permutation.inverse(values) == positions).all()
+    assert len(np.unique(values)) == len(positions)
 
 
 def chi_square(counts, expected):

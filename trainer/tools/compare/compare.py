@@ -69,7 +69,7 @@ class Outcome:
     communication: float | None = None
     """Share of the time, mean of the ranks."""
     bubble: float | None = None
-    """Of a pipeline, in the timed steps, as metrics.jsonl has it."""
+    """Share of idle time of a pipeline, in the timed steps, as metrics.jsonl has it."""
     communication_bytes: float | None = None
     """Sent per step by a rank, as `RankRecord.sent`."""
     checkpoint_stall: float | None = None

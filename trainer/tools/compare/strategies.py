@@ -40,7 +40,7 @@ MODIFIERS: dict[str, tuple[str, ...]] = {
 LAYOUT = re.compile(r"(tp|pp|cp|ep)([1-9]\d*)")
 """A modifier that says how many ranks compute together: tp2, pp4."""
 LAYOUT_BASE = "zero2"
-"""Of a name that begins with a layout: it gathers weights once a step, whatever the passes."""
+"""Base of a name that begins with a layout: it gathers weights once a step, whatever the passes."""
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
