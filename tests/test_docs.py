@@ -2,6 +2,7 @@
 and the picture of the rooms is that of the imports."""
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -25,6 +26,7 @@ from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
 from trainer.cli.main import main
 from trainer.data.prepare.prepare import prepare
+from trainer.run.train import train
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -80,6 +82,13 @@ def test_paths_exist(page):
 def test_the_picture_of_the_rooms_is_of_today():
     page = PAGES["docs/design.md"]
     assert rooms.with_picture(page) == page, "make docs"
+
+
+def test_rooms_stay_small():
+    most = {"trainer": 6, "elastic": 8, "checkpointing": 8}
+    files = {name: list((ROOT / name).glob("*.py")) for name in most}
+    assert all(len(found) <= most[name] for name, found in files.items()), files
+    assert len(inspect.getsourcelines(train)[0]) <= 80
 
 
 def test_the_picture_of_the_schedules_is_what_the_simulator_says():
