@@ -3,6 +3,10 @@
 Of each it takes a checkout, puts it in front of PYTHONPATH, and has `perdure train` run the
 quickstart in fp32 on the same prepared data: on one rank, on two under DDP and under FULL_SHARD.
 A run saves twice. Under FULL_SHARD one of the ranks is killed after that, once.
+
+Then it compares bits, without document masks, whose attention is computed in more than one way:
+losses, gradient norms and checkpoints of both, and of this tree from a checkpoint of the other's.
+With `--rounds 0` that is all.
 """
 
 import configparser
@@ -19,7 +23,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.support import ROOT, arguments, python_path, report, run, spread, workspace
+from benchmarks.support import (
+    ROOT,
+    arguments,
+    heading,
+    print_table,
+    python_path,
+    report,
+    run,
+    spread,
+    workspace,
+)
 
 STEPS, EVERY, WARM, LATE = 40, 15, 8, 32
 CASES = {
@@ -27,9 +41,16 @@ CASES = {
     "DDP": ("--nproc-per-node=2", "strategy.name=ddp"),
     "FULL_SHARD": ("--nproc-per-node=2",),
 }
+EXACT = {"exact": ("--nproc-per-node=2", "run.determinism=exact")}
 RECIPE = (
     *("precision.dtype=fp32", f"run.steps={STEPS}", "run.log_every=1", "run.evaluate_every=0"),
     *(f"checkpoint.every={EVERY}", "elastic.snapshot_every=1", "schedule.warmup_steps=5"),
+)
+
+
+SHORT = (
+    *("precision.dtype=fp32", "run.steps=10", "run.log_every=1", "run.evaluate_every=0"),
+    *("checkpoint.every=5", "schedule.warmup_steps=2", "data.document_mask=false"),
 )
 
 
@@ -49,6 +70,10 @@ def main() -> None:
                     for case, choice in CASES.items():
                         figures = measure(directory, tree, choice, kill=case == "FULL_SHARD")
                         found.setdefault(case, {}).setdefault(name, []).append(figures)
+            bits = [
+                {"run": case, **same_bits(directory, *trees.values(), choice)}
+                for case, choice in (CASES | EXACT).items()
+            ]
         finally:
             for tree in trees.values():
                 run(["git", "worktree", "remove", "--force", str(tree)], ROOT)
@@ -66,7 +91,10 @@ def main() -> None:
                     "after / before": f"{median(new) / median(old):.3f}",
                 }
             )
-    report(f"This tree against {options.commit}; median (min-max)", rows, found, options.json)
+    if rows:
+        report(f"This tree against {options.commit}; median (min-max)", rows, found, options.json)
+    heading(f"Bitwise as {options.commit}, ten steps without document masks")
+    print_table(bits)
 
 
 def install(tree: Path) -> None:
@@ -123,6 +151,32 @@ def measure(
     if saves:
         figures["a save"] = median(saves)
     return figures | ({"a killed rank": recovery} if recovery else {})
+
+
+def same_bits(directory: Path, old: Path, new: Path, choice: tuple[str, ...]) -> dict[str, str]:
+    """Whether both trees train alike, and the new one goes on alike from the other's step 5."""
+
+    def train(tree: Path, name: str) -> tuple[list[Any], dict[str, bytes]]:
+        command = [sys.executable, "-P", "-m", "trainer.cli", "train"]
+        command += [str(tree / "recipes/quickstart.yaml"), *choice, *SHORT, f"run.dir={name}"]
+        run(command, directory, {"PYTHONPATH": python_path(tree), "OMP_NUM_THREADS": "1"})
+        told = steps(directory / name / "metrics.jsonl")
+        last = directory / name / "checkpoints/step-00000010"
+        files = {str(f.relative_to(last)): f.read_bytes() for f in last.rglob("*.safetensors")}
+        return [(told[n]["loss"], told[n]["grad_norm"]) for n in range(1, 11)], files
+
+    for name in ("old", "new", "on"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    theirs, ours = train(old, "old"), train(new, "new")
+    shutil.copytree(directory / "old", directory / "on", symlinks=True)
+    shutil.rmtree(directory / "on/checkpoints/step-00000010")
+    on = train(new, "on")
+    words = {True: "the same", False: "differ"}
+    return {
+        "losses, norms": words[theirs[0] == ours[0]],
+        "checkpoints": words[theirs[1] == ours[1]],
+        "from the other's checkpoint": words[theirs == on],
+    }
 
 
 def records(metrics: Path) -> list[dict[str, Any]]:
