@@ -71,7 +71,7 @@ def main() -> None:
                         figures = measure(directory, tree, choice, kill=case == "FULL_SHARD")
                         found.setdefault(case, {}).setdefault(name, []).append(figures)
             bits = [
-                {"run": case, **same_bits(directory, *trees.values(), choice)}
+                {"run": case, **same_bits(directory, trees, choice)}
                 for case, choice in (CASES | EXACT).items()
             ]
         finally:
@@ -153,8 +153,11 @@ def measure(
     return figures | ({"a killed rank": recovery} if recovery else {})
 
 
-def same_bits(directory: Path, old: Path, new: Path, choice: tuple[str, ...]) -> dict[str, str]:
+def same_bits(
+    directory: Path, trees: Mapping[str, Path], choice: tuple[str, ...]
+) -> dict[str, str]:
     """Whether both trees train alike, and the new one goes on alike from the other's step 5."""
+    old, new = trees.values()
 
     def train(tree: Path, name: str) -> tuple[list[Any], dict[str, bytes]]:
         command = [sys.executable, "-P", "-m", "trainer.cli", "train"]
