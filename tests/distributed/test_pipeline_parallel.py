@@ -4,6 +4,7 @@ import pytest
 
 from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
+from tests.distributed.test_tensor_parallel import SGD
 
 LENGTH = (*THIRTY, "batch.micro_batch=1")
 PP = ("strategy.pp=2",)
@@ -30,6 +31,8 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-llama", 2, PP, LLAMA),
                 ("pp2-uneven", 2, PP, ["batch.global_batch=7", "batch.micro_batch=3"]),
                 ("pp2-one", 2, PP, ["batch.micro_batch=8"]),
+                ("pp2-auto", 2, PP, ["batch.micro_batch=auto"]),
+                ("pp2-own", 2, PP, SGD),
                 ("pp3", 3, ["strategy.pp=3"], FOUR),
                 ("pp4", 4, ["strategy.pp=4"], FOUR),
                 ("pp4-zero-bubble", 4, ["strategy.pp=4", *ZERO_BUBBLE], FOUR),

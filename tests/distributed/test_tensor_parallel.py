@@ -10,6 +10,7 @@ from tests.distributed.jobs import LAYOUT, ROOT, TEN, THIRTY, assert_follows, so
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 CP = ("strategy.cp=2",)
 COMPILE = ("strategy.compile=true",)
+SGD = ("optimizer.factory=torch.optim:SGD", "optimizer.factory_options={momentum: 0.9}")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
 
 
@@ -51,6 +52,8 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("cp2-every", 2, [*CP, "strategy.reduce_every_pass=true"], ()),
                 ("cp2-offload", 2, [*CP, "strategy.offload=cpu"], ()),
                 ("tp2-compile", 2, [*SP, *COMPILE], ()),
+                ("tp2-auto", 2, [*SP, "batch.micro_batch=auto"], ()),
+                ("tp2-own", 4, SP, SGD),
                 ("cp2-compile", 2, [*CP, *COMPILE], ()),
                 ("cp2-uneven", 4, CP, ["batch.global_batch=7"]),
                 ("cp3", 3, ["strategy.cp=3"], ()),

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _EXPENSIVE = {
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
+    "aten._grouped_mm.default",
     "aten._scaled_mm.default",
     "aten._scaled_mm_v2.default",
     "aten._scaled_dot_product_flash_attention.default",
@@ -30,12 +32,15 @@ known only once their module is imported."""
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, blocks: Sequence[nn.Module], mode: Literal["full", "selective"]
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mode: Literal["full", "selective"],
+    compiled: bool = False,
 ) -> list[nn.Module]:
-    """Wrap each block in place; returns the wrapped blocks, in order."""
+    """Wrap each block in place; returns the wrapped blocks, in order, which may be `compiled`."""
     contexts: dict[str, Any] = {}
     if mode == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        contexts["context_fn"] = partial(_selective, compiled)
     replaced: dict[nn.Module, nn.Module] = {
         # Nothing in a step draws random numbers that recomputation would have to replay, unless a
         # user's own model has dropout; torch's default of keeping the RNG state covers both.
@@ -47,6 +52,25 @@ def apply_activation_checkpointing(
             if child in replaced and parent is not replaced[child]:
                 setattr(parent, name, replaced[child])
     return [replaced[block] for block in blocks]
+
+
+def _selective(compiled: bool) -> tuple[TorchDispatchMode, ...]:
+    modes: tuple[TorchDispatchMode, ...] = create_selective_checkpoint_contexts(_policy)
+    return modes if compiled else tuple(_Only(mode) for mode in modes)  # a compiler knows torch's
+
+
+class _Only(TorchDispatchMode):
+    """Shows one of torch's modes what may be kept, and nothing else. It counts operators, and those
+    by which FSDP gathers what lies inside of a block are not as many in recomputation."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in _EXPENSIVE:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -287,7 +287,9 @@ def _apply(
         experts = stacked_modules(model)
         apply_expert_parallel(model, mesh.experts[EXPERT])
     if strategy.activation_checkpointing != "none":
-        blocks = apply_activation_checkpointing(model, blocks, strategy.activation_checkpointing)
+        blocks = apply_activation_checkpointing(
+            model, blocks, strategy.activation_checkpointing, strategy.compile
+        )
     if strategy.compile:
         # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
         torch._dynamo.config.optimize_ddp = False

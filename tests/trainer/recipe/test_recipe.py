@@ -101,9 +101,6 @@ def test_one_clear_line(recipe_file, override, message):
     ("override", "instead"),
     [
         ("model.kgat={}", "model.kgat: does not work with strategy.tp"),
-        ("data.factory=a:b", "data.factory: does not work with strategy.tp"),
-        ("batch.micro_batch=auto", "name a number instead of auto"),
-        ("optimizer.factory=a:b", "which gives AdamW"),
         ("strategy.zero=1", "use SHARD_GRAD_OP"),
         ("strategy.offload=cpu", "strategy.offload: does not work with strategy.tp"),
         ("data.seq_len=15", "data.seq_len=15 is not a multiple of strategy.tp=2"),
@@ -143,7 +140,6 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
         ("model.kgat={}", "model.kgat: does not work with strategy.cp"),
         ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
         ("data.factory=a:b", "data.factory: does not work with strategy.cp"),
-        ("batch.micro_batch=auto", "name a number instead of auto"),
         ("data.seq_len=3", "strategy.cp: a sequence is cut into 4 chunks, but data.seq_len is 3"),
         ("data.seq_len=18", "data.seq_len=18 is not a multiple of strategy.tp=2 x cp=2"),
     ],
