@@ -47,7 +47,6 @@ def weights(checkpoint):
                 ("ep2-full", 2, [*EP, "strategy.activation_checkpointing=full"], MOE),
                 ("ep2-selective", 2, [*EP, "strategy.activation_checkpointing=selective"], MOE),
                 ("ep2-compile", 2, [*EP, "strategy.compile=true"], MOE),
-                ("ep2-auto", 2, [*EP, "batch.micro_batch=auto"], MOE),
                 ("moe-selective", 2, ["strategy.activation_checkpointing=selective"], MOE),
                 ("ep2-every", 2, [*EP, "strategy.reduce_every_pass=true"], MOE),
                 ("ep2-whole", 2, [*EP, "data.document_mask=false"], MOE),
