@@ -92,6 +92,16 @@ def test_same_curve_as_one_process(
     record_property(LAYOUT, (ranks, [*strategy, *model], differences))
 
 
+@soak
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_loses_no_more_than_fsdp_does(workspace, train, dtype):
+    low = (f"precision.dtype={dtype}", *THIRTY, *MOE)
+    for name, strategy in ((f"{dtype}-fsdp", ()), (f"{dtype}-ep", EP)):
+        train(2, f"run.dir=moe-{name}", *strategy, *low)
+    ours, theirs = (told(workspace, f"moe-{dtype}-{name}")[0] for name in ("ep", "fsdp"))
+    assert ours == pytest.approx(theirs, rel=5e-3)
+
+
 def test_what_is_recorded_and_saved(workspace, train):
     train(2, "run.dir=told", "run.steps=4", "schedule={}", "run.evaluate_every=4", *EP, *MOE)
     steps = [r for r in records(workspace, "told") if "lr" in r]
