@@ -353,6 +353,24 @@ def test_an_automatic_batch_is_trainer_s(config):
     assert "batch.global_batch" not in made.open
 
 
+def test_a_split_model_makes_fewer_replicas(config):
+    tree = {
+        "tensor_parallel": {"autotp_size": 2},
+        "sequence_parallel_size": 4,
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {"stage": 2},
+    }
+    made = import_deepspeed(config(tree), ranks=16)
+    assert made.tree["strategy"] == {
+        "name": "fsdp", "sharding": "SHARD_GRAD_OP", "tp": 2, "cp": 4,
+    }  # fmt: skip
+    assert made.tree["batch"] == {"micro_batch": 3, "global_batch": 6}
+    with pytest.raises(RecipeError, match="sequence_parallel_size: 12 ranks are no multiple of 8"):
+        import_deepspeed(config(tree), ranks=12)
+    one = import_deepspeed(config({"autotp_size": 1, "sequence_parallel_size": 1}), ranks=2)
+    assert one.tree["strategy"] == {"name": "ddp"}
+
+
 @settings(max_examples=10, deadline=None)
 @given(micro=st.integers(1, 64), passes=st.integers(1, 64), ranks=st.integers(1, 512))
 def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks):
@@ -373,7 +391,7 @@ def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks)
         assert (batch["global_batch"], batch["micro_batch"]) == expected
         path.write_text(json.dumps({**told, BATCH[0]: whole + 1}))
         if ranks > 1:
-            with pytest.raises(RecipeError, match=rf"{whole + 1} is not .*\b{ranks} ranks"):
+            with pytest.raises(RecipeError, match=rf"{whole + 1} is not .*\b{ranks} replicas"):
                 import_deepspeed(path, ranks=ranks)
 
 

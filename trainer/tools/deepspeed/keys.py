@@ -15,6 +15,7 @@ def _whole(key: str) -> str:
 
 _RENAMED = """\
 bfloat16.                                        bf16.
+autotp_size                                      tensor_parallel.autotp_size
 zero.cpu_offload_params                          zero.cpu_offload_param
 zero.max_live_parameters                         zero.stage3_max_live_parameters
 zero.max_reuse_distance                          zero.stage3_max_reuse_distance
@@ -34,7 +35,7 @@ zero.stage zero.mics_shard_size zero.offload_optimizer.device zero.offload_param
 optimizer.type params.lr params.betas params.eps params.weight_decay scheduler.type
 scheduler.params.warmup_num_steps scheduler.params.warmup_max_lr
 scheduler.params.total_num_steps fp16.enabled fp16.initial_scale_power bf16.enabled
-compile.enabled
+compile.enabled tensor_parallel.autotp_size sequence_parallel_size
 """
 TAKEN = tuple(map(_whole, _TRANSLATED.split()))
 """Keys that are translated, as far as a misspelt one may mean them."""
@@ -94,9 +95,9 @@ accumulation follows from the batch sizes
     managed_gradient_accumulation
 a run begins at step 0 or at its checkpoint
     scheduler.params.last_batch_iteration
-Perdure parallelises over data only: this changes what fits, not what is learned
-    seq_parallel_communication_data_type seq_parallel_comm_data_type tensor_parallel. autotp_size
-    expert_parallel. pipeline. sequence_parallel_size use_data_before_expert_parallelism
+strategy.tp, pp, cp and ep say how a model is split, the topology where each part is placed
+    seq_parallel_communication_data_type seq_parallel_comm_data_type tensor_parallel.
+    expert_parallel. pipeline. use_data_before_expert_parallelism
 run.log_every, 10 unless set, is also that of metrics.jsonl
     steps_per_print
 `perdure profile` shows where time goes, metrics.jsonl memory and speed

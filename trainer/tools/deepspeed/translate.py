@@ -57,10 +57,11 @@ def import_deepspeed(
     source = Source(str(path), read_config(path), made)
     source.drop_switched_off()
     _strategy(source)
+    replicas = _parallelism(source, ranks)
     _precision(source)
     peak, foreign = _optimizer(source)
     _schedule(source, peak, foreign)
-    _batch(source, ranks)
+    _batch(source, replicas)
     _tracking(source)
     source.drop_rest(allow_unknown)
     for override in overrides:
@@ -150,6 +151,23 @@ def _activations(source: Source) -> None:
     if used:
         note = "the model's own code decides there; selective costs less time"
         source.put(used, "strategy.activation_checkpointing", "full", note)
+
+
+def _parallelism(source: Source, ranks: int | None) -> int | None:
+    """Tensor and sequence parallelism; returns how many replicas of the model the ranks make."""
+    together = 1
+    for key, target, note in (
+        ("tensor_parallel.autotp_size", "strategy.tp", ""),
+        ("sequence_parallel_size", "strategy.cp", "Ulysses there, a ring here"),
+    ):
+        size = source.take(key, a_whole_number, 0)
+        if isinstance(size, int) and size > 1:
+            together *= size
+            if ranks and ranks % together:
+                raise source.error(key, f"{ranks} ranks are no multiple of {together}")
+            source.put(key, target, size, note)
+        source.became(key, "", "1 or less: not used")
+    return ranks // together if ranks else None
 
 
 def _precision(source: Source) -> None:
@@ -324,32 +342,32 @@ def _schedule(source: Source, peak: float | None, foreign: str) -> None:
         source.became(params + name, "schedule" if from_zero else "", why)
 
 
-def _batch(source: Source, ranks: int | None) -> None:
+def _batch(source: Source, replicas: int | None) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number, None) for name in names)
-    factors = [size for size in (micro, passes, ranks) if isinstance(size, int)]
+    factors = [size for size in (micro, passes, replicas) if isinstance(size, int)]
     product, all_known = math.prod(factors), len(factors) == 3
     if isinstance(whole, int) and (whole % product or (all_known and whole != product)):
         wanted = ("" if all_known else "a multiple of ") + " x ".join(map(str, factors))
-        raise source.error(names[0], f"{whole} is not {wanted}" + (" ranks" if ranks else ""))
+        raise source.error(names[0], f"{whole} is not {wanted}" + (" replicas" if replicas else ""))
     if micro is not None:
         source.put(names[1], "batch.micro_batch", _auto(micro, 8), "the most one rank holds")
     elif whole == "auto":
         micro = "auto"
         source.made.set("batch.micro_batch", 8, names[0], AUTO)
-    elif isinstance(whole, int) and ranks:
-        each = whole // (_auto(passes, 1, 1) * ranks)
-        note = f"{whole} / ({_auto(passes, 1, 1)} x {ranks} ranks)"
+    elif isinstance(whole, int) and replicas:
+        each = whole // (_auto(passes, 1, 1) * replicas)
+        note = f"{whole} / ({_auto(passes, 1, 1)} x {replicas} replicas)"
         source.made.set("batch.micro_batch", each, names[1], note)
     if isinstance(whole, int):
-        note = "" if micro or ranks else "--ranks would tell batch.micro_batch, too"
+        note = "" if micro or replicas else "--ranks would tell batch.micro_batch, too"
         source.put(names[0], "batch.global_batch", whole, note)
-    elif ranks and micro is not None:
-        total = _auto(micro, 8) * _auto(passes, 1, 1) * ranks
-        note = f"{_auto(micro, 8)} x {_auto(passes, 1, 1)} x {ranks} ranks"
+    elif replicas and micro is not None:
+        total = _auto(micro, 8) * _auto(passes, 1, 1) * replicas
+        note = f"{_auto(micro, 8)} x {_auto(passes, 1, 1)} x {replicas} replicas"
         source.made.set("batch.global_batch", total, names[0], note)
-    asked = "" if ranks else "; tell --ranks, or fill it in"
-    source.became(names[0], "batch.global_batch", f"micro-batch x accumulation x ranks{asked}")
+    asked = "" if replicas else "; tell --ranks, or fill it in"
+    source.became(names[0], "batch.global_batch", f"micro-batch x accumulation x replicas{asked}")
     source.became(names[2], "batch.global_batch", "accumulation is what the global batch needs")
 
 
