@@ -99,9 +99,15 @@ def _gather_ahead(units: Sequence[nn.Module]) -> None:
     ordered[0]._set_unshard_async_op(True)  # of all below, too
 
 
-def reduce_in_backward(model: nn.Module, last: bool, every_pass: bool) -> None:
-    """Before a backward pass of a step: gradients are reduced in the last one, or in each."""
+def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
+    """Before a backward pass of a step: gradients are reduced in the last one, or in each. What is
+    still gathered when it begins stays so for the next pass, which needs it beside as many whole
+    gradients: by itself FSDP would gather all of it in every pass, and copy it in a group of one.
+    """
+    every_pass = recipe.strategy.reduce_every_pass
     for unit in fsdp_units(model):
+        free = last or every_pass or (recipe.gathers_twice and unit is not model)
+        unit.set_reshard_after_backward(free, recurse=False)
         unit.set_requires_gradient_sync(last or every_pass, recurse=False)
         unit.set_is_last_backward(last)
 

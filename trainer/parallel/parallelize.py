@@ -18,7 +18,7 @@ from trainer.optim.exact import use_exact_kernels
 from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
-from trainer.parallel.fsdp import apply_fsdp, reduce_in_backward
+from trainer.parallel.fsdp import apply_fsdp, prepare_backward
 from trainer.parallel.mesh import EXPERT, SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
@@ -54,7 +54,7 @@ class ParallelModel:
     sharded_view: ShardedView | None
     file: OffloadFile | None
     """Where `parameters` and their gradients live, if not in memory."""
-    reduce_every_pass: bool
+    recipe: Recipe
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
     """Gives parameters and buffers their initial values, unless the model came with its own. For
@@ -112,7 +112,7 @@ class ParallelModel:
                 if not last:
                     stack.enter_context(self.module.no_sync())
             else:
-                reduce_in_backward(self.module, last, self.reduce_every_pass)
+                prepare_backward(self.module, last, self.recipe)
             yield
 
     @property
@@ -256,7 +256,7 @@ def parallelize(
         context = Context(mesh.ring, strategy.compile)
     pipeline = Pipeline(stages, mesh, recipe, dtype, context) if stages else None
     return ParallelModel(
-        module, parameters, buffers, optimized, view, file, strategy.reduce_every_pass, autocast,
+        module, parameters, buffers, optimized, view, file, recipe, autocast,
         draw_weights, pipeline, context, stacks,
     )  # fmt: skip
 

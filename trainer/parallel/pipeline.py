@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from checkpointing.format.tensors import local_tensor
 from trainer.models.decoder import Decoder
 from trainer.parallel.clock import mark, seconds_between
-from trainer.parallel.fsdp import fsdp_units, reduce_in_backward
+from trainer.parallel.fsdp import prepare_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
 from trainer.parallel.passes import Compute, Passed, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
@@ -86,7 +86,7 @@ class Pipeline:
             dtype: of hidden states.
             context: by which a stage computes with a part of each sequence.
         """
-        self._stages, self._strategy, self._dtype = stages, recipe.strategy, dtype
+        self._stages, self._recipe, self._dtype = stages, recipe, dtype
         self._context = context
         self._links = _Links(mesh)
         self._tied: Tensor | None = None
@@ -130,7 +130,7 @@ class Pipeline:
             compute: called for each micro-batch and each stage of this rank.
             train: whether there is a backward.
         """
-        strategy, rank = self._strategy, self._links.rank
+        strategy, rank = self._recipe.strategy, self._links.rank
         orders = schedule(
             strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, len(inputs)
         )
@@ -173,7 +173,7 @@ class Pipeline:
             elif not given:  # nobody waits for the gradient of its input
                 weights[s, number] = partial(self._backward, stage, out, gradients, last)
             else:
-                weights[s, number] = _backward_of_input(stage, given, out, gradients, last)
+                weights[s, number] = self._backward_of_input(stage, given, out, gradients, last)
             if given:
                 back = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
                 messages.send(Action(kind, s - 1, number), back)
@@ -186,7 +186,7 @@ class Pipeline:
     def _room(self, action: Action, rows: int, length: int) -> Message:
         """Where the message that an action needs is to come: between its stage and the one before
         forward, the one after backward."""
-        strategy, device = self._strategy, self._links.device
+        strategy, device = self._recipe.strategy, self._links.device
         tokens = self._context.tokens(length) if self._context else length
         among = strategy.tp if strategy.sequence_parallel else 1
         shape = rows, tokens // among, self._width
@@ -209,8 +209,32 @@ class Pipeline:
     def _backward(
         self, stage: nn.Module, out: Message, gradients: Message | None, last: bool
     ) -> None:
-        reduce_in_backward(stage, last, self._strategy.reduce_every_pass)
+        prepare_backward(stage, last, self._recipe)
         torch.autograd.backward(out, gradients)
+
+    def _backward_of_input(
+        self, stage: nn.Module, given: Message, out: Message, gradients: Message | None, last: bool
+    ) -> Callable[[], None]:
+        """The gradients of what was given; returns what computes those of the weights, from what is
+        kept for it."""
+        # torch's own schedules have no other way to do it.
+        from torch.distributed.pipelining._backward import (
+            stage_backward_input,
+            stage_backward_weight,
+        )
+
+        prepare_backward(stage, False, self._recipe)  # the weights are still needed
+        _, groups = stage_backward_input(
+            [*out], None if gradients is None else [*gradients], [*given], stage.parameters()
+        )
+
+        def backward_of_weights() -> None:
+            stage_backward_weight(stage.parameters(), groups)
+            # These gradients come past FSDP's hooks, the last of which takes care of what did.
+            prepare_backward(stage, last, self._recipe)
+            fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+        return backward_of_weights
 
     def add_tied_gradients(self) -> None:
         """After `run`: both stages that have a tied weight get the sum of its gradients."""
@@ -223,33 +247,6 @@ class Pipeline:
         self._links.send(mine, peer).wait()
         receiving.wait()
         mine += theirs
-
-
-def _backward_of_input(
-    stage: nn.Module, given: Message, out: Message, gradients: Message | None, last: bool
-) -> Callable[[], None]:
-    """The gradients of what was given; returns what computes those of the weights, from what is
-    kept for it."""
-    # torch's own schedules have no other way to do it.
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-
-    def told(last: bool) -> None:
-        reduce_in_backward(stage, last, every_pass=False)
-        for unit in fsdp_units(stage):
-            unit.set_reshard_after_backward(last, recurse=False)
-
-    told(False)  # the weights are still needed
-    _, groups = stage_backward_input(
-        [*out], None if gradients is None else [*gradients], [*given], stage.parameters()
-    )
-
-    def backward_of_weights() -> None:
-        stage_backward_weight(stage.parameters(), groups)
-        # These gradients come past FSDP's hooks, the last of which takes care of what did.
-        told(last)
-        fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-
-    return backward_of_weights
 
 
 class _Links:

@@ -223,10 +223,15 @@ def collectives_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> l
         ep = part[0].ep
         whole = sum(shape.gathered(shards) for shape in part)
         root = sum(shape.gathered(shards) for shape in roots if shape.ep == ep)
-        # What is in no block stays gathered for the backward pass.
-        gathered = 2 * whole - root if recipe.gathers_twice else whole
+        # What stays gathered for the backward pass does for the next pass, too. What is in no block
+        # stays so anyhow.
+        passes = layout.passes
+        often = passes if strategy.reduce_every_pass else 1
+        gathered = 2 * passes * (whole - root) + often * root
+        if not recipe.gathers_twice:
+            gathered = often * whole
         reduction = layout.reductions * reduced * whole
-        payload, ranks = layout.passes * compute * gathered + reduction, max(1, shards // ep)
+        payload, ranks = compute * gathered + reduction, max(1, shards // ep)
         replica = strategy.tp * strategy.pp * shards
         found.append(Collective(payload, 1, ranks, strategy.tp * ep))
         found.append(Collective(reduction // ranks, 2, layout.replicas, replica))
@@ -354,7 +359,8 @@ def _times_of_rank(
     if recipe.strategy.offload != "none":
         sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
         update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
-        gathers = layout.passes * (2 if recipe.gathers_twice else 1)
+        often = layout.passes if recipe.strategy.reduce_every_pass else 1
+        gathers = 2 * layout.passes if recipe.gathers_twice else often
         moved = 4 * owned * (gathers + layout.reductions)  # float32, as the shards are
         transfers = moved / machine.gpu.pcie
         if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
