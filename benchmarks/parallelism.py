@@ -39,6 +39,7 @@ from trainer.parallel.passes import Call, Passed, means
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory
+from trainer.run.worker import keep_freed_memory
 
 DOCUMENT = 8192
 WARM_UP = 2
@@ -93,6 +94,7 @@ def step_times(options: Any) -> None:
 def measure_steps(layout: str, count: int) -> None:
     """Prints what a step took of both. On all ranks."""
     world = join_world("cpu", 600)
+    keep_freed_memory()  # as ranks of this trainer do, here for both
     plain = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
     alike = ("optimizer={lr: 1e-3, weight_decay: 0}", "strategy.zero=2")
     recipe = load_recipe(str(QUICKSTART), [*plain, *alike, *LAYOUTS[layout]])

@@ -41,6 +41,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "zero1": ("2 ranks, OPTIMIZER_STATE", 2, ("strategy.sharding=OPTIMIZER_STATE",)),
     "zero2": ("2 ranks, SHARD_GRAD_OP", 2, ("strategy.sharding=SHARD_GRAD_OP",)),
     "full_shard": ("2 ranks, FULL_SHARD", 2, ()),
+    "accumulate": (
+        "2 ranks, SHARD_GRAD_OP, 4 passes",
+        2,
+        ("strategy.sharding=SHARD_GRAD_OP", "batch.micro_batch=1"),
+    ),
+    "tp": ("2 ranks, TP", 2, ("strategy.tp=2",)),
 }
 """By the word for `--cases`: name, ranks, overrides of the recipe."""
 

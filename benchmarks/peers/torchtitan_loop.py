@@ -27,6 +27,9 @@ def train(job: Job, clock: Clock) -> None:
     if job.recipe.data.document_mask:
         notes.append("no mask between documents: plain causal attention")
     clock.note = "; ".join(notes)
+    if job.recipe.strategy.pp * job.recipe.strategy.cp > 1:
+        # Pipelines want a newer torch than 2.13, and rings attention that the CPU does not have.
+        raise ValueError("no pp or cp here")
     trainer = trainer_config(job).build()
     for unit in trainer.model_parts[0].modules():
         if cpu and isinstance(unit, FSDPModule):
@@ -34,7 +37,7 @@ def train(job: Job, clock: Clock) -> None:
     batches = trainer.batch_generator(trainer.dataloader)
     # The steps of Trainer.train, which itself needs torch.distributed.set_timeout, not in 2.13.
     for step in range(1, job.recipe.run.steps + 1):
-        trainer.run.step = step
+        trainer.step = step
         trainer.gc_handler.run(step)
         trainer.train_step(batches)
         clock.step()
@@ -126,8 +129,10 @@ def trainer_config(job: Job) -> Any:
             disable_cuda_graphs=job.device.type == "cpu",
         ),
         parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=1 if job.sharded else job.world_size,
-            data_parallel_shard_degree=job.world_size if job.sharded else 1,
+            data_parallel_replicate_degree=1 if job.sharded else job.replicas,
+            data_parallel_shard_degree=job.replicas if job.sharded else 1,
+            tensor_parallel_degree=recipe.strategy.tp,
+            enable_sequence_parallel=recipe.strategy.sequence_parallel,
             fsdp_reshard_after_forward="always" if job.free_after_forward else "never",
             # The default, spmd_types, wants a newer torch than 2.13 for more than one rank.
             spmd_backend="partial_dtensor",
@@ -201,4 +206,4 @@ def model_config(architecture: Architecture) -> Any:
 
 
 if __name__ == "__main__":
-    run_peer(train)
+    run_peer(train, tensor_parallel=True)

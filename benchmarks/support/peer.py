@@ -64,9 +64,14 @@ class Job:
         return self.recipe.precision.dtype == "bf16"
 
     @property
+    def replicas(self) -> int:
+        """Into how many shares the batch is cut: ranks that compute a layer together have one."""
+        return self.world_size // self.recipe.strategy.tp
+
+    @property
     def passes(self) -> int:
         """Micro-batches of a rank and step."""
-        return self.recipe.batch.global_batch // (self.world_size * self.recipe.micro_batch)
+        return self.recipe.batch.global_batch // (self.replicas * self.recipe.micro_batch)
 
     def model(self) -> Decoder:
         """The decoder on the CPU with the initial weights that the trainer draws."""
@@ -146,7 +151,7 @@ class Clock:
         return {"peak_memory": peak, "loss": self.loss, "note": self.note}
 
 
-def run_peer(train: Callable[[Job, Clock], None]) -> None:
+def run_peer(train: Callable[[Job, Clock], None], tensor_parallel: bool = False) -> None:
     """Run one rank, started by torchrun with RECIPE.yaml [key=value …]; never returns. Rank 0 ends
     with the figures as one JSON line; a rank that fails prints {"failed": reason}."""
     recipe = load_recipe(sys.argv[1], sys.argv[2:])
@@ -157,6 +162,8 @@ def run_peer(train: Callable[[Job, Clock], None]) -> None:
     job = Job(recipe, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
     code = 0
     try:
+        if recipe.strategy.tp > 1 and not tensor_parallel:
+            raise ValueError("no tensor parallelism here")
         clock = Clock(job)
         train(job, clock)
         if job.rank == 0:
