@@ -140,11 +140,15 @@ def memory_of(
         activations, beside = _in_flight(order, traces) if order else (activations, [_ALONE])
         resting = [_resting(stage, recipe, layout) for stage in stages]
         for stage, trace, own, more in zip(stages, traces, resting, beside, strict=True):
+            before = _whole_gradients(stage, recipe, layout)
             for found in _fsdp_moments(stage, recipe, layout, trace, offloaded, more.from_start):
+                other = found.other + sum(resting) - own
                 held = more.forward if found.name == "forward" else more.backward
                 if found.last and not recipe.strategy.reduce_every_pass:
                     held = more.last
-                other = found.other + sum(resting) - own
+                elif found.name != "forward":  # in the first pass there are none before
+                    most = found.pass_ + more.first
+                    moments.append(replace(found, pass_=most, other=other - before))
                 moments.append(replace(found, pass_=found.pass_ + held, other=other))
     else:
         parameters, gradients = whole, whole
@@ -182,7 +186,10 @@ class _Beside:
     stage."""
 
     forward: int = 0
+    first: int = 0
+    """In the first backward."""
     backward: int = 0
+    """In those after it."""
     last: int = 0
     """In the last backward."""
     from_start: bool = False
@@ -199,6 +206,7 @@ def _in_flight(order: Order, traces: Sequence[Trace]) -> tuple[int, list[_Beside
     kinds = [action.kind for action in order]
     from_start = "F" not in kinds[kinds.count("F") :]
     held = put_off = most = 0
+    begun: set[int] = set()
     for kind, number, _ in order:
         beside, trace = found[number]
         if kind == "F":
@@ -208,7 +216,11 @@ def _in_flight(order: Order, traces: Sequence[Trace]) -> tuple[int, list[_Beside
             continue
         beside.from_start = from_start
         beside.last = held + put_off - trace.saved
-        beside.backward = max(beside.backward, beside.last)
+        if number in begun:
+            beside.backward = max(beside.backward, beside.last)
+        else:
+            begun.add(number)
+            beside.first = beside.last
         if kind == "I":
             put_off += trace.products
             continue
@@ -221,12 +233,17 @@ def _in_flight(order: Order, traces: Sequence[Trace]) -> tuple[int, list[_Beside
 def _resting(stage: Stage, recipe: Recipe, layout: Layout) -> int:
     """What a stage keeps while another one of its rank computes: weights that stay gathered, and
     whole gradients of passes before."""
-    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
+    compute = DTYPES[recipe.precision.dtype].itemsize
     kept = stage.units[:1] if recipe.gathers_twice else stage.units
     gathered = sum(_gathered(unit, layout.shards, compute) for unit in kept)
+    return gathered + _whole_gradients(stage, recipe, layout)
+
+
+def _whole_gradients(stage: Stage, recipe: Recipe, layout: Layout) -> int:
+    """Those of passes before, which are to be reduced with those of the last."""
     if layout.passes == 1 or recipe.strategy.reduce_every_pass:
-        return gathered
-    return gathered + sum(_bytes(unit, 1, reduced) for unit in stage.units)
+        return 0
+    return sum(_bytes(unit, 1, 8 if recipe.exact else 4) for unit in stage.units)
 
 
 def _bytes(shapes: Sequence[Shape], ranks: int = 1, itemsize: int | None = None) -> int:
@@ -333,7 +350,7 @@ def _fsdp_moments(
     if several and recipe.strategy.reduce_every_pass:
         early, kept = slices, root_buffer
     elif several:
-        aside = sum(_bytes(unit, 1, reduced) for unit in units)
+        aside = _whole_gradients(stage, recipe, layout)
         root_aside, block_aside = (_bytes(units[i], 1, reduced) for i in (0, -1))
 
     # Reductions of a step whose all-reduced shards are not the gradients themselves.

@@ -67,7 +67,7 @@ def measure(recipe, world):
             found = model_of(inputs)
         live.label = ""
         if followed and model.pipeline:
-            received.extend(weakref.ref(x) for x in model_of.args if isinstance(x, torch.Tensor))
+            received.extend(map(weakref.ref, model_of.args[1]))
             messages = held(x for reference in received if (x := reference()) is not None)
             made = live.total("forward", ignored=model.module.parameters())
             activations = max(activations, made + messages)

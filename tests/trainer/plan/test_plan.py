@@ -79,6 +79,7 @@ PARALLEL = [
             f"{PP} model.architecture.tie_word_embeddings=true",
             f"{PP} batch.global_batch=16 strategy.zero=2 strategy.activation_checkpointing=full",
             f"{PP} strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2",
+            f"{PP} strategy.pp_schedule=gpipe batch.micro_batch=1",
             "strategy.cp=2",
         ],
     ),
