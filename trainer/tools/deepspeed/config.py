@@ -5,12 +5,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from trainer.recipe import RecipeError
 from trainer.tools.deepspeed.imported import Imported, Line, inline
-from trainer.tools.deepspeed.keys import ALIASES, DROPPED, TAKEN
+from trainer.tools.deepspeed.keys import ALIASES, DROPPED
 
 Kind: TypeAlias = Callable[[Any], Any]
 """Gives a value its type, or raises ValueError that says what is wanted."""
@@ -63,6 +64,7 @@ class Source:
         self.file, self.made = file, made
         self.spelled: dict[str, str] = {}
         """Key as it is used here → as it is written in the file."""
+        self.asked: set[str] = set()
         self.left: dict[str, Any] = {}
         for written, value in values.items():
             key = ALIASES.get(written, written)
@@ -77,13 +79,9 @@ class Source:
         return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
 
     def take(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """The value of a key, or "auto", or the default if it is not there or null.
-
-        Args:
-            key: to be accounted for by the caller, through `became`.
-            kind: of the value.
-            default: of DeepSpeed.
-        """
+        """The value of a key, or "auto", or DeepSpeed's default if it is not there or null; the
+        caller accounts for it."""
+        self.asked.add(key)
         value = self.left.get(key)
         if value is None or value == "auto":
             return default if value is None else value
@@ -137,10 +135,10 @@ class Source:
         for key in list(self.left):
             prefixes = [key[: end + 1] for end, letter in enumerate(key) if letter == "."]
             reason = next((DROPPED[k] for k in (key, *reversed(prefixes)) if k in DROPPED), None)
-            if self.left[key] is None:
-                reason = reason or "null"
+            reason = "null" if self.left[key] is None else reason
             if reason is None and not allow_unknown:
-                near = difflib.get_close_matches(key, [*TAKEN, *DROPPED, *ALIASES], n=1, cutoff=0.7)
+                known = {*self.asked, *DROPPED, *ALIASES}
+                near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
                 hint = f"did you mean '{near[0]}'? Mend it" if near else "remove it"
                 raise self.error(key, f"unknown key; {hint}, or add --allow-unknown to drop it")
             self.became(key, "", reason or "unknown")
@@ -152,19 +150,13 @@ def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> fl
     with suppress(TypeError, ValueError):
         number = math.nan if isinstance(value, bool) else float(value)
         if number > above and (number.is_integer() or not whole):
-            return number
+            return int(number) if whole else number
     one = " (Perdure has one for all parameters)" if isinstance(value, list) else ""
     raise ValueError(wanted + one)
 
 
-def a_whole_number(value: Any) -> int:
-    """One whole number."""
-    return int(a_number(value, whole=True))
-
-
-def a_positive_number(value: Any) -> int:
-    """One whole number above 0."""
-    return int(a_number(value, whole=True, above=0))
+a_whole_number = partial(a_number, whole=True)
+a_positive_number = partial(a_number, whole=True, above=0)
 
 
 def a_pair(value: Any) -> list[float]:

@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed configuration that no recipe key stands for, and why.
+"""The keys of a DeepSpeed configuration that no recipe key stands for, and why; some of them only
+where `trainer.tools.deepspeed.translate` has no use for their value.
 
 Names are those of DeepSpeed 0.10 to 0.19 and of the older spellings it still reads. A key that ends
-in a dot stands for all keys below it. What is in no table here, nor read by
-`trainer.tools.deepspeed.translate`, is unknown.
+in a dot stands for all keys below it. What is in no table here, nor translated, is unknown.
 """
 
 
@@ -29,17 +29,6 @@ zero.module_granularity_threshold                zero.stage3_module_granularity_
 ALIASES = {_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())}
 """Other spelling → the one used here."""
 
-_TRANSLATED = """\
-train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
-zero.stage zero.mics_shard_size zero.offload_optimizer.device zero.offload_param.device
-optimizer.type params.lr params.betas params.eps params.weight_decay scheduler.type
-scheduler.params.warmup_num_steps scheduler.params.warmup_max_lr
-scheduler.params.total_num_steps fp16.enabled fp16.initial_scale_power bf16.enabled
-compile.enabled tensor_parallel.autotp_size sequence_parallel_size
-"""
-TAKEN = tuple(map(_whole, _TRANSLATED.split()))
-"""Keys that are translated, as far as a misspelt one may mean them."""
-
 _REASONS = """\
 FSDP communicates one block of the model at a time, DDP and ZeRO-1 25 MB
     zero.reduce_bucket_size zero.allgather_bucket_size zero.allgather_partitions
@@ -63,6 +52,8 @@ nothing is sent quantised: parameters in precision.dtype, gradients in float32
     params.local_step_clipper params.cuda_aware params.comm_backend_name
 there is no second copy of parameters; HYBRID_SHARD with strategy.shard_size is the nearest
     zero.zero_hpz_partition_size
+MiCS is switched off, or needs stage 3
+    zero.mics_shard_size
 each rank draws its own shards only, by parameter name
     zero.stage3_partition_stream_chunk_size zero.override_module_apply
 under DDP every parameter must take part in the loss, unless the model sets some_unused
@@ -73,6 +64,10 @@ checkpoints are whole, checksummed, in float32, and load on any number of ranks
     zero.stage3_gather_16bit_weights_on_model_save zero.elastic_checkpoint
     zero.pipeline_loading_checkpoint zero.load_from_fp32_weights checkpoint. nebula. datastates.
     use_node_local_storage load_universal_checkpoint
+not offloaded; DeepSpeed offloads optimizer state from stage 1 on, parameters with stage 3
+    zero.offload_optimizer.device zero.offload_param.device zero.cpu_offload zero.cpu_offload_param
+nothing is offloaded to it
+    zero.offload_optimizer.nvme_path zero.offload_param.nvme_path
 Perdure reads and writes offloaded state in its own way
     zero.cpu_offload_use_pin_memory zero.offload_optimizer. zero.offload_param. aio.
 the optimizer is torch's AdamW, fused: it updates all shards in each step
@@ -83,8 +78,22 @@ the optimizer is torch's AdamW, fused: it updates all shards in each step
 parameters, optimizer state and gradient sums are float32
     params.fp32_optimizer_states fp16.fp16_master_weights_and_grads fp16. bf16. data_types.
     grad_accum_dtype
+another switch decides precision.dtype
+    fp16.enabled bf16.enabled amp.enabled torch_autocast.enabled
+with fp16 the dynamic loss scale begins at precision.loss_scale
+    fp16.loss_scale fp16.initial_scale_power
 the fp16 loss scale halves at each overflow, down to 1, and doubles after 2000 good steps
     fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
+weight decay is always decoupled
+    params.adam_w_mode params.adamw_mode
+AdamW corrects its moments from the first step on, and keeps no running maximum (AMSGrad)
+    params.bias_correction params.amsgrad
+its iteration is that of torch.optim.Muon
+    params.ns_method
+muon_lr is given
+    params.lr
+max_grad_norm says the same
+    gradient_clipping
 matrix products run in precision.dtype, by torch's own mixed precision
     fp16.auto_cast fp16.fp16 amp. torch_autocast.
 gradients are dense, and reduced in float32
@@ -92,9 +101,19 @@ gradients are dense, and reduced in float32
 the loss is divided by the tokens of the whole batch before backward
     prescale_gradients gradient_predivide_factor gradient_allreduce_op
 accumulation follows from the batch sizes
-    managed_gradient_accumulation
+    managed_gradient_accumulation gradient_accumulation_steps
+it is micro-batch x accumulation x replicas: tell --ranks, or fill in batch.global_batch
+    train_batch_size
+it is the length of your run
+    scheduler.params.total_num_steps
+the peak is optimizer.lr
+    scheduler.params.warmup_max_lr
 a run begins at step 0 or at its checkpoint
     scheduler.params.last_batch_iteration
+warm-up is linear, and starts from 0
+    scheduler.params.warmup_type scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio
+1 or less is not used
+    tensor_parallel.autotp_size sequence_parallel_size
 strategy.tp, pp, cp and ep say how a model is split, the topology where each part is placed
     seq_parallel_communication_data_type seq_parallel_comm_data_type tensor_parallel.
     expert_parallel. pipeline. use_data_before_expert_parallelism
