@@ -18,7 +18,7 @@ import torch.distributed as dist
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
-from checkpointing.ranks import RankError, Ranks
+from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
 from checkpointing.state import Parts, State, put_back, refuse_values, take_apart
 from checkpointing.storage.place import Place
@@ -292,17 +292,13 @@ class Checkpointer:
 
     def _all(self, work: Callable[[], T]) -> T:
         """work() on every rank; an error of one is one of all."""
-        try:
+        with failing_alike():
             return self._ranks.each(work)
-        except RankError as failed:
-            raise failed.kind(failed.message) from failed.__cause__
 
     def _main(self, work: Callable[[], T]) -> T:
         """work() on the first rank; its result, or its error, on all."""
-        try:
+        with failing_alike():
             return self._ranks.on_main(work)
-        except RankError as failed:
-            raise failed.kind(failed.message) from failed.__cause__
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -9,6 +9,7 @@ CheckpointError
 """
 
 import errno
+from dataclasses import dataclass
 
 
 class CheckpointError(Exception):
@@ -48,6 +49,26 @@ class SaveFailed(CheckpointError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What the other ranks are told of an error on one."""
+
+    rank: int
+    kind: type[Exception]
+    message: str
+
+    @staticmethod
+    def of(rank: int, error: Exception) -> "RankFailure":
+        """Of an error on this rank."""
+        if isinstance(error, OSError):
+            return RankFailure(rank, StorageError, explain(error))
+        if isinstance(error, CheckpointError):
+            return RankFailure(rank, type(error), explain(error))
+        if isinstance(error, ValueError):  # subclasses take other arguments
+            return RankFailure(rank, ValueError, str(error))
+        return RankFailure(rank, RuntimeError, explain(error))
 
 
 def explain(error: BaseException) -> str:

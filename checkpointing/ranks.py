@@ -3,14 +3,15 @@
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.errors import CheckpointError, StorageError, explain
+from checkpointing.errors import RankFailure
 from checkpointing.format.plan import Layout, Nodes, TensorSpec, merge_specs
 from checkpointing.format.tensors import specs_of
 from checkpointing.storage.owners import machine
@@ -22,34 +23,25 @@ WORD_BYTES = 256
 
 
 class RankError(Exception):
-    """A rank failed in what all did together; the same on all ranks. Its arguments travel between
-    ranks."""
+    """A rank failed in what all did together; the same on all ranks."""
 
-    def __init__(
-        self,
-        rank: int,
-        kind: type[Exception],
-        message: str,
-        path: str | None = None,
-        number: int | None = None,
-    ) -> None:
-        super().__init__(rank, kind, message, path, number)
-        self.arguments = rank, kind, message, path, number
-        self.rank, self.kind, self.message, self.path, self.errno = self.arguments
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(failure)
+        self.failure, self.kind, self.message = failure, failure.kind, failure.message
 
     @staticmethod
-    def of(rank: int, error: Exception) -> "RankError":
+    def of(rank: int, error: Exception) -> RankFailure:
         """What the other ranks are told of an error on this one."""
-        if isinstance(error, RankError):
-            return error
-        if isinstance(error, OSError):
-            path = error.filename and str(error.filename)
-            return RankError(rank, StorageError, explain(error), path, error.errno)
-        if isinstance(error, CheckpointError):
-            return RankError(rank, type(error), explain(error))
-        if isinstance(error, ValueError):  # subclasses take other arguments
-            return RankError(rank, ValueError, str(error))
-        return RankError(rank, RuntimeError, explain(error))
+        return error.failure if isinstance(error, RankError) else RankFailure.of(rank, error)
+
+
+@contextmanager
+def failing_alike() -> Iterator[None]:
+    """A RankError becomes, on all ranks, an error of the kind that it tells of."""
+    try:
+        yield
+    except RankError as failed:
+        raise failed.kind(failed.message) from failed.__cause__
 
 
 class Ranks:
@@ -78,19 +70,19 @@ class Ranks:
         Raises:
             RankError: on all ranks, if any rank failed: the first of them.
         """
-        result, failure, cause = None, None, None
+        outcome: Any = None
+        cause = None
         try:
-            result = work()
+            outcome = work()
         except Exception as error:
-            failure, cause = RankError.of(self.rank, error).args, error
-        outcomes: list[Any] = [(result, failure)]
+            outcome, cause = RankError.of(self.rank, error), error
+        outcomes = [outcome]
         if self.group is not None:
-            outcomes = exchange((result, failure), len(self.all), self.group)
-        for _, arguments in outcomes:
-            if arguments:
-                first = RankError(*arguments)
-                raise first from (cause if first.rank == self.rank else None)
-        return [value for value, _ in outcomes]
+            outcomes = exchange(outcome, len(self.all), self.group)
+        for failure in outcomes:
+            if isinstance(failure, RankFailure):
+                raise RankError(failure) from (cause if failure.rank == self.rank else None)
+        return outcomes
 
     def each(self, work: Callable[[], T]) -> T:
         """work() on every rank, each with its own result: only whether it failed is exchanged.

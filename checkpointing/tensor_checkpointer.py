@@ -26,7 +26,7 @@ from checkpointing.format.sections import by_section
 from checkpointing.load.memory import make_token, token
 from checkpointing.load.restore import InStorage, find_memory, load_memory, load_step, survey_all
 from checkpointing.options import CheckpointOptions
-from checkpointing.ranks import RankError, Ranks
+from checkpointing.ranks import RankError, Ranks, failing_alike
 from checkpointing.save import messages as msg
 from checkpointing.save.link import END_SECONDS, Link, Spare, WriterGoneError, end, own_address
 from checkpointing.save.planning import Planner, SavePlan, signatures, unguarded
@@ -159,10 +159,8 @@ class TensorCheckpointer:
             StorageError: there is not enough memory.
             ValueError: the tensors cannot be saved, on whatever rank; says which and why.
         """
-        try:
+        with failing_alike():
             self._put_off = self._staging is None and not self._loaded and self._finds_memory()
-        except RankError as failed:
-            raise failed.kind(failed.message) from failed.__cause__
         if self._put_off:
             return "checkpoint slots are made when what the run before left in memory is loaded"
         self._prepared(model, optimizer)
@@ -232,8 +230,7 @@ class TensorCheckpointer:
             answer = msg.Skip(key, str(gone))
         match answer:
             case msg.Refused(_, failure):
-                failed = RankError(*failure)
-                raise failed.kind(failed.message)
+                raise failure.kind(failure.message)
             case msg.Skip(_, reason):
                 if not memory_only:
                     self._saves.skipped(step, reason)
@@ -250,7 +247,7 @@ class TensorCheckpointer:
         """Have a save fail on all ranks that fails on this one before it has begun."""
         with suppress(WriterGoneError):  # then the others find that, too
             if self._link:
-                self._link.send(msg.Refuse(key, RankError.of(self._ranks.rank, error).arguments))
+                self._link.send(msg.Refuse(key, RankError.of(self._ranks.rank, error)))
 
     def wait_staged(self) -> None:
         """Until the tensors of the last `save` may change. On each rank; asks no other."""
@@ -362,7 +359,7 @@ class TensorCheckpointer:
     ) -> dict[str, Any] | None:
         damage: list[DamagedCheckpoint] = []
         torn = ""
-        try:
+        with failing_alike():
             described = self._planner.describe(signatures(*targets), *targets)
             specs = described.specs
             storage = self._ranks.on_main(lambda: InStorage.look(self.directory))
@@ -414,8 +411,6 @@ class TensorCheckpointer:
                             path.name,
                             failed.message,
                         )
-        except RankError as failed:
-            raise failed.kind(failed.message) from failed.__cause__
         if damage:
             raise DamagedCheckpoint(
                 f"{self.directory}: all checkpoints are damaged, the newest so: {damage[0]}; "
@@ -441,8 +436,9 @@ class TensorCheckpointer:
         self._saves.end(self._link)  # its bytes are in the slots that are given up now
         if self._staging:
             self._staging.release()
-        try:
-            self._plan = plan = self._planner.plan(signature, model, optimizer)
+        self._plan = self._staging = None
+        with failing_alike():
+            plan = self._planner.plan(signature, model, optimizer)
             link = self._start()
             devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
             device = next(devices, torch.device("cpu"))
@@ -456,11 +452,8 @@ class TensorCheckpointer:
                 return slots.lasting
 
             lasting = self._ranks.together(take)
-        except RankError as failed:
-            self._plan = self._staging = None
-            raise failed.kind(failed.message) from failed.__cause__
         self.memory_lasts = self._has_token and all(lasting)
-        self._staging = made[0]
+        self._plan, self._staging = plan, made[0]
         self._superseded = False
         return plan, made[0]
 

@@ -28,7 +28,7 @@ from checkpointing.load.read_plan import (
 )
 from checkpointing.load.segments import Job, OpenFile, Reader, Segment, Target, deliver, jobs
 from checkpointing.load.window import HALF_BYTES, Window, make_window, remove_window
-from checkpointing.ranks import RankError, Ranks
+from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.storage.place import Place
 
 STEP_BYTES = 4 << 20
@@ -78,7 +78,7 @@ def read_tensors(
         Whatever one rank raises, all do.
     """
     ranks = Ranks(group)
-    try:
+    with failing_alike():
         nodes = nodes or ranks.nodes()
         load = _Load(
             where, open_file, stored, specs, tensors, records, ranks, nodes, step_bytes, threads
@@ -91,8 +91,6 @@ def read_tensors(
             load.remove_window()
         ranks.together(load.read)
         load.check()
-    except RankError as failed:
-        raise failed.kind(failed.message) from failed.__cause__
 
 
 class _Load:

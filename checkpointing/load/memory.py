@@ -23,6 +23,7 @@ from errno import EACCES, ELOOP, EPERM
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.save.manifest import Manifest, open_left, read_manifest
+from checkpointing.save.messages import SlotLeft
 from checkpointing.save.pulls import Pull
 from checkpointing.storage.folders import hold, living_folders, of_run
 from checkpointing.storage.interface import StoredFile
@@ -214,6 +215,6 @@ class _Parts:
             buffer[:count] = self._maps[number][offset : offset + count]
         else:
             span = [(offset, offset + count)]
-            for data in self._pull(part.home, part.slot, self._file, span):
+            for data in self._pull(part.home, SlotLeft(part.slot), self._file, span):
                 buffer[:count] = data
         return count

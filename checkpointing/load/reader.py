@@ -11,7 +11,7 @@ from checkpointing.format.layout import COMMIT_RECORD, MODEL, FileRecord, Stored
 from checkpointing.format.plan import TensorSpec
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.fill import read_tensors
-from checkpointing.ranks import RankError, Ranks
+from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import hugging_face_tensors, open_step, stored_tensors
@@ -48,7 +48,7 @@ def load_model(
         StorageError: there is no model at `path`, or it cannot be read.
     """
     path, ranks = Path(path), Ranks(group)
-    try:
+    with failing_alike():
         (specs,) = ranks.specs(tensors)
         look = ranks.on_main(lambda: _look(path, specs, optional, verify=verify))
         if look is None:
@@ -64,8 +64,6 @@ def load_model(
                 records,
                 group,
             )
-    except RankError as failed:
-        raise failed.kind(failed.message) from failed.__cause__
 
 
 def _look(

@@ -158,7 +158,8 @@ class Coordinator:
                 if key not in self._answers:
                     self._answer(msg.Refused(key, failure))
                 elif self._is_current(key):
-                    self._fail(node, msg.Failure(f"rank {failure[0]} cannot save: {failure[2]}"))
+                    why = f"rank {failure.rank} cannot save: {failure.message}"
+                    self._fail(node, msg.Failure(why))
             case msg.Staged(key, position):
                 self._on_staged(node, key, position)
             case msg.Remembered(key):

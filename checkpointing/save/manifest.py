@@ -84,26 +84,23 @@ def _mac(body: bytes, token: str) -> bytes:
 
 def copy_slot(
     folder: Path,
-    node: int,
-    slot: int,
+    name: str,
     manifest: Manifest,
-    pull: Callable[[int, int, str, list[tuple[int, int]]], Generator[bytes]],
+    pull: Callable[[str, list[tuple[int, int]]], Generator[bytes]],
     token: str,
 ) -> None:
     """Keep a copy of a slot of another node.
 
     Args:
         folder: of this node's slots.
-        node: whose slot.
-        slot: its number.
-        manifest: what it holds.
-        pull: (node, slot, file, ranges) → the bytes of each range.
+        name: of the copy there.
+        manifest: what the slot holds.
+        pull: (file, ranges) → the bytes of each range.
         token: of the run.
 
     Raises:
         StorageError: there is no memory, the node does not answer, or has begun to overwrite it.
     """
-    name = f"peer-{node}-{slot}"
     write_manifest(folder, name, None, token)
     spans = [span for of_file in manifest.ranges.values() for span in of_file]
     nbytes = sum(stop - start for start, stop in spans)
@@ -118,7 +115,7 @@ def copy_slot(
                 [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
                 for start, stop in ranges
             ]
-            with closing(pull(node, slot, file, [*chain(*cut)])) as coming:
+            with closing(pull(file, [*chain(*cut)])) as coming:
                 for parts, expected in zip(cut, manifest.checksums[file], strict=True):
                     checksum = 0
                     for at, _ in parts:

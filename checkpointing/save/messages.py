@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from typing import Any, Literal
 
-from checkpointing.errors import explain
+from checkpointing.errors import RankFailure, explain
 from checkpointing.format.plan import Nodes
 from checkpointing.format.sections import PlanInput
 from checkpointing.options import CheckpointOptions
@@ -25,8 +25,6 @@ Position = tuple[int, int]
 Key = tuple[int, int]
 """Names a save: its step, and how many saves were asked for before it."""
 Address = tuple[str, int]
-RankFailure = tuple[int, type[Exception], str, str | None, int | None]
-"""Arguments of a RankError."""
 
 
 @dataclass(frozen=True)
@@ -389,9 +387,24 @@ ToRank = RankAnswer | Ended | SlotsMade | NoSlots | Closed
 
 # --- from a writer to another --------------------------------------------------------------------
 
-Slot = int | tuple[int, Key] | str
-"""Number of a slot in use; with the key of the save that it must hold; or the folder of one that a
-dead run left."""
+
+@dataclass(frozen=True)
+class SlotInUse:
+    """A slot of the node that is asked."""
+
+    number: int
+    key: Key | None = None
+    """The save that it must hold; None: any."""
+
+
+@dataclass(frozen=True)
+class SlotLeft:
+    """A slot that a dead run left there."""
+
+    folder: str
+
+
+Slot = SlotInUse | SlotLeft
 
 
 @dataclass(frozen=True)

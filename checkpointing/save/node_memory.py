@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from checkpointing.errors import explain
 from checkpointing.format.sections import PlanInput
@@ -12,7 +13,7 @@ from checkpointing.save.blocks import NodePlan, plan_node
 from checkpointing.save.loop import Loop, give_way
 from checkpointing.save.make_slots import close_slots, give_back, make_room, make_slots
 from checkpointing.save.manifest import Manifest, copy_slot, write_manifest
-from checkpointing.save.messages import CopySlot, Go, Key, Position, Setup
+from checkpointing.save.messages import CopySlot, Go, Key, Position, Setup, SlotInUse
 from checkpointing.save.pulls import Pull
 from checkpointing.save.slots import SlotFiles, Slots
 from checkpointing.storage.folders import Folder, collect_memory, forget
@@ -222,7 +223,8 @@ class NodeMemory:
             done()
 
         def work() -> None:
-            copy_slot(folder.path, copy.source, copy.slot, copy.manifest, pull(), self._setup.run)
+            fetch = partial(pull(), copy.source, SlotInUse(copy.slot))
+            copy_slot(folder.path, name, copy.manifest, fetch, self._setup.run)
 
         self._loop.later(work, copied)
 

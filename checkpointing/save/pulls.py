@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import SILENT_SECONDS, Channel, call
 from checkpointing.save.manifest import open_left
-from checkpointing.save.messages import Caller, Fetch, Key, Slot
+from checkpointing.save.messages import Caller, Fetch, Key, Slot, SlotInUse, SlotLeft
 from checkpointing.save.slots import SlotFiles
 
 logger = logging.getLogger(__name__)
@@ -102,19 +102,20 @@ def serve_pulls(
     left: dict[str, SlotFiles] = {}
     while True:
         wanted: Fetch = connection.recv()
-        slot, file = wanted.slot, wanted.file
-        if isinstance(slot, str):
-            path = f"{slot}/{file}"
-            if path not in left:
-                try:
-                    left[path] = open_left(slot, file, run)
-                except StorageError as error:
-                    logger.warning("refused to another node: %s", error)
-                    raise EOFError from error
-            image = memoryview(left[path].maps[file])
-        else:
-            number, key = slot if isinstance(slot, tuple) else (slot, None)
-            image = memoryview(slots(number, key).maps[file])
+        file = wanted.file
+        match wanted.slot:
+            case SlotInUse(number, key):
+                files = slots(number, key)
+            case SlotLeft(folder):
+                path = f"{folder}/{file}"
+                if path not in left:
+                    try:
+                        left[path] = open_left(folder, file, run)
+                    except StorageError as error:
+                        logger.warning("refused to another node: %s", error)
+                        raise EOFError from error
+                files = left[path]
+        image = memoryview(files.maps[file])
         for first, *more in bundles(wanted.ranges):
             data = image[slice(*first)]
             joined = b"".join([data, *(image[slice(*one)] for one in more)]) if more else data

@@ -286,7 +286,7 @@ class Writer:
             try:
                 checksums, nbytes = write_blocks(
                     blocks, plan, files, write.target,
-                    self._puller(), (write.slot, key),
+                    self._puller(), msg.SlotInUse(write.slot, key),
                     write.rate, lambda: current.stopped,
                 )  # fmt: skip
             except StoppedError:

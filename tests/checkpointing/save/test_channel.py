@@ -20,6 +20,7 @@ from checkpointing.save.channel import (
     call,
     welcome,
 )
+from checkpointing.save.messages import SlotInUse
 
 SECRET = b"of the run"
 SAID = [("node", 1), ("staged", 2), ("written", 3)]
@@ -178,7 +179,7 @@ def test_who_falls_silent_is_not_waited_for(monkeypatch):
     thread.start()
     puller = pulls.Puller([listener.address], SECRET)
     with pytest.raises(StorageError, match=r"node 0 does not send its part of a: .*for too long"):
-        list(puller(0, 0, "a", [(0, 1)]))
+        list(puller(0, SlotInUse(0), "a", [(0, 1)]))
     thread.join(10)
     with socket.socket(fileno=os.dup(welcomed[0].fileno())) as same:
         limit = same.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)

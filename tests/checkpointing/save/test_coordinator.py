@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpointing.errors import RankFailure
 from checkpointing.format.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import commit, coordinator
@@ -273,7 +274,7 @@ class World:
         key = self.saves[node.asked][0]
         node.asked += 1
         if node.alive:
-            node.outbox.append(msg.Refuse(key, (node.number, ValueError, "no JSON", None, None)))
+            node.outbox.append(msg.Refuse(key, RankFailure(node.number, ValueError, "no JSON")))
 
     def tell_writer(self, node: Node) -> None:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked

@@ -22,6 +22,7 @@ from benchmarks.support.trace import at_once, read_trace, writes
 from checkpointing import CheckpointOptions, SaveFailed, StorageError, TensorCheckpointer
 from checkpointing.save import pulls
 from checkpointing.save.channel import welcome
+from checkpointing.save.messages import SlotInUse
 from checkpointing.save.pulls import Puller, serve_pulls
 from checkpointing.storage.posix_step import NewPosixStep, PosixWriter
 from tests.checkpointing.faults import FOLDER
@@ -227,12 +228,12 @@ def test_bytes_of_another_save_are_not_sent(bundle, monkeypatch):
     server = threading.Thread(target=serve)
     server.start()
     pull = Puller([listener.address], secret)
-    with closing(pull(0, (0, mine), "file", [(2, 3), (3, 4)])) as coming:
+    with closing(pull(0, SlotInUse(0, mine), "file", [(2, 3), (3, 4)])) as coming:
         assert next(coming) == b"c"
     ranges = [(0, 2), (4, 7), (7, 7), (1, 2)]
-    assert list(pull(0, (0, mine), "file", ranges)) == [b"ab", b"efg", b"", b"b"]
+    assert list(pull(0, SlotInUse(0, mine), "file", ranges)) == [b"ab", b"efg", b"", b"b"]
     with pytest.raises(StorageError, match="node 0 does not send its part of file"):
-        list(pull(0, (0, (7, 2)), "file", [(0, 2)]))
+        list(pull(0, SlotInUse(0, (7, 2)), "file", [(0, 2)]))
     server.join(5)
     assert not server.is_alive()
     listener.close()

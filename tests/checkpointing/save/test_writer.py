@@ -15,6 +15,7 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.save import door
 from checkpointing.save import messages as msg
 from checkpointing.save.channel import StrangerError, call
+from checkpointing.save.messages import SlotInUse
 from checkpointing.save.pulls import Puller
 from checkpointing.save.writer import Writer
 
@@ -120,6 +121,6 @@ def test_bytes_of_another_node_are_not_taken_for_this_ones(tmp_path):
     listener = Listener(("127.0.0.1", 0))
     writer.door.listen(listener)
     pull = Puller([listener.address] * 2, writer.setup.secret)
-    assert list(pull(1, 0, "file", [(0, 9)])) == [b"of node 1"]
+    assert list(pull(1, SlotInUse(0), "file", [(0, 9)])) == [b"of node 1"]
     with pytest.raises(StorageError, match="node 0 does not send its part"):
-        list(pull(0, 0, "file", [(0, 9)]))
+        list(pull(0, SlotInUse(0), "file", [(0, 9)]))
