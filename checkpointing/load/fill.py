@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.crc import ONLY, BlockSums
-from checkpointing.format.layout import BLOCK_BYTES, FileRecord, StoredTensor
+from checkpointing.format.layout import BLOCK_BYTES
 from checkpointing.format.plan import Nodes, TensorSpec, box_runs, local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.read_plan import (
@@ -26,10 +26,9 @@ from checkpointing.load.read_plan import (
     plan_reads,
     slabs,
 )
-from checkpointing.load.segments import Job, OpenFile, Reader, Segment, Target, deliver, jobs
+from checkpointing.load.segments import Files, Job, Reader, Segment, Target, deliver, jobs
 from checkpointing.load.window import HALF_BYTES, Window, make_window, remove_window
 from checkpointing.ranks import Ranks, failing_alike
-from checkpointing.storage.place import Place
 
 STEP_BYTES = 4 << 20
 """Read at once: little enough to be in the processor's cache when its checksum is taken."""
@@ -38,12 +37,9 @@ MOST_THREADS = 4
 
 
 def read_tensors(
-    where: Place,
-    open_file: OpenFile,
-    stored: Mapping[str, StoredTensor],
+    files: Files,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
-    records: Mapping[str, FileRecord],
     group: dist.ProcessGroup | None,
     nodes: Nodes | None = None,
     *,
@@ -57,13 +53,10 @@ def read_tensors(
     error is raised, targets may have been written to.
 
     Args:
-        where: the checkpoint, for messages.
-        open_file: opens its files.
-        stored: where each tensor lies.
+        files: of the checkpoint.
         specs: all tensors, the same on all ranks.
         tensors: the targets, of which this rank holds parts, on any device; floating point numbers
             are converted where a file has another dtype.
-        records: checksums by file; files that are not in it are not checked.
         group: carries CPU tensors. None: this process reads what it holds, and the rest of the
             blocks that it checks.
         nodes: the ranks of the group that share memory; None: by machine.
@@ -80,9 +73,7 @@ def read_tensors(
     ranks = Ranks(group)
     with failing_alike():
         nodes = nodes or ranks.nodes()
-        load = _Load(
-            where, open_file, stored, specs, tensors, records, ranks, nodes, step_bytes, threads
-        )
+        load = _Load(files, specs, tensors, ranks, nodes, step_bytes, threads)
         try:
             windows = dict(zip(ranks.all, ranks.together(load.prepare), strict=True))
             if any(path for path, _ in windows.values()):
@@ -98,30 +89,26 @@ class _Load:
 
     def __init__(
         self,
-        where: Place,
-        open_file: OpenFile,
-        stored: Mapping[str, StoredTensor],
+        files: Files,
         specs: Mapping[str, TensorSpec],
         tensors: Mapping[str, Tensor],
-        records: Mapping[str, FileRecord],
         ranks: Ranks,
         nodes: Nodes,
         step_bytes: int,
         threads: int | None,
     ) -> None:
-        self._where, self._open_file, self._step = where, open_file, step_bytes
-        self._stored, self._specs, self._tensors = stored, specs, tensors
-        self._ranks, self._nodes = ranks, nodes
+        self._files, self._specs, self._tensors = files, specs, tensors
+        self._ranks, self._nodes, self._step = ranks, nodes, step_bytes
         self._near = next(near for near in nodes if ranks.rank in near)
-        files = {stored[name].file for name in specs}
-        self._records = {file: records[file] for file in records if file in files}
+        names = sorted({files.tensors[name].file for name in specs})
+        self._records = {name: files.records[name] for name in names if name in files.records}
         if threads is None:
             processors = len(os.sched_getaffinity(0)) // len(self._near)
             threads = max(1, min(MOST_THREADS, processors))
         self._sums = [BlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
         """One for each thread."""
         self._targets: dict[str, Target] = {}
-        self._own: dict[str, list[Segment]] = {file: [] for file in sorted(files)}
+        self._own: dict[str, list[Segment]] = {name: [] for name in names}
         """What this rank reads by itself, by file."""
         self._shared: list[Unit] = []
         self._checked: dict[str, list[int]] = {}
@@ -136,10 +123,10 @@ class _Load:
         """Plan, and make the window if the node needs one and this rank is its first; returns what
         `make_window` does, else ("", 0)."""
         for name, tensor in self._tensors.items():
-            shape, layouts = self._stored[name].meta.shape, self._specs[name].layouts
+            shape, layouts = self._files.tensors[name].meta.shape, self._specs[name].layouts
             boxes = local_boxes(shape, layouts, self._ranks.rank)
             self._targets[name] = Target.of(name, tensor, boxes)
-        plan = plan_reads(self._specs, self._stored, self._ranks.rank, self._nodes)
+        plan = plan_reads(self._specs, self._files.tensors, self._ranks.rank, self._nodes)
         for unit in plan.own:
             self._own[unit.stored.file] += self._segments(unit)
         self._plan_checks()
@@ -170,10 +157,10 @@ class _Load:
             for file, segments in self._own.items():
                 held[file] = [(read.begin, read.begin + read.nbytes) for read in segments]
         else:
-            for at in (self._stored[name] for name in self._specs):
+            for at in (self._files.tensors[name] for name in self._specs):
                 held[at.file].append((at.begin, at.begin + at.meta.nbytes))
         headers: dict[str, int] = {}
-        for at in self._stored.values():
+        for at in self._files.tensors.values():
             headers[at.file] = min(at.begin, headers.get(at.file, at.begin))
         for file, record in self._records.items():
             spans = merged(held[file])
@@ -211,9 +198,7 @@ class _Load:
         with ExitStack() as stack:
             readers: SimpleQueue[Reader] = SimpleQueue()
             for sums in self._sums:
-                reader = Reader(
-                    self._where, self._open_file, sums, self._targets, self._step, pinned=pinned
-                )
+                reader = Reader(self._files, sums, self._targets, self._step, pinned=pinned)
                 readers.put(stack.enter_context(reader))
             pool = stack.enter_context(ThreadPoolExecutor(len(self._sums)))
 
@@ -282,7 +267,7 @@ class _Load:
             file, block = bad[0]
             more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
             raise DamagedCheckpoint(
-                f"{self._where / file}: checksum of block {block} (from byte "
+                f"{self._files.where / file}: checksum of block {block} (from byte "
                 f"{block * BLOCK_BYTES} on) is wrong{more}; the file was changed after it was saved"
             )
 

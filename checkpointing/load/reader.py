@@ -11,6 +11,7 @@ from checkpointing.format.layout import COMMIT_RECORD, MODEL, FileRecord, Stored
 from checkpointing.format.plan import TensorSpec
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.fill import read_tensors
+from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
@@ -54,16 +55,8 @@ def load_model(
         if look is None:
             _load_dcp(path, specs, tensors, optional, ranks)
         else:
-            stored, records = look
-            read_tensors(
-                path,
-                lambda name: storage_of(path).open(path / name),
-                stored,
-                specs,
-                tensors,
-                records,
-                group,
-            )
+            files = Files(path, lambda name: storage_of(path).open(path / name), *look)
+            read_tensors(files, specs, tensors, group)
 
 
 def _look(

@@ -16,6 +16,7 @@ from checkpointing.format.sections import PlanInput, Specs, by_section, stored_b
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts, survey, token
 from checkpointing.load.reader import refuse_differences
+from checkpointing.load.segments import Files
 from checkpointing.ranks import RankError, Ranks
 from checkpointing.save.pulls import Pull
 from checkpointing.storage.kinds import storage_of
@@ -78,12 +79,14 @@ def load_step(
         record, (model, optimizer), state = ranks.on_main(look)
         ranks.together(
             lambda: read_tensors(
-                path,
-                lambda name: storage_of(path).open(path / name),
-                by_section(model, optimizer),
+                Files(
+                    path,
+                    lambda name: storage_of(path).open(path / name),
+                    by_section(model, optimizer),
+                    record.files if verify else {},
+                ),
                 by_section(*specs),
                 by_section(*targets),
-                record.files if verify else {},
                 ranks.group,
                 ranks.nodes(),
             )
@@ -200,12 +203,14 @@ def load_memory(
         return False
     ranks.together(
         lambda: read_tensors(
-            Path("memory"),
-            lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
-            memory.stored,
+            Files(
+                Path("memory"),
+                lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
+                memory.stored,
+                {},
+            ),
             by_section(*specs),
             by_section(*targets),
-            {},
             ranks.group,
             ranks.nodes(),
         )

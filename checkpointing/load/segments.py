@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.crc import BlockSums, Replica
+from checkpointing.format.layout import FileRecord, StoredTensor
 from checkpointing.format.plan import Box
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.load.read_plan import ALIGNMENT, Slab, intersection
@@ -23,6 +24,19 @@ _JOB_STEPS = 16
 
 OpenFile = Callable[[str], AbstractContextManager[StoredFile]]
 """Opens a file of a checkpoint by its name there."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a checkpoint."""
+
+    where: Place
+    """The checkpoint, for messages."""
+    open: OpenFile
+    tensors: Mapping[str, StoredTensor]
+    """Where each tensor lies."""
+    records: Mapping[str, FileRecord]
+    """Checksums by file; files that are not in it are not checked."""
 
 
 class Segment(NamedTuple):
@@ -128,8 +142,7 @@ class Reader:
     """One thread's means of reading. A context manager.
 
     Args:
-        where: the checkpoint, for messages.
-        open_file: opens its files.
+        files: of the checkpoint.
         sums: takes the checksums of what is read.
         targets: of slabs.
         step: most bytes of a batch.
@@ -138,15 +151,14 @@ class Reader:
 
     def __init__(
         self,
-        where: Place,
-        open_file: OpenFile,
+        files: Files,
         sums: BlockSums,
         targets: Mapping[str, Target],
         step: int,
         *,
         pinned: bool,
     ) -> None:
-        self._where, self._open_file, self._targets = where, open_file, targets
+        self._files, self._targets = files, targets
         self.sums = sums
         size = step + _MOST_BUFFERS * ALIGNMENT
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
@@ -167,14 +179,14 @@ class Reader:
         Raises:
             DamagedCheckpoint, StorageError: the file is missing, short, or cannot be read.
         """
-        with reading(self._where / job.file):
+        with reading(self._files.where / job.file):
             for batch in job.batches:
                 self._read_batch(self._open(job.file), job.file, batch)
 
     def _open(self, name: str) -> StoredFile:
         if self._file is None or name != self._name:
             self._opened.close()
-            self._file, self._name = self._opened.enter_context(self._open_file(name)), name
+            self._file, self._name = self._opened.enter_context(self._files.open(name)), name
         return self._file
 
     def _read_batch(self, file: StoredFile, name: str, batch: list[Segment]) -> None:
@@ -189,7 +201,7 @@ class Reader:
             for segment, place in zip(batch, places, strict=True)
         ]
         if file.read_into(buffers, batch[0].begin) != sum(segment.nbytes for segment in batch):
-            raise DamagedCheckpoint(f"{self._where / name}: ends too early; it was cut short")
+            raise DamagedCheckpoint(f"{self._files.where / name}: ends too early; it was cut short")
         for segment, data, place in zip(batch, buffers, places, strict=True):
             self.sums.take(name, segment.begin, data, segment.replica)
             if segment.slab:

@@ -25,6 +25,7 @@ from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.load import fill, read_plan
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
+from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks
 from checkpointing.storage.kinds import storage_of
 from tests.checkpointing.format.test_plan import worlds
@@ -158,10 +159,8 @@ class Written:
         (specs,) = Ranks(group).specs(tensors)
         records = self.records if records is None else records
         with patch.object(fill, "BLOCK_BYTES", self.block):
-            read_tensors(
-                self.folder, open_it or self.open, self.stored, specs, tensors, records,
-                group, nodes, **options,
-            )  # fmt: skip
+            files = Files(self.folder, open_it or self.open, self.stored, records)
+            read_tensors(files, specs, tensors, group, nodes, **options)
 
 
 def world_of(strategy: str) -> int:
@@ -393,10 +392,10 @@ def test_without_a_group_a_rank_checks_the_blocks_of_its_rows_and_no_others(tmp_
     def work(rank):
         counting = Counting(written)
         targets = zeros(spread({"a": big_state()["a"]}, "rows-2"))
-        stored = {"a": at}
         (specs,) = Ranks(None).specs(targets)
         with patch.object(fill, "BLOCK_BYTES", written.block):
-            read_tensors(tmp_path, counting, stored, specs, targets, written.records, None)
+            files = Files(tmp_path, counting, {"a": at}, written.records)
+            read_tensors(files, specs, targets, None)
         return counting.bytes
 
     first, second = run_ranks(2, work, tmp_path / "ranks")
