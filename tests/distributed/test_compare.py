@@ -25,7 +25,7 @@ from elastic.record.history import Step
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
-from trainer.data.loader import load
+from trainer.data.loader import load, requests
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
@@ -37,7 +37,6 @@ from trainer.run.speed import Speed
 from trainer.run.state import Progress, Run
 from trainer.run.step import train_step
 from trainer.run.trace_summary import read_trace
-from trainer.run.train import requests
 from trainer.tasks.task import build_task
 from trainer.tools.chaos.faults import gone, processes_with
 from trainer.tools.compare.compare import (

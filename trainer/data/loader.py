@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from zlib import crc32
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
 from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
@@ -218,6 +220,14 @@ def load(
             worker_init_fn=partial(_die_with, os.getpid()) if workers else None,
         )
     return _raise_errors(iter(loader))
+
+
+def requests(plan: BatchPlan, dp_rank: int, start: int) -> Iterator[list[int]]:
+    """Positions of every micro-batch of a data-parallel rank, from the global batch at `start` on,
+    for ever."""
+    for batch_start in count(start, plan.global_batch):
+        for micro_batch in plan.micro_batches(dp_rank, batch_start):
+            yield list(micro_batch.positions)
 
 
 def _die_with(parent: int, worker: int) -> None:

@@ -91,6 +91,7 @@ def build(
             )  # fmt: skip
             log.say(f"{describe(run)}\n{memory}")
             yield run
+            pulse.report(progress.step, "end")
 
 
 @contextmanager

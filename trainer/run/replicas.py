@@ -7,6 +7,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from checkpointing.format.tensors import local_tensor
+from elastic.node.exchange import received
+from trainer.parallel.mesh import REPLICATE
+from trainer.run.state import Run
+
 
 def diverged_ranks(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> list[int]:
     """Global ranks whose tensors differ from those of most ranks of a group of replicas; of a group
@@ -31,3 +36,21 @@ def diverged_ranks(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) ->
     if count * 2 <= len(values):
         return ranks
     return [rank for rank, found in zip(ranks, values, strict=True) if found != value]
+
+
+def check_replicas(run: Run) -> None:
+    """Name a rank whose replica of the weights differs from the others, if that is due. On all
+    ranks."""
+    every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
+    if not every or not run.due(every) or REPLICATE not in (mesh.mesh_dim_names or ()):
+        return
+    ranks = diverged_ranks(
+        map(local_tensor, run.model.parameters.values()), mesh[REPLICATE].get_group()
+    )
+    flags = torch.zeros(run.world.world_size, device=mesh.device_type)
+    flags[ranks] = 1  # other groups of replicas hold other shards
+    dist.all_reduce(flags)
+    if ranks := [rank for rank, flag in enumerate(received(flags)) if flag]:
+        named = ", ".join(map(str, ranks))
+        what = f"weights of rank {named} differ from those of its replicas"
+        run.log.event(run.progress.step, "bad numbers", what)

@@ -153,12 +153,13 @@ def pause(run: Run, *, leaving: bool) -> None:
     run.log.say(
         f"pausing after step {step}: saving it {'in memory' if memory_only else 'to storage'}"
     )
-    try:
-        save(run, wait=True, memory_only=memory_only)
-        finish_saves(run)
-    except SaveFailed as error:  # the checkpoints before are as they were
-        run.log.say(f"warning: {error}")
-    checkpointer.close(keep_memory=True)
+    with run.pulse.during("end"):
+        try:
+            save(run, wait=True, memory_only=memory_only)
+            finish_saves(run)
+        except SaveFailed as error:  # the checkpoints before are as they were
+            run.log.say(f"warning: {error}")
+        checkpointer.close(keep_memory=True)
 
 
 def roll_back(run: Run) -> bool:

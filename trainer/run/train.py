@@ -2,24 +2,15 @@
 does a step, saves.py makes checkpoints."""
 
 import gc
-from collections.abc import Iterator
-from itertools import count
 
-import torch
-import torch.distributed as dist
-
-from checkpointing.format.tensors import local_tensor
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
-from elastic.group.batch_plan import BatchPlan
-from elastic.node.exchange import received
 from elastic.world import supervised
-from trainer.data.loader import load
-from trainer.parallel.mesh import REPLICATE
+from trainer.data.loader import load, requests
 from trainer.run.evaluate import Validation, asked_to_pause
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
-from trainer.run.replicas import diverged_ranks
+from trainer.run.replicas import check_replicas
 from trainer.run.saves import Saves, finish_saves, pause, roll_back
 from trainer.run.speed import Speed
 from trainer.run.state import Run
@@ -74,7 +65,6 @@ def train(run: Run, startup: Startup) -> int:
             profiler.after_step()
             if asked and not run.done:
                 return stop_together(run, asked)
-        pulse.report(progress.step, "end")
         batches.close()
         finish_saves(run)
         validation.finish()
@@ -101,34 +91,7 @@ def went_on(run: Run, result: StepResult) -> bool:
 def stop_together(run: Run, asked: float, *, saved: bool = False) -> int:
     """End this world after the step just done, unless `saved` with its state made safe; returns the
     exit code. On all ranks, that have agreed on `asked`, the sum of their `asked_to_pause`."""
-    run.pulse.report(run.progress.step, "end")
     leaving = asked >= PAUSE_TO_LEAVE
     if not saved:
         pause(run, leaving=leaving)
     return run.log.end(EXIT_PAUSED, "a node leaves" if leaving else "a node joins")
-
-
-def check_replicas(run: Run) -> None:
-    """Name a rank whose replica of the weights differs from the others, if that is due. On all
-    ranks."""
-    every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
-    if not every or not run.due(every) or REPLICATE not in (mesh.mesh_dim_names or ()):
-        return
-    ranks = diverged_ranks(
-        map(local_tensor, run.model.parameters.values()), mesh[REPLICATE].get_group()
-    )
-    flags = torch.zeros(run.world.world_size, device=mesh.device_type)
-    flags[ranks] = 1  # other groups of replicas hold other shards
-    dist.all_reduce(flags)
-    if ranks := [rank for rank, flag in enumerate(received(flags)) if flag]:
-        named = ", ".join(map(str, ranks))
-        what = f"weights of rank {named} differ from those of its replicas"
-        run.log.event(run.progress.step, "bad numbers", what)
-
-
-def requests(plan: BatchPlan, dp_rank: int, start: int) -> Iterator[list[int]]:
-    """Positions of every micro-batch of a data-parallel rank, from the global batch at `start` on,
-    for ever."""
-    for batch_start in count(start, plan.global_batch):
-        for micro_batch in plan.micro_batches(dp_rank, batch_start):
-            yield list(micro_batch.positions)
