@@ -25,23 +25,19 @@ if TYPE_CHECKING:
     from checkpointing.storage.steps import newest_checkpoint, read_state
     from checkpointing.tensor_checkpointer import TensorCheckpointer
 
-_HOME = {
-    "Checkpointer": "checkpointer",
-    "TensorCheckpointer": "tensor_checkpointer",
-    "Stateful": "state",
-    "CheckpointOptions": "options",
-    "load_model": "load.reader",
-    "newest_checkpoint": "storage.steps",
-    "read_state": "storage.steps",
-    "optimizer_tensors": "format.tensors",
-    "CheckpointError": "errors",
-    "WrongModel": "errors",
-    "DamagedCheckpoint": "errors",
-    "SaveFailed": "errors",
-    "SaveOutcome": "save.messages",
-    "StorageError": "errors",
-    "Spare": "save.link",
+_NAMES = {
+    "checkpointer": "Checkpointer",
+    "tensor_checkpointer": "TensorCheckpointer",
+    "state": "Stateful",
+    "options": "CheckpointOptions",
+    "load.reader": "load_model",
+    "storage.steps": "newest_checkpoint read_state",
+    "format.tensors": "optimizer_tensors",
+    "errors": "CheckpointError WrongModel DamagedCheckpoint SaveFailed StorageError",
+    "save.messages": "SaveOutcome",
+    "save.link": "Spare",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOME)
 
 

@@ -37,41 +37,24 @@ if TYPE_CHECKING:
         supervised,
     )
 
-_HOME = {
-    "EXIT_DONE": "exits",
-    "EXIT_DO_NOT_REQUEUE": "exits",
-    "EXIT_FAILED": "exits",
-    "EXIT_INTERRUPTED": "exits",
-    "EXIT_MENDED": "exits",
-    "EXIT_PAUSED": "exits",
-    "EXIT_PEER_GONE": "exits",
-    "EXIT_REQUEUE": "exits",
-    "EXIT_WRONG_INPUT": "exits",
-    "ElasticOptions": "options",
-    "SaveClock": "record.interval",
-    "expected_mtbf": "record.interval",
-    "describe_failure": "record.history",
-    "read_history": "record.history",
-    "reliability": "record.goodput",
-    "LEDGER": "record.ledger",
-    "Ledger": "record.ledger",
-    "Start": "record.ledger",
-    "LedgerError": "record.history",
-    "watch_signals": "node.notice",
-    "die_with_parent": "process",
-    "usable_cores": "process",
-    "PAUSE_TO_LEAVE": "node.progress",
-    "Pulse": "node.progress",
-    "job_secret": "group.secret",
-    "Job": "job",
-    "join": "job",
-    "World": "world",
-    "join_world": "world",
-    "leave_world": "world",
-    "read_environment": "world",
-    "refuse_stale_store": "world",
-    "supervised": "world",
+_NAMES = {
+    "exits": (
+        "EXIT_DONE EXIT_DO_NOT_REQUEUE EXIT_FAILED EXIT_INTERRUPTED EXIT_MENDED EXIT_PAUSED "
+        "EXIT_PEER_GONE EXIT_REQUEUE EXIT_WRONG_INPUT"
+    ),
+    "options": "ElasticOptions",
+    "record.interval": "SaveClock expected_mtbf",
+    "record.history": "describe_failure read_history LedgerError",
+    "record.goodput": "reliability",
+    "record.ledger": "LEDGER Ledger Start",
+    "node.notice": "watch_signals",
+    "process": "die_with_parent usable_cores",
+    "node.progress": "PAUSE_TO_LEAVE Pulse",
+    "group.secret": "job_secret",
+    "job": "Job join",
+    "world": "World join_world leave_world read_environment refuse_stale_store supervised",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOME)
 
 

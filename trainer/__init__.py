@@ -18,32 +18,19 @@ if TYPE_CHECKING:
     from trainer.run.events import End, Restart, Save, Start, Step, Validation
     from trainer.run.sinks import Sink
 
-_HOME = {
-    "Recipe": "recipe",
-    "RecipeError": "recipe",
-    "load_recipe": "recipe",
-    "Prediction": "plan",
-    "predict": "plan",
-    "Samples": "data",
-    "Family": "models.family",
-    "Architecture": "recipe.architecture",
-    "ParameterGroup": "recipe",
-    "Block": "models.decoder",
-    "Attention": "models.decoder",
-    "MLP": "models.decoder",
-    "RMSNorm": "models.decoder",
-    "Documents": "models.attention",
-    "init_parameter": "models.family",
-    "TENSOR_PLAN": "models.decoder",
-    "HeadLoss": "models.loss",
-    "Sink": "run.sinks",
-    "Start": "run.events",
-    "Restart": "run.events",
-    "Step": "run.events",
-    "Validation": "run.events",
-    "Save": "run.events",
-    "End": "run.events",
+_NAMES = {
+    "recipe": "Recipe RecipeError load_recipe ParameterGroup",
+    "plan": "Prediction predict",
+    "data": "Samples",
+    "models.family": "Family init_parameter",
+    "recipe.architecture": "Architecture",
+    "models.decoder": "Block Attention MLP RMSNorm TENSOR_PLAN",
+    "models.attention": "Documents",
+    "models.loss": "HeadLoss",
+    "run.sinks": "Sink",
+    "run.events": "Start Restart Step Validation Save End",
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOME)
 
 

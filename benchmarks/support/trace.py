@@ -1,7 +1,6 @@
 """trace.jsonl, which `checkpoint.trace` writes: read it, check it, draw it."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,10 +170,9 @@ def _chart(counts: Sequence[tuple[float, int]], limit: int, x: Scale, top: float
 
 def _axis(length: float, x: Scale, origin: float, y: float) -> Iterator[str]:
     yield svg.line(LEFT, y, WIDTH - RIGHT, y, stroke=svg.LINE)
-    magnitude = 10.0 ** math.floor(math.log10(length))
-    step = next(s for s in (0.1, 0.2, 0.5, 1, 2) if length / (s * magnitude) <= 10) * magnitude
-    for number in range(int(length / step) + 1):
-        place = x(origin + number * step)
-        yield svg.line(place, y, place, y + 4, stroke=svg.LINE)
-        yield svg.label(place, y + 18, f"{number * step:g}", anchor="middle", color=svg.SOFT)
+    for mark in svg.ticks(0, length, 10):
+        if mark <= length:
+            place = x(origin + mark)
+            yield svg.line(place, y, place, y + 4, stroke=svg.LINE)
+            yield svg.label(place, y + 18, f"{mark:g}", anchor="middle", color=svg.SOFT)
     yield svg.label(WIDTH - RIGHT, y + 34, "seconds", anchor="end", color=svg.SOFT)

@@ -177,7 +177,7 @@ class _Parts:
     def __init__(
         self, file: str, parts: Sequence[LeftSlot], home: int, pull: Pull, run: str
     ) -> None:
-        self._file, self._home, self._pull = file, home, pull
+        self._file, self._pull = file, pull
         self._spans = sorted(
             (start, stop, number)
             for number, part in enumerate(parts)

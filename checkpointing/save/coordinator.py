@@ -63,7 +63,6 @@ class _Save:
     target: NewStep | None = None
     staged: dict[int, msg.Position] = field(default_factory=dict)
     """Up to where each node has copied everything."""
-    staged_at: float = 0.0
     preparing: bool = False
     """Whether its target is being prepared right now."""
     waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
@@ -321,8 +320,6 @@ class Coordinator:
         if save is None or save.key != key:
             return
         save.staged[node] = position
-        if self._staged_to(save) == self._layout.end and not save.staged_at:
-            save.staged_at = time.monotonic()
         self._grant()
 
     def _on_remembered(self, node: int, key: msg.Key) -> None:
@@ -407,7 +404,6 @@ class Coordinator:
             save.step,
             str(target.final),
             seconds=time.monotonic() - save.started,
-            staging_seconds=save.staged_at - save.started,
             nbytes=sum(file.size for file in self._layout.files),
             writers=self._limit.value,
         )

@@ -122,8 +122,6 @@ class SaveOutcome:
     """The system's error number, if any."""
     seconds: float = 0.0
     """From the request to the commit."""
-    staging_seconds: float = 0.0
-    """From the request until all ranks had copied their tensors."""
     nbytes: int = 0
     """Bytes of tensor files."""
     writers: int = 0

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from elastic.process import write_whole
+
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 2.0
@@ -147,9 +149,7 @@ class Occupancy:
                 self._write()
 
     def _write(self) -> None:
-        aside = self._folder / f".{RECORD}.{os.getpid()}"
-        aside.write_text(json.dumps(asdict(self._mine)), encoding="utf-8")
-        os.replace(aside, self._folder / RECORD)
+        write_whole(self._folder / RECORD, json.dumps(asdict(self._mine)))
 
 
 def _read(folder: Path) -> Holder | None:

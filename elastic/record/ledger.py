@@ -39,13 +39,13 @@ LEDGER = "ledger.jsonl"
 Source = Literal["memory", "storage", "none", "init"]
 
 
-def _clock() -> float:
+def clock() -> float:
     """Seconds that go on through a suspend and never jump."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _boot() -> str:
-    """Names the time for which `_clock` can be compared: this boot of this machine."""
+    """Names the time for which `clock` can be compared: this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -77,7 +77,7 @@ class Start:
     """Where the time from the launch to this line went: name → seconds, in order."""
     at: float = field(default_factory=time.time)
     """Unix time."""
-    monotonic: float = field(default_factory=_clock)
+    monotonic: float = field(default_factory=clock)
     """The same moment on a clock that nobody sets, seconds."""
     boot: str = field(default_factory=_boot)
     """Starts with the same one share that clock."""
@@ -198,7 +198,7 @@ class Ledger:
             self._file = None
 
     def _add(self, kind: str, **values: Any) -> None:
-        after = round(_clock() - self._start.monotonic, 3)
+        after = round(clock() - self._start.monotonic, 3)
         self._write(kind, {**values, "after": after, "attempt": self._start.attempt})
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:

@@ -11,16 +11,23 @@ examples:
   perdure generate runs/quickstart/checkpoints/step-00000300 --prompt "The" --temperature 0
 """
 
+SAMPLING = {
+    "max_new_tokens": (int, "at most so many"),
+    "temperature": (float, "0: always the likeliest"),
+    "top_k": (int, "sample among the k likeliest"),
+    "seed": (int, "of the draws"),
+}
+"""Argument of `generate`, which has its default → its type and meaning."""
+
 
 def add_generate_command(commands: Commands) -> None:
     """Add the command to a parser."""
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument("checkpoint", type=Path, help="run, checkpoint or Hugging Face directory")
     generate.add_argument("--prompt", required=True, help="text to continue")
-    generate.add_argument("--max-new-tokens", type=int, default=64, help="default 64")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-    generate.add_argument("--top-k", type=int, default=50, help="sample among the k likeliest")
-    generate.add_argument("--seed", type=int, default=0, help="default 0")
+    for name, (kind, what) in SAMPLING.items():
+        option = "--" + name.replace("_", "-")
+        generate.add_argument(option, type=kind, default=argparse.SUPPRESS, help=what)
     generate.add_argument("--family", metavar="MODULE:NAME", help="model.family, of your own")
     generate.set_defaults(run=_generate)
 
@@ -38,10 +45,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     pieces = generate(
         directory,
         arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
+        **{name: value for name, value in vars(arguments).items() if name in SAMPLING},
         device="cuda" if torch.cuda.is_available() else "cpu",
         family=arguments.family,
     )

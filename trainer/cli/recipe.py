@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.cli.parser import Commands, add_command
 from trainer.recipe import RecipeError, recipe_schema, shipped_recipes
 from trainer.recipe.reference import recipe_reference
+from trainer.text import table
 
 EXAMPLES = """\
 examples:
@@ -37,12 +38,11 @@ def add_recipe_command(commands: Commands) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    recipes = shipped_recipes()
-    width = max(map(len, recipes), default=0)
-    for name, file in recipes.items():
+    rows = []
+    for name, file in shipped_recipes().items():
         with file.open(encoding="utf-8") as lines:  # after the one that names the schema
-            what = next(islice(lines, 1, None), "").lstrip("# ").rstrip()
-        print(f"{name:<{width}}  {what}")
+            rows.append([name, next(islice(lines, 1, None), "").lstrip("# ").rstrip()])
+    print("\n".join(table(rows)))
     return 0
 
 

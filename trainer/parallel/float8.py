@@ -193,9 +193,9 @@ def gather_in_8_bits(model: nn.Module) -> None:
     scales: list[Tensor] = []
 
     def send(number: int, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        weight = weights[number]
-        missing = -(-weight.shape[0] // mesh.size()) - weight._local_tensor.shape[0]
-        scaled = F.pad(weight._local_tensor, (0, 0, 0, missing)) * scales[number]
+        weight, local = weights[number], weights[number]._local_tensor
+        missing = -(-weight.shape[0] // mesh.size()) - local.shape[0]
+        scaled = F.pad(local, (0, 0, 0, missing)) * scales[number]
         return (to_fp8_saturated(scaled, e4m3),), (scales[number],)
 
     @torch.no_grad()

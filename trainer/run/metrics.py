@@ -19,6 +19,8 @@ from tqdm import tqdm
 from checkpointing import SaveOutcome
 from elastic import LEDGER, Ledger, Start
 from elastic.node.companion import accompany
+from elastic.process import write_whole
+from elastic.record.ledger import clock
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.trackers import METRICS
@@ -54,9 +56,8 @@ def _process_start() -> float:
     """When this process was started, in seconds since the epoch (Linux; elsewhere: now)."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - age
-    except (OSError, AttributeError):
+        return time.time() - (clock() - ticks / os.sysconf("SC_CLK_TCK"))
+    except OSError:
         return time.time()
 
 
@@ -279,7 +280,5 @@ def keep_records(path: Path, last_step: int) -> float:
         latest = max(latest, record["time"])
         if record["step"] <= last_step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, "".join(kept))
     return latest

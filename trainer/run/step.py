@@ -227,15 +227,18 @@ def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str
     """
     if not second.good:
         return second, "computed twice with the same result, so data or model"
-    differs = torch.tensor(
-        [float(not torch.equal(first.local_loss, second.local_loss))],
-        device=first.local_loss.device,
-    )
-    flags = [torch.zeros_like(differs) for _ in range(run.world.world_size)]
-    dist.all_gather(flags, differs, group=run.mesh.group)
-    ranks = [rank for rank, flag in enumerate(flags) if any(received(flag))]
+    differs = float(not torch.equal(first.local_loss, second.local_loss))
+    said = of_all(run, torch.full_like(first.local_loss, differs))
+    ranks = [rank for rank, flag in enumerate(said) if flag]
     where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
     return second, f"silent corruption on {where}: computed again, the numbers are good"
+
+
+def of_all(run: Run, value: torch.Tensor) -> list[float]:
+    """A scalar of every rank. On all ranks."""
+    values = [torch.zeros_like(value) for _ in range(run.world.world_size)]
+    dist.all_gather(values, value, group=run.mesh.group)
+    return [received(one) for one in values]
 
 
 def judge(run: Run, found: Gradients, note: str) -> Verdict:
@@ -248,11 +251,9 @@ def judge(run: Run, found: Gradients, note: str) -> Verdict:
     if math.isfinite(found.loss) and not found.good and progress.loss_scale.value > 1:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
         return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
-    bad_ranks: list[int] = []
-    if not found.good:  # every rank knows, so every rank asks who it was
-        flags = [torch.zeros_like(found.local_loss) for _ in range(run.world.world_size)]
-        dist.all_gather(flags, found.local_loss, group=run.mesh.group)
-        bad_ranks = [rank for rank, flag in enumerate(flags) if not flag.isfinite()]
+    # Every rank knows of a bad number, so every rank asks who it was.
+    losses = [] if found.good else of_all(run, found.local_loss)
+    bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     limit = recipe.elastic.max_skipped_steps
     verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)
     if verdict.action == "keep":

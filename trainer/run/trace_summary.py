@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.text import markdown
+
 DIRECTORY = "profile"
 """In the run directory: rank-00003.trace.json.gz and rank-00003.json are those of rank 3."""
 
@@ -320,14 +322,14 @@ def summary(
         f"ms ({min(steps) * 1e3:,.1f} to {max(steps) * 1e3:,.1f}). The profiler itself slows "
         "small operators down: read shares, not speeds.",
         "",
-        "| | share of the step | ms per step | by rank |",
-        "|---|---|---|---|",
     ]
+    rows = []
     for phase in PHASES:
         shares = [profile.phases[phase] / sum(profile.steps) for profile in profiles]
         mean = statistics.mean(p.phases[phase] / len(p.steps) for p in profiles)
         by_rank = f"{min(shares):.1%} to {max(shares):.1%}" if len(shares) > 1 else ""
-        lines.append(f"| {phase} | {statistics.mean(shares):.1%} | {mean * 1e3:,.2f} | {by_rank} |")
+        rows.append([phase, f"{statistics.mean(shares):.1%}", f"{mean * 1e3:,.2f}", by_rank])
+    lines += markdown(["", "share of the step", "ms per step", "by rank"], rows, (1, 2))
     total = sum(profile.communication for profile in profiles)
     exposed = sum(profile.phases["communication"] for profile in profiles)
     calls = ", ".join(
@@ -346,12 +348,14 @@ def summary(
         share = f", {each / (each + every * mean_step):.2%} of the time" if every else ""
         often = f"; with one in {every} steps, as the recipe has it{share}" if every else ""
         lines += ["", f"A checkpoint holds the steps up for {each * 1e3:,.1f} ms{often}."]
-    lines += ["", "| operator (rank 0, own time) | calls per step | ms per step | share |"]
-    lines += ["|---|---|---|---|"]
-    for operator in profiles[0].operators[:top]:
-        name = operator.name if len(operator.name) <= 70 else operator.name[:67] + "..."
-        lines.append(
-            f"| `{name}` | {operator.calls:g} | {operator.seconds * 1e3:,.2f} | "
-            f"{operator.seconds / mean_step:.1%} |"
-        )
-    return "\n".join([*lines, ""])
+    rows = [
+        [
+            f"`{one.name if len(one.name) <= 70 else one.name[:67] + '...'}`",
+            f"{one.calls:g}",
+            f"{one.seconds * 1e3:,.2f}",
+            f"{one.seconds / mean_step:.1%}",
+        ]
+        for one in profiles[0].operators[:top]
+    ]
+    columns = ["operator (rank 0, own time)", "calls per step", "ms per step", "share"]
+    return "\n".join([*lines, "", *markdown(columns, rows, (1, 2, 3)), ""])

@@ -37,6 +37,7 @@ from elastic.node.notice import pause_code
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
+from elastic.process import write_whole
 from elastic.world import (
     World,
     drop_world,
@@ -259,9 +260,7 @@ def prepare_run_directory(recipe: Recipe) -> None:
             return  # a restart gets by without writing, so a full disk does not end the run
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        aside = directory / f"recipe.yaml.{os.getpid()}"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, directory / "recipe.yaml")
+        write_whole(directory / "recipe.yaml", text)
     except OSError as error:
         raise RecipeError(
             f"run.dir: cannot write to {directory}: {error.strerror}; choose another run.dir"

@@ -25,7 +25,7 @@ def generate(
     checkpoint_dir: str | Path,
     prompt: str,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = 64,
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,

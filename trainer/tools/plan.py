@@ -11,7 +11,7 @@ from trainer.plan import costs
 from trainer.plan.prediction import HOW
 from trainer.plan.search import ROOM, Candidate, Plan
 from trainer.recipe import Strategy
-from trainer.tools.text import table
+from trainer.text import table
 
 COLUMNS = {
     "strategy": "",

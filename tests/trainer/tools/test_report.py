@@ -12,8 +12,9 @@ import pytest
 
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import Ledger, Start
-from trainer.tools.report.html import MAX_POINTS, report_html, thin, ticks
+from trainer.tools.report.html import MAX_POINTS, report_html, thin
 from trainer.tools.report.report import check, clock, report
+from trainer.tools.svg import ticks
 
 PERDURE = Path(sys.executable).parent / "perdure"
 BATCH = 8
@@ -48,7 +49,7 @@ def write_run(folder):
         with pytest.MonkeyPatch.context() as patch:
             # One second of its clock passes between two lines.
             patch.setattr(
-                "elastic.record.ledger._clock", lambda at=at, clock=clock: at + next(clock)
+                "elastic.record.ledger.clock", lambda at=at, clock=clock: at + next(clock)
             )
             with Ledger(folder / "ledger.jsonl", start) as ledger:
                 for step in steps:

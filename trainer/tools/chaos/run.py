@@ -73,7 +73,7 @@ def run_chaos(
     plan: Plan,
     *,
     ranks: int = 1,
-    tolerance: float = 1e-4,
+    tolerance: float,
     patience: float = 60.0,
     environment: dict[str, str] | None = None,
     say: Callable[[str], None] = print,

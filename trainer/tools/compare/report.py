@@ -15,9 +15,9 @@ import torch
 
 from elastic import usable_cores
 from trainer.recipe import Recipe, resolved
+from trainer.text import markdown
 from trainer.tools import svg
 from trainer.tools.compare.compare import INTERRUPTED, Outcome
-from trainer.tools.text import aligned
 
 PLANNED = "planned"
 BUBBLE = "bubble (simulated, formula)"
@@ -41,7 +41,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     if cells and all(one.bubble is None for one in shown):
         columns.remove(BUBBLE)
     rows = [[of_one[column] for column in columns] for of_one in cells]
-    lines = _markdown(columns, rows) if rows else []
+    lines = markdown(columns, rows, range(1, len(columns))) if rows else []
     notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
     unplanned = next((one.unplanned for one in shown if one.unplanned), "")
     if unplanned:
@@ -66,16 +66,7 @@ def plan_table(outcomes: Sequence[Outcome]) -> str:
         for one in shown
     ]
     columns = ["MB, measured (planned)", *PLANNED_KINDS.values()]
-    return "\n".join(_markdown(columns, rows)) if rows else ""
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns are aligned."""
-    cells = aligned([columns, *rows], right=range(1, len(columns)))
-    rule = [
-        "-" * (len(cell) - 1) + (":" if number else "-") for number, cell in enumerate(cells[0])
-    ]
-    return [f"| {' | '.join(row)} |" for row in (cells[0], rule, *cells[1:])]
+    return "\n".join(markdown(columns, rows, range(1, len(columns)))) if rows else ""
 
 
 def _cells(one: Outcome) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 from elastic.record.goodput import goodput, goodput_curve, idle_spans, reliability
 from elastic.record.history import History, read_history
 from trainer.tools.report.report import check, clock, read_metrics, report, unit_of
-from trainer.tools.svg import line, tag
+from trainer.tools.svg import line, tag, text, ticks
 
 Point = tuple[float, float]
 
@@ -215,9 +215,6 @@ def chart(name: str, axis: Axis, *series: Series, floor: float | None = None) ->
     def py(y: float) -> float:
         return HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
-    def text(x: float, y: float, words: str, anchor: str) -> str:
-        return tag("text", escape(words), x=x, y=y, text_anchor=anchor)
-
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for y in y_ticks:
@@ -244,17 +241,6 @@ def chart(name: str, axis: Axis, *series: Series, floor: float | None = None) ->
         key = "".join(f'<i class="{one.color}"></i>{escape(one.name)}' for one in series)
     drawn = tag("svg", "".join(parts), viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=name)
     return f'<section><h2>{escape(name)}<span class="key">{key}</span></h2>{drawn}</section>'
-
-
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers that span `low` to `high`."""
-    if high <= low:
-        low, high = low - (abs(low) / 2 or 0.5), low + (abs(low) / 2 or 0.5)
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
-    return [float(f"{number * size:.12g}") for number in range(first, last + 1)]
 
 
 def thin(points: Sequence[Point]) -> Iterable[Point]:

@@ -10,7 +10,7 @@ import yaml
 
 from elastic.record.goodput import Goodput, Reliability, goodput, reliability
 from elastic.record.history import Attempt, History, read_history
-from trainer.tools.text import table
+from trainer.text import table
 
 SOURCES = {"none": "fresh weights", "init": "model.init_from"}
 SHOWN_ATTEMPTS = 40

@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Tables of text. Imports nothing of ours."""
 
 from collections.abc import Container, Sequence
 
@@ -18,3 +18,15 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[l
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), indent: str = "") -> list[str]:
     """A line for each row."""
     return [indent + "  ".join(row).rstrip() for row in aligned(rows, right)]
+
+
+def markdown(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()
+) -> list[str]:
+    """Lines of a Markdown table that reads well on a console, too."""
+    head, *body = aligned([columns, *rows], right)
+    rule = [
+        "-" * (len(cell) - 1) + (":" if number in right else "-")
+        for number, cell in enumerate(head)
+    ]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
