@@ -42,9 +42,9 @@ class CheckpointOptions:
     """Largest safetensors file, in bytes or as "4 GB" (10^9) or "4 GiB" (2^30). Tensors are never
     split: a larger one gets a file of its own."""
 
-    max_writers: int | Literal["auto"] | None = None
-    """How many writers may write at once, over all nodes. auto: as many as raise the measured
-    bandwidth; null: by filesystem (see docs/checkpoints.md)."""
+    max_writers: int | None = None
+    """How many writers may write at once, over all nodes. null: by filesystem (see
+    docs/checkpoints.md)."""
 
     max_bandwidth: int | str | None = None
     """Most bytes per second that all writers together write, as 500000000 or "500 MB"; null: no
@@ -78,8 +78,10 @@ class CheckpointOptions:
         for name in ("every", "keep", "keep_every", "keep_best"):
             if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
-        if isinstance(self.max_writers, int) and self.max_writers < 1:
-            raise ValueError('max_writers must be at least 1, "auto" or null')
+        if self.max_writers is not None and not (
+            isinstance(self.max_writers, int) and self.max_writers > 0
+        ):
+            raise ValueError("max_writers must be a whole number above 0, or null: by filesystem")
         if self.slots not in (0, 1, 2):
             raise ValueError("slots must be 0, 1 or 2")
         if self.peer_copy and not self.slots:

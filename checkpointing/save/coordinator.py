@@ -30,7 +30,7 @@ from checkpointing.format.layout import TensorFile
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.commit import Steps, small_files
-from checkpointing.save.grants import Grants, Layout, WriterLimit, default_writers
+from checkpointing.save.grants import Grants, Layout, default_writers
 from checkpointing.storage.filesystems import is_shared
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.kinds import storage_of
@@ -142,7 +142,7 @@ class Coordinator:
         self._steps = Steps(directory, self._options)
         kind = storage_of(directory).filesystem(directory)
         self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
-        self._limit = WriterLimit(self._options.max_writers, default_writers(kind))
+        self._limit = self._options.max_writers or default_writers(kind)
 
     # --- messages --------------------------------------------------------------------------------
 
@@ -344,7 +344,6 @@ class Coordinator:
         save = self._save
         if granted and save is not None and save.key == receipt.key:
             save.checksums.setdefault(receipt.blocks.file, {}).update(receipt.checksums)
-            self._limit.wrote(receipt.span["bytes"], time.monotonic())
         self._grant()
 
     def _on_failed(
@@ -362,14 +361,13 @@ class Coordinator:
         if save is None or save.target is None or save.committing:
             return
         staged = self._staged_to(save)
-        while len(self._grants) < self._limit.value:
+        while len(self._grants) < self._limit:
             nodes = [
                 node
                 for node, waiting in save.waiting.items()
                 if waiting and self._layout.place(waiting[0]) <= staged
             ]
             if not nodes:
-                self._limit.starved()
                 break
             now = time.monotonic()
             if now < self._next_grant:
@@ -380,7 +378,7 @@ class Coordinator:
             blocks = save.waiting[node].popleft()
             self._grants.give(save.key, blocks, node)
             rate = self._options.bytes_per_second
-            share = rate / self._limit.value if rate else None
+            share = rate / self._limit if rate else None
             self._host.send(node, msg.Write(save.key, save.slot, blocks, save.target, share))
         if not any(save.waiting.values()) and not self._grants.writes(save.key):
             save.committing = True
@@ -405,7 +403,7 @@ class Coordinator:
             str(target.final),
             seconds=time.monotonic() - save.started,
             nbytes=sum(file.size for file in self._layout.files),
-            writers=self._limit.value,
+            writers=self._limit,
         )
         self._steps.committed(target.final.name, save.contents)
         self._untidy.add(self._steps)

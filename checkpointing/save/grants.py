@@ -95,47 +95,6 @@ class Grants:
         return {node: blocks.file for (_, blocks), node in self._out.items()}
 
 
-class WriterLimit:
-    """How many units may be out at once.
-
-    With `auto` it goes up and down by a quarter (at least one), and measures the bandwidth of each
-    number over a few receipts. Had the storage room for all, bandwidth would change as much as the
-    number did: as long as it changes at least half as much, more writers are tried, else fewer.
-    """
-
-    def __init__(self, setting: int | str | None, default: int) -> None:
-        self.value = setting if isinstance(setting, int) else default
-        self._auto = setting == "auto"
-        self._since: float | None = None
-        self._bytes = self._count = 0
-        self._before: tuple[int, float] | None = None
-        """The number before this one, and its bandwidth."""
-
-    def starved(self) -> None:
-        """There is no work for some writers, which says nothing about the storage: measure anew."""
-        self._since = None
-
-    def wrote(self, nbytes: int, now: float) -> None:
-        """A receipt came in."""
-        if not self._auto:
-            return
-        if self._since is None:
-            self._since, self._bytes, self._count = now, 0, 0
-            return
-        self._bytes += nbytes
-        self._count += 1
-        if self._count < max(4, 2 * self.value) or now == self._since:
-            return
-        bandwidth = self._bytes / (now - self._since)
-        more = True
-        if self._before and self._before[0] != self.value:
-            number, before = self._before
-            more = (bandwidth / before - 1) / (self.value / number - 1) >= 0.5
-        self._before, self._since = (self.value, bandwidth), None
-        step = max(1, self.value // 4)
-        self.value = max(1, self.value + step if more else self.value - step)
-
-
 def default_writers(kind: str) -> int:
     """How many writers a kind of storage takes gladly: 16 on Lustre and on object stores (""),
     which are made for many clients; 4 on other shared filesystems; on a local disk as many as there

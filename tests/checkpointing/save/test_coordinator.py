@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.save import commit, coordinator
 from checkpointing.save import messages as msg
 from checkpointing.save.coordinator import Coordinator
-from checkpointing.save.grants import UNIT_BLOCKS, WriterLimit
+from checkpointing.save.grants import UNIT_BLOCKS
 
 NODES = 3
 SAVE_SECONDS = 25.0
@@ -527,48 +526,3 @@ def test_what_is_being_committed_is_not_removed_meanwhile():
     world.happen(world.settle)
     assert [outcome.step for outcome in world.outcomes if outcome.path][:1] == [1]
     world.happen(world.end)
-
-
-def numbers_tried(
-    limit: WriterLimit, bandwidth: Callable[[int], float], receipts: int
-) -> tuple[float, float]:
-    """(writers, bandwidth) on average over the last half of so many receipts from a storage that
-    gives `bandwidth` (in units a second) to a number of writers; noise of 3 %."""
-    noise = random.Random(0)
-    now, seen = 0.0, []
-    for _ in range(receipts):
-        given_now = bandwidth(limit.value) * noise.uniform(0.97, 1.03)
-        now += 1 / given_now
-        seen.append((limit.value, given_now))
-        limit.wrote(1, now)
-    late = seen[receipts // 2 :]
-    return mean(value for value, _ in late), mean(given for _, given in late)
-
-
-@pytest.mark.parametrize("best", [1, 2, 8, 40])
-@pytest.mark.parametrize("start", [4, 16])
-def test_auto_finds_about_the_best_number_and_comes_down_when_bandwidth_falls(best, start):
-    def storage(best):
-        """Writers above the best number take bandwidth from each other."""
-        return lambda writers: min(writers, best) * min(1.0, best / writers) ** 0.5
-
-    limit = WriterLimit("auto", start)
-    writers, bandwidth = numbers_tried(limit, storage(best), 4000)
-    assert 0.7 * best <= writers <= 1.2 * best + 1
-    assert bandwidth >= 0.8 * best
-    writers, bandwidth = numbers_tried(limit, storage(best / 4), 4000)
-    assert writers <= 1.2 * max(1, best / 4) + 1
-
-
-def test_a_fixed_number_stays():
-    limit = WriterLimit(3, 4)
-    assert numbers_tried(limit, float, 100)[0] == 3
-
-
-def test_what_is_measured_while_there_is_no_work_does_not_count():
-    limit = WriterLimit("auto", 4)
-    for now in range(100):
-        limit.wrote(1, float(now))
-        if now % 5 == 0:
-            limit.starved()
-    assert limit.value == 4

@@ -71,6 +71,8 @@ def test_zero_is_a_synonym(recipe_file):
         ("run.steps=1.5", "run.steps: input should be a valid integer"),
         ("run.steps=0", "run.steps: must be at least 1"),
         ("checkpoint.max_shard_size=[1]", "checkpoint.max_shard_size: input should be"),
+        ("checkpoint.max_writers=auto", "checkpoint.max_writers: input should be a valid integer"),
+        ("checkpoint.max_writers=0", "checkpoint: max_writers must be a whole number above 0"),
         ("checkpoint.max_shard_size=4 bananas", "checkpoint: max_shard_size is '4 bananas'"),
         ("data.sources.7.path=x", "data.sources has 1 items"),
         ("optimizer.betas=[0.9]", "optimizer.betas: the list has too few items: [0.9]"),
