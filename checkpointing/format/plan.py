@@ -359,7 +359,7 @@ def _with_local_start(stretches: list[tuple[int, int]]) -> list[tuple[int, int, 
 
 
 @dataclass(frozen=True)
-class Run:
+class Extent:
     """Bytes that lie side by side in the box and in the whole tensor."""
 
     offset: int
@@ -369,8 +369,10 @@ class Run:
     length: int
 
 
-def box_runs(meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None) -> Iterator[Run]:
-    """Bytes `start` to `stop` of a box as runs, in order.
+def extents_of(
+    meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None
+) -> Iterator[Extent]:
+    """Bytes `start` to `stop` of a box as extents, in order.
 
     Args:
         meta: of the whole tensor.
@@ -382,7 +384,7 @@ def box_runs(meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None
     stop = math.prod(box.shape) * itemsize if stop is None else stop
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
-    # Dimensions after the last one that the box does not span are whole: they belong to the run.
+    # Dimensions after the last one that the box does not span are whole: they belong to the extent.
     cut = [dim for dim in range(len(box.shape)) if box.shape[dim] != meta.shape[dim]]
     outer = cut[-1] if cut else 0
     length = itemsize * math.prod(box.shape[outer:])
@@ -393,7 +395,7 @@ def box_runs(meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None
             offset += position * strides[dim]
         first = max(start, number * length)
         last = min(stop, (number + 1) * length)
-        yield Run(offset + first - number * length, first, last - first)
+        yield Extent(offset + first - number * length, first, last - first)
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.crc import ONLY, BlockSums
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.format.plan import Nodes, TensorSpec, box_runs, local_boxes, merged
+from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.read_plan import (
     Dealt,
@@ -26,7 +26,7 @@ from checkpointing.load.read_plan import (
     plan_reads,
     slabs,
 )
-from checkpointing.load.segments import Files, Job, Reader, Segment, Target, deliver, jobs
+from checkpointing.load.segments import Files, Reader, ReadJob, Segment, Target, deliver, jobs
 from checkpointing.load.window import HALF_BYTES, Window, make_window, remove_window
 from checkpointing.ranks import Ranks, failing_alike
 
@@ -145,7 +145,7 @@ class _Load:
             for slab in slabs(unit, self._step):
                 yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab)
             return
-        for run in box_runs(meta, unit.box):
+        for run in extents_of(meta, unit.box):
             part = data[run.box_offset : run.box_offset + run.length]
             yield Segment(unit.stored.begin + run.offset, run.length, part, unit.replica)
 
@@ -202,7 +202,7 @@ class _Load:
                 readers.put(stack.enter_context(reader))
             pool = stack.enter_context(ThreadPoolExecutor(len(self._sums)))
 
-            def work(job: Job) -> None:
+            def work(job: ReadJob) -> None:
                 reader = readers.get()
                 try:
                     reader.read(job)

@@ -51,7 +51,7 @@ class Segment(NamedTuple):
     """What is then copied to the target; at most a step long."""
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """What a thread reads in one go."""
 
     file: str
@@ -59,7 +59,7 @@ class Job(NamedTuple):
     """Each lies side by side in the file, and is read at once."""
 
 
-def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[Job]:
+def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[ReadJob]:
     """Segments by file, in the order of offsets, in batches of at most `step` bytes; segments that
     are longer are cut."""
     for file, of_file in segments.items():
@@ -67,10 +67,10 @@ def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[Job]:
         for batch in _batches(of_file, step):
             batches.append(batch)
             if len(batches) == _JOB_STEPS:
-                yield Job(file, batches)
+                yield ReadJob(file, batches)
                 batches = []
         if batches:
-            yield Job(file, batches)
+            yield ReadJob(file, batches)
 
 
 def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
@@ -173,7 +173,7 @@ class Reader:
         self._opened.close()
 
     @torch.no_grad()
-    def read(self, job: Job) -> None:
+    def read(self, job: ReadJob) -> None:
         """Read, take the checksums of what was read, and copy what has to be copied.
 
         Raises:

@@ -16,7 +16,7 @@ from isal.isal_zlib import crc32
 from checkpointing.format.layout import BLOCK_BYTES, TensorFile
 from checkpointing.format.plan import (
     Nodes,
-    box_runs,
+    extents_of,
     merged,
     own_files,
     plan_file,
@@ -72,7 +72,7 @@ def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan
             if home[rank] != node:
                 elsewhere += (
                     (start := piece.stored.begin + run.offset, start + run.length, home[rank])
-                    for run in box_runs(piece.stored.meta, piece.box)
+                    for run in extents_of(piece.stored.meta, piece.box)
                 )
         elsewhere[:] = _joined(elsewhere)
     files = {file.name: file for file in plan.files}

@@ -30,7 +30,7 @@ from checkpointing.format.layout import TensorFile
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.commit import Steps, small_files
-from checkpointing.save.grants import Grants, Layout, default_writers
+from checkpointing.save.grants import FileLayout, Grants, default_writers
 from checkpointing.storage.filesystems import is_shared
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.kinds import storage_of
@@ -109,7 +109,7 @@ class Coordinator:
         """Step that was committed last, since this process began or moved."""
         self._move(directory)
         self._plan = ""
-        self._layout = Layout()
+        self._layout = FileLayout()
         self._indexes: dict[str, bytes] = {}
         self._hellos: dict[int, msg.Hello] = {}
         """The plan that each node is ready for; a node may be ready before this one knows the
@@ -201,7 +201,7 @@ class Coordinator:
         owners: Mapping[str, int],
     ) -> None:
         """What is saved from now on, and the node that writes each file."""
-        self._plan, self._layout, self._indexes = plan, Layout(files, owners), dict(indexes)
+        self._plan, self._layout, self._indexes = plan, FileLayout(files, owners), dict(indexes)
         self._consider_all()
 
     @property

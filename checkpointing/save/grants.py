@@ -15,7 +15,7 @@ UNIT_BLOCKS = 16
 
 
 @dataclass
-class Layout:
+class FileLayout:
     """The tensor files of a plan."""
 
     files: Sequence[TensorFile] = ()

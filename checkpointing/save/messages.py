@@ -372,14 +372,14 @@ class NoSlots:
 
 
 @dataclass(frozen=True)
-class Fill:
+class Stage:
     """A rank's answer to Begin: copy into this slot."""
 
     key: Key
     slot: int
 
 
-RankAnswer = Fill | Skip | Refused
+RankAnswer = Stage | Skip | Refused
 ToRank = RankAnswer | Ended | SlotsMade | NoSlots | Closed
 
 

@@ -126,7 +126,7 @@ class Saves:
         until = max(self._overdue_at if self._running else 0, time.monotonic()) + patience
         while True:
             message = self._answered(link, until)
-            if isinstance(message, msg.Fill | msg.Skip | msg.Refused) and message.key == begin.key:
+            if isinstance(message, msg.Stage | msg.Skip | msg.Refused) and message.key == begin.key:
                 return message
             self._hear(message)
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from isal.isal_zlib import crc32
 
-from checkpointing.format.plan import Piece, box_runs, merged
+from checkpointing.format.plan import Piece, extents_of, merged
 
 Ranges = dict[str, list[tuple[int, int]]]
 """Bytes (start, stop) by file, in order, not touching each other."""
@@ -58,7 +58,7 @@ def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         of_file = spans.setdefault(piece.stored.file, [])
-        for run in box_runs(piece.stored.meta, piece.box):
+        for run in extents_of(piece.stored.meta, piece.box):
             start = piece.stored.begin + run.offset
             of_file.append((start // page * page, -(-(start + run.length) // page) * page))
     return {file: merged(of_file) for file, of_file in spans.items()}

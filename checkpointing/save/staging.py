@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.format.layout import DTYPE_BYTES
-from checkpointing.format.plan import Box, Piece, box_runs
+from checkpointing.format.plan import Box, Piece, extents_of
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position
 from checkpointing.save.slots import SlotFiles, Slots, ranges_of
@@ -255,14 +255,14 @@ def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 def _begin(piece: Piece) -> int:
     """Where a piece's first byte lies in its file."""
-    return piece.stored.begin + next(box_runs(piece.stored.meta, piece.box)).offset
+    return piece.stored.begin + next(extents_of(piece.stored.meta, piece.box)).offset
 
 
 def _parts(piece: Piece) -> list[_Part]:
     """A piece, cut if it lies in one stretch."""
     start, whole = _begin(piece), _Part(piece, _begin(piece))
     cuts = _cut(start, start + whole.nbytes)
-    strided = len(list(islice(box_runs(piece.stored.meta, piece.box), 2))) > 1
+    strided = len(list(islice(extents_of(piece.stored.meta, piece.box), 2))) > 1
     return [whole] if strided or len(cuts) == 1 else [_Part(piece, *cut) for cut in cuts]
 
 

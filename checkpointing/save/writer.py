@@ -244,7 +244,7 @@ class Writer:
         self._requests.pop(key, None)
         self._tell(self._begin(answer) if isinstance(answer, msg.Go) else answer)
 
-    def _begin(self, go: msg.Go) -> msg.Fill | msg.Skip:
+    def _begin(self, go: msg.Go) -> msg.Stage | msg.Skip:
         """Take part in a save; returns what to tell the ranks."""
         self._current = self.memory.fill(go)
         for rank in self._lost:
@@ -255,7 +255,7 @@ class Writer:
         except StorageError as error:
             self._to_coordinator(msg.Failed(go.key, msg.Failure(str(error))))
             return msg.Skip(go.key, str(error))
-        return msg.Fill(go.key, go.slot)
+        return msg.Stage(go.key, go.slot)
 
     def _tell(self, message: msg.RankAnswer | msg.Ended) -> None:
         """Tell the ranks about a save; one that has not asked for it yet hears of it when it does,

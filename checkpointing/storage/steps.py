@@ -34,7 +34,7 @@ from checkpointing.storage.reading import reading
 
 
 @dataclass(frozen=True)
-class Step:
+class CommittedStep:
     """A committed checkpoint: its record is valid, every file has its size, and every file but
     the tensor files has its checksums."""
 
@@ -95,7 +95,7 @@ def _is_good(path: Place) -> bool:
     return True
 
 
-def open_step(path: Place) -> Step:
+def open_step(path: Place) -> CommittedStep:
     """Check a committed checkpoint as far as is cheap. Reads no tensors.
 
     Raises:
@@ -113,7 +113,7 @@ def open_step(path: Place) -> Step:
     for name in (TRAINER_STATE, MODEL.index, OPTIMIZER.index):
         if name not in record.files:
             raise DamagedCheckpoint(f"{path / COMMIT_RECORD}: names no {name}")
-    return Step(path, record)
+    return CommittedStep(path, record)
 
 
 def read_record(path: Place) -> CommitRecord:
@@ -161,7 +161,7 @@ def read_state(path: Place) -> dict[str, Any]:
     return step_state(open_step(path))
 
 
-def step_state(step: Step) -> dict[str, Any]:
+def step_state(step: CommittedStep) -> dict[str, Any]:
     """The `state` that was saved in a step.
 
     Raises:
@@ -172,7 +172,9 @@ def step_state(step: Step) -> dict[str, Any]:
         return parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
 
 
-def stored_tensors(step: Step, section: Section, *, verify: bool) -> dict[str, StoredTensor]:
+def stored_tensors(
+    step: CommittedStep, section: Section, *, verify: bool
+) -> dict[str, StoredTensor]:
     """Where every tensor of a section lies, from the headers of its files.
 
     Args:

@@ -54,7 +54,7 @@ class Notice:
     """Until it is taken, by this machine's clock; None if that was not said."""
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Something that may have a notice."""
 
     name: str
@@ -159,10 +159,10 @@ class Azure:
         return _expect_ok(url, *_ask(url, {"Metadata": "true"}))
 
 
-CLOUDS: dict[str, Callable[[str], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
-def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[Source]:
+def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
     """The sources that a recipe names. Asks none of them.
 
     Args:
@@ -174,7 +174,7 @@ def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[So
     Raises:
         ValueError: another word.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, NoticeSource] = {}
     for word in (part.strip() for part in text.split(",")):
         name = guess_cloud(dmi) if word == "auto" else word
         if not name:
@@ -211,7 +211,7 @@ def guess_cloud(dmi: Path = DMI) -> str | None:
 
 
 def watch(
-    sources: Sequence[Source],
+    sources: Sequence[NoticeSource],
     tell: Callable[[Notice], None],
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,
@@ -239,7 +239,7 @@ def watch(
 
 
 def _watch(
-    sources: Sequence[Source],
+    sources: Sequence[NoticeSource],
     tell: Callable[[Notice], None],
     stop: threading.Event,
     poll_seconds: float,

@@ -47,7 +47,7 @@ from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.warm import Zygote, first_zygote
 from elastic.node.watchdog import SAVE_SECONDS
-from elastic.node.zygote import MAX_MESSAGE, RESERVE, Job
+from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram
 from elastic.world import CAUSE, GENERATION, ROUND
 
 logger = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ class Node:
             self._forget(connection)
 
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
-        environment = Job.unpack(descriptors[0]).environment
+        environment = RankProgram.unpack(descriptors[0]).environment
         rank = Rank(
             connection,
             descriptors,

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from elastic.node.zygote import MAX_MESSAGE, RECALL, Job
+from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Recall:
                     job, *streams = descriptors
                     for target, stream in enumerate(streams):
                         os.dup2(stream, target)
-                    environment = {**Job.unpack(job).environment, **message["env"]}
+                    environment = {**RankProgram.unpack(job).environment, **message["env"]}
                     self._next = message["generation"], environment
                     for descriptor in descriptors:
                         os.close(descriptor)

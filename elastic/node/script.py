@@ -49,7 +49,7 @@ def stand_in_for(program: list[str]) -> NoReturn:
 
 
 def prepare(_: tuple[str, ...]) -> None:
-    """Import what a loop is going to need. In the zygote; see `Job.prepare`."""
+    """Import what a loop is going to need. In the zygote; see `RankProgram.prepare`."""
     for module in PREPARED:
         importlib.import_module(module)
 

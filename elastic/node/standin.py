@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from elastic.node.zygote import MAX_MESSAGE, Job
+from elastic.node.zygote import MAX_MESSAGE, RankProgram
 from elastic.process import die_with_parent
 
 NODE_SOCKET = "PERDURE_NODE"
@@ -20,7 +20,7 @@ NODE_SOCKET = "PERDURE_NODE"
 
 def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
     """Have the node's agent run a job as this rank, and leave with the exit code that it gets in
-    the end. For the arguments see `Job`."""
+    the end. For the arguments see `RankProgram`."""
     die_with_parent()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.connect(os.environ[NODE_SOCKET])
@@ -32,7 +32,7 @@ def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent as well
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, told)
-    job = Job(entry, prepare, arguments, dict(os.environ), os.getcwd())
+    job = RankProgram(entry, prepare, arguments, dict(os.environ), os.getcwd())
     socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])
     try:
         data = agent.recv(MAX_MESSAGE)

@@ -7,7 +7,7 @@ failure, and the ranks of a node share the memory of the code.
 
 It is told what to do by the node's agent (agent.py) over a socket, one JSON object a message:
 `{"preload": [module]}`, `{"describe": [package, argument, …]}` (see facts.py), `{"spawn": key,
-"env": {…}}` with the file descriptors of a job (see `Job`), and `{"kill": key}`; it answers
+"env": {…}}` with the file descriptors of a job (see `RankProgram`), and `{"kill": key}`; it answers
 `{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When the agent goes,
 so does it, and with it every process it forked.
 """
@@ -40,7 +40,7 @@ RESERVE = "PERDURE_RESERVE"
 
 
 @dataclass(frozen=True)
-class Job:
+class RankProgram:
     """What a rank runs, as its stand-in (standin.py) describes it."""
 
     entry: str
@@ -60,10 +60,10 @@ class Job:
         return descriptor
 
     @staticmethod
-    def unpack(descriptor: int) -> "Job":
+    def unpack(descriptor: int) -> "RankProgram":
         """What `pack` packed."""
         size = os.fstat(descriptor).st_size
-        return Job(**json.loads(os.pread(descriptor, size, 0)))
+        return RankProgram(**json.loads(os.pread(descriptor, size, 0)))
 
 
 def command(descriptor: int, agent: int) -> tuple[list[str], dict[str, str]]:
@@ -163,7 +163,7 @@ def _obey(
             os.kill(children[message["kill"]], signal.SIGKILL)
     else:
         name = message["spawn"]
-        job = Job.unpack(descriptors[0])
+        job = RankProgram.unpack(descriptors[0])
         _prepare(job)
         zygote = os.getpid()
         pid = os.fork()
@@ -192,7 +192,7 @@ def _describe(package: str, *arguments: str) -> dict[str, Any]:
         return {"error": f"{package}: {type(error).__name__}: {error}"}
 
 
-def _prepare(job: Job) -> None:
+def _prepare(job: RankProgram) -> None:
     """Do once what every fork would do again."""
     module, _, function = job.prepare.partition(":")
     _preload(module)
@@ -204,7 +204,9 @@ def _prepare(job: Job) -> None:
     gc.freeze()
 
 
-def _become(job: Job, environment: Mapping[str, str], streams: list[int], parent: int) -> NoReturn:
+def _become(
+    job: RankProgram, environment: Mapping[str, str], streams: list[int], parent: int
+) -> NoReturn:
     """Turn this fork of `parent` into the process that runs a job; its streams become those of the
     stand-in."""
     code = 1

@@ -28,7 +28,7 @@ class LedgerError(Exception):
     """There is no ledger to read."""
 
 
-class Step(NamedTuple):
+class StepLine(NamedTuple):
     """A `step` line."""
 
     step: int
@@ -57,7 +57,7 @@ class Attempt:
     start: Start
     line: int
     """Number of the start line in the ledger."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepLine] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """Notices too."""
@@ -106,7 +106,7 @@ class History:
         """Steps that left no line of their own; the starts that follow prove their sequences."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
-    def survives(self, attempt: Attempt, step: Step) -> bool:
+    def survives(self, attempt: Attempt, step: StepLine) -> bool:
         """Whether the result of a step is in the newest weights."""
         return step.step <= self.kept.get(attempt.number, -1)
 
@@ -184,7 +184,7 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
             seconds, skipped = float(values["seconds"]), bool(values.get("skipped"))
             done, consumed = int(values["step"]), values.get("consumed")
             attempt.steps.append(
-                Step(done, first, after_last, seconds, after, skipped, number, consumed)
+                StepLine(done, first, after_last, seconds, after, skipped, number, consumed)
             )
         elif kind == "save":
             attempt.saves.append({**values, "seconds": float(values["seconds"])})

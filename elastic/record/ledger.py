@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
 """Its name in the run directory."""
-Source = Literal["memory", "storage", "none", "init"]
+LoadedFrom = Literal["memory", "storage", "none", "init"]
 
 
 def clock() -> float:
@@ -68,7 +68,7 @@ class Start:
     nodes: int = 1
     round: int = 0
     generation: int = 0
-    source: Source = "none"
+    source: LoadedFrom = "none"
     """Where the state came from: memory, storage (a checkpoint of this run), init (the weights of
     another model), none (fresh)."""
     cause: Mapping[str, Any] | None = None

@@ -21,7 +21,7 @@ from checkpointing.storage.folders import SHARED_MEMORY, run_id
 from elastic import Pulse
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
-from elastic.record.history import Step
+from elastic.record.history import StepLine
 from elastic.world import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
@@ -336,7 +336,7 @@ def test_stall_is_what_a_checkpoint_cost():
         slow = number == 9
         seconds = 1.4 if slow else 1.0  # the step after the save is slower
         after += 0.1 + seconds + (0.3 if slow else 0)  # and came later
-        steps[number] = Step(number, 0, 0, seconds, after, False, 0)
+        steps[number] = StepLine(number, 0, 0, seconds, after, False, 0)
         if number == 8 + AFTER_SAVE:
             break
     assert stall(steps, 8, 1.0) == pytest.approx(0.7)

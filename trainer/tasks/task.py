@@ -28,10 +28,8 @@ from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of,
 from trainer.tasks.own_model import check_signature
 
 if TYPE_CHECKING:
-    from trainer.parallel.parallelize import ParallelModel
+    from trainer.parallel.parallelize import Fill, ParallelModel
 
-Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""See `trainer.parallel.parallelize.Fill`."""
 AfterStep = Callable[["ParallelModel", int], None]
 """Called with the model that is trained, and the samples consumed so far."""
 
@@ -55,7 +53,7 @@ class Task:
     model: nn.Module
     blocks: Sequence[nn.Module]
     """Repeated parts of the model: units of sharding, recomputation and compilation."""
-    fill: Fill | None
+    fill: "Fill | None"
     """Initial weights and persistent buffers by FQN and shape, see parallelize.Fill; None when the
     model came with its own."""
     stream: Stream
@@ -154,7 +152,7 @@ def _after_step(family: Family) -> AfterStep | None:
     return after
 
 
-def _decoder(recipe: Recipe) -> tuple[Decoder, Fill]:
+def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill]":
     """A model of `model.architecture` or `model.init_from`, on the meta device, and its initial
     weights."""
     family = find_family(recipe.model.family) if recipe.model.family else None

@@ -35,7 +35,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Start = Callable[[Sequence[str], Path, Mapping[str, str], Path], Process]
+Launch = Callable[[Sequence[str], Path, Mapping[str, str], Path], Process]
 """(module and its arguments, working directory, environment, log) → a process that runs it as
 `python -m` does, adds its output to the log, and ends with this process."""
 
@@ -43,7 +43,7 @@ Start = Callable[[Sequence[str], Path, Mapping[str, str], Path], Process]
 def start_python(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
 ) -> Process:
-    """A `Start` by a new interpreter."""
+    """A `Launch` by a new interpreter."""
     with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "elastic.process", *command],
@@ -168,7 +168,7 @@ class LocalNodes:
     launcher: Sequence[str] = ()
     own_memory: bool = False
     own_network: bool = False
-    start: Start = start_python
+    start: Launch = start_python
     nodes: list[LocalNode] = field(default_factory=list)
     port: int = 0
     _store: Process | None = None

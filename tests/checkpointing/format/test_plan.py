@@ -16,7 +16,7 @@ from checkpointing.format.plan import (
     Layout,
     Split,
     TensorSpec,
-    box_runs,
+    extents_of,
     local_boxes,
     merge_specs,
     own_files,
@@ -70,7 +70,7 @@ def test_every_byte_is_contributed_exactly_once(world, max_bytes, ranks_per_node
     for rank in range(world_size):
         for piece in plan_pieces(specs, stored, owners, rank):
             contributed.add((rank, piece))
-            for run in box_runs(piece.stored.meta, piece.box):
+            for run in extents_of(piece.stored.meta, piece.box):
                 start = piece.stored.begin + run.offset
                 for byte in range(start, start + run.length):
                     written[piece.stored.file][byte] += 1

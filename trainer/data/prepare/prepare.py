@@ -22,14 +22,14 @@ from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
     Form,
     Piece,
-    Unit,
+    Pieces,
     cut_units,
     describe,
     find_files,
     lines_before,
     look_at,
 )
-from trainer.data.prepare.tokenise import Job, Vocabulary, segments, tokenise
+from trainer.data.prepare.tokenise import TokeniseTask, Vocabulary, segments, tokenise
 from trainer.data.prepare.writer import atomic, write_data_set
 from trainer.data.shards import (
     FORMAT,
@@ -174,14 +174,16 @@ def _prepare(
     work.mkdir(parents=True, exist_ok=True)
     units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
-    jobs = [Job(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)]
+    jobs = [
+        TokeniseTask(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)
+    ]
     results = tokenise(jobs, workers, progress)
     index = _join(jobs, results, forms, out, vocabulary, settings, plan_hash)
     shutil.rmtree(work)
     return index
 
 
-def _make_tokenizer(units: list[Unit], settings: PrepareOptions, work: Path) -> Vocabulary:
+def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -> Vocabulary:
     file, home = work / "tokenizer.json", None
     if settings.tokenizer and settings.tokenizer != "bytes":
         given = tokenizer_file(settings.tokenizer)
@@ -201,7 +203,7 @@ def _make_tokenizer(units: list[Unit], settings: PrepareOptions, work: Path) -> 
     return Vocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
 
 
-def _training_texts(units: list[Unit], settings: PrepareOptions) -> Iterator[str]:
+def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
     """The beginning of every unit: everything, or _BPE_TEXT_SIZE characters from all over."""
     total = sum(piece.size for unit in units for piece in unit)
     for unit in units:
@@ -217,7 +219,7 @@ def _training_texts(units: list[Unit], settings: PrepareOptions) -> Iterator[str
 
 
 def _join(
-    jobs: list[Job],
+    jobs: list[TokeniseTask],
     results: list[list[dict[str, Any]]],
     forms: dict[str, Form],
     out: Path,
@@ -261,7 +263,7 @@ def _join(
 
 
 def _account(
-    units: list[Unit], results: list[list[dict[str, Any]]], forms: dict[str, Form]
+    units: list[Pieces], results: list[list[dict[str, Any]]], forms: dict[str, Form]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What came out of each input file, and the rejected records with their lines in it."""
     sources = {

@@ -65,7 +65,7 @@ class Piece:
     """Bytes, for the progress bar."""
 
 
-Unit: TypeAlias = tuple[Piece, ...]
+Pieces: TypeAlias = tuple[Piece, ...]
 
 
 def find_files(inputs: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -186,7 +186,7 @@ def describe(forms: dict[str, Form], left_out: Sequence[str]) -> Iterator[str]:
         yield f"left out as not data: {_listed(left_out)}; name a file itself to take it"
 
 
-def cut_units(forms: dict[str, Form]) -> list[Unit]:
+def cut_units(forms: dict[str, Form]) -> list[Pieces]:
     """All units of all files, in order; small files share a unit.
 
     Raises:
@@ -195,7 +195,7 @@ def cut_units(forms: dict[str, Form]) -> list[Unit]:
     total = sum(Path(file).stat().st_size for file in forms)
     # Enough of them to be shared by workers, and for little to be lost by a kill; not too many.
     most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
-    units: list[Unit] = []
+    units: list[Pieces] = []
     gathered: list[Piece] = []
     size = 0
     for file, form in forms.items():

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from trainer.data.prepare.options import PrepareOptions
 from trainer.data.prepare.records import read_piece
-from trainer.data.prepare.sources import Unit, lines_before
+from trainer.data.prepare.sources import Pieces, lines_before
 from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import SPLITS, DataError
 from trainer.data.tokenizer import read_tokenizer
@@ -51,11 +51,11 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Job:
+class TokeniseTask:
     """One unit to be tokenised into files in the directory `work`."""
 
     number: int
-    unit: Unit
+    unit: Pieces
     work: Path
     vocabulary: Vocabulary
     settings: PrepareOptions
@@ -65,7 +65,7 @@ class Job:
         return self.work / f"unit-{self.number:06}.{ending}"
 
 
-def _tokenise_unit(job: Job) -> list[dict[str, Any]]:
+def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     """Tokenise one unit into files; another, written last, says that it is done.
 
     Returns:
@@ -112,7 +112,7 @@ def _tokenise_unit(job: Job) -> list[dict[str, Any]]:
 class _UnitWriter:
     """Documents → tokens and ends, in the files of a unit."""
 
-    def __init__(self, job: Job, stack: ExitStack) -> None:
+    def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         self._tokenizer = _tokenizer(job.vocabulary.file, os.stat(job.vocabulary.file).st_mtime_ns)
         self._job = job
         self._files = {
@@ -196,7 +196,7 @@ def _split_of(text: str, validation_fraction: float) -> str:
     return "validation" if share < validation_fraction else "train"
 
 
-def tokenise(jobs: list[Job], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
+def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
     """Do all jobs, those done before excepted; returns what `_tokenise_unit` says of each."""
     results: list[list[dict[str, Any]]] = [[]] * len(jobs)
     total = sum(piece.size for job in jobs for piece in job.unit)
@@ -230,7 +230,7 @@ def _shown(file: Path, total: int) -> Iterator[None]:
         thread.join()
 
 
-def _run(jobs: list[Job], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     if workers <= 1:
         for job in jobs:
             yield job.number, _tokenise_unit(job)

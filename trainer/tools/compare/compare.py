@@ -18,7 +18,7 @@ from typing import Any
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.place import location
 from elastic.process import usable_cores
-from elastic.record.history import LedgerError, Step, read_history
+from elastic.record.history import LedgerError, StepLine, read_history
 from trainer.plan import predict
 from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs
@@ -272,7 +272,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     )
 
 
-def stall(steps: Mapping[int, Step], save_at: int, usual: float) -> float:
+def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
     """Seconds that a checkpoint after step `save_at` cost: what passed until the next step began
     beyond what usually does, and by how much the steps that followed were slower than usual."""
 

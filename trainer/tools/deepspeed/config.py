@@ -57,7 +57,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-class Source:
+class DsConfig:
     """The keys of a ds_config; each is taken once, and told where it went."""
 
     def __init__(self, file: str, values: dict[str, Any], made: Imported) -> None:

@@ -14,7 +14,7 @@ from trainer.recipe import ZERO_STAGES, RecipeError
 from trainer.recipe.yaml_tree import apply_override, listed
 from trainer.tools.deepspeed.config import (
     AUTO,
-    Source,
+    DsConfig,
     a_boolean,
     a_device,
     a_number,
@@ -90,7 +90,7 @@ def import_deepspeed(
             other; one line that names file and key.
     """
     made = Imported(str(path))
-    source = Source(str(path), read_config(path), made)
+    source = DsConfig(str(path), read_config(path), made)
     source.drop_switched_off()
     _strategy(source)
     replicas = _parallelism(source, ranks)
@@ -115,7 +115,7 @@ def import_deepspeed(
     return made
 
 
-def _strategy(source: Source) -> None:
+def _strategy(source: DsConfig) -> None:
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
     if isinstance(source.left.get(ZERO[:-1]), bool):  # as DeepSpeed spelled it in its first year
         source.left[key] = int(source.left.pop(ZERO[:-1]))
@@ -143,7 +143,7 @@ def _strategy(source: Source) -> None:
         source.put(used, "strategy.activation_checkpointing", "full", note)
 
 
-def _offload(source: Source, stage: int) -> str:
+def _offload(source: DsConfig, stage: int) -> str:
     """Where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". The one place
     that knows how a recipe spells that."""
     found: dict[str, str] = {}
@@ -169,7 +169,7 @@ def _offload(source: Source, stage: int) -> str:
     return device
 
 
-def _parallelism(source: Source, ranks: int | None) -> int | None:
+def _parallelism(source: DsConfig, ranks: int | None) -> int | None:
     """Tensor and sequence parallelism; returns how many replicas of the model the ranks make."""
     together = 1
     for key, target, note in SIZES:
@@ -182,7 +182,7 @@ def _parallelism(source: Source, ranks: int | None) -> int | None:
     return ranks // together if ranks else None
 
 
-def _precision(source: Source) -> None:
+def _precision(source: DsConfig) -> None:
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
     if cast in ("float16", "half", "fp16"):
@@ -209,7 +209,7 @@ def _precision(source: Source) -> None:
         source.put(power, "precision.loss_scale", 2.0**exponent)
 
 
-def _optimizer(source: Source) -> tuple[float | None, str]:
+def _optimizer(source: DsConfig) -> tuple[float | None, str]:
     """Its parameters; returns the learning rate, if there is one, and for an optimizer that is not
     known here why its learning rates mean nothing."""
     clip = source.take("gradient_clipping", a_number)
@@ -266,7 +266,7 @@ def _optimizer(source: Source) -> tuple[float | None, str]:
     return lr, ""
 
 
-def _schedule(source: Source, peak: float | None, foreign: str) -> None:
+def _schedule(source: DsConfig, peak: float | None, foreign: str) -> None:
     """Its shape, and its peak over that of AdamW; not over that of another optimizer."""
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
@@ -306,7 +306,7 @@ def _schedule(source: Source, peak: float | None, foreign: str) -> None:
         source.became(high, "", foreign)
 
 
-def _batch(source: Source, replicas: int | None) -> None:
+def _batch(source: DsConfig, replicas: int | None) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)
     factors = [size for size in (micro, passes, replicas) if isinstance(size, int)]

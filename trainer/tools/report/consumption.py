@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic.record.history import History, Step
+from elastic.record.history import History, StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
@@ -61,7 +61,7 @@ def check_consumption(run: Path, history: History) -> tuple[list[str], str]:
     return problems, line
 
 
-Steps = Sequence[tuple[int, Step]]
+Steps = Sequence[tuple[int, StepLine]]
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Positions → source and sample of each."""
 
@@ -107,12 +107,12 @@ def _other_tokens(steps: Steps, stream: TokenStream) -> Iterator[str]:
             yield f"{_where(attempt, step)}: a rank took other tokens than the data holds there"
 
 
-def _numbers(step: Step) -> tuple[int, int]:
+def _numbers(step: StepLine) -> tuple[int, int]:
     digest = step.consumed or ""
     return int(digest[:8], 16), int(digest[8:], 16)
 
 
-def _where(attempt: int, step: Step) -> str:
+def _where(attempt: int, step: StepLine) -> str:
     return (
         f"step {step.step} (attempt {attempt}, line {step.line}), sequences {step.first} to "
         f"{step.after_last - 1}"
