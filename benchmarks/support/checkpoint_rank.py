@@ -99,7 +99,7 @@ def _save(task: Task, state: ShardedState) -> dict[str, Any]:
     # A thin disk is slow where nothing has been written before: saves and raw writes alike shall
     # find blocks that this write leaves behind.
     _raw_write(state, directory.with_name("raw"))
-    before = _start_together()
+    before = start_together()
     try:
         engine = ENGINES[task.engine](state, directory)
     except (ImportError, AttributeError, TypeError) as error:
@@ -124,11 +124,11 @@ def _save(task: Task, state: ShardedState) -> dict[str, Any]:
     engine.load(task.times)
     engine.close()
     state.mutations = saved_at
-    wrong = sorted(set(chain(*_gather(state.wrong()))))
+    wrong = sorted(set(chain(*gather(state.wrong()))))
     return {
-        "setup_seconds": max(_gather(setup)),
+        "setup_seconds": max(gather(setup)),
         "raw_seconds": raw,
-        "state_bytes": sum(_gather(state.nbytes)),
+        "state_bytes": sum(gather(state.nbytes)),
         "saves": saves,
         "wrong": wrong,
         "tensors": len(state.flat()),
@@ -141,10 +141,10 @@ def _measure(
     """One save beside training steps: its figures combined over ranks (seconds; `start` and `end`
     by time.monotonic()), and the mutations at which the state was saved."""
     base = mean(proxy.seconds() for _ in range(BASE_STEPS))
-    _start_together()
-    mutation_base = mean(_timed(state.mutate) for _ in range(2))
+    start_together()
+    mutation_base = mean(timed(state.mutate) for _ in range(2))
     saved_at = state.mutations
-    start = _start_together()
+    start = start_together()
     running = engine.save(number)
     held = time.monotonic() - start
     steps, spent, mutation = 0, 0.0, mutation_base
@@ -156,14 +156,14 @@ def _measure(
         going = proxy.compute(lambda: running.committed_at() is None)
         spent += time.monotonic() - began
         if steps == 0:  # the update of this step is the first that changes the tensors
-            held += _timed(running.wait_staged)
-            mutation = _timed(state.mutate)
-        spent += _timed(proxy.update)
+            held += timed(running.wait_staged)
+            mutation = timed(state.mutate)
+        spent += timed(proxy.update)
         steps += 1
     while (end := running.committed_at()) is None:
         time.sleep(0.001)
     lost = held + spent - steps * base + mutation - mutation_base
-    ranks = _gather(
+    ranks = gather(
         {
             "lost": lost,
             "held": held,
@@ -185,7 +185,7 @@ def _measure(
 def _raw_write(state: ShardedState, directory: Path) -> float:
     """Seconds in which all ranks write what they hold, with `write` and `fsync`."""
     directory.mkdir(exist_ok=True)
-    started = _start_together()
+    started = start_together()
     with Path(directory, f"rank-{dist.get_rank()}").open("wb", buffering=0) as file:
         for tensor in state.local().values():
             data = tensor.view(-1).view(torch.uint8).numpy().data
@@ -193,7 +193,7 @@ def _raw_write(state: ShardedState, directory: Path) -> float:
                 data = data[file.write(data[:RAW_WRITE]) :]
         os.fsync(file.fileno())
     seconds = time.monotonic() - started
-    slowest = max(_gather(seconds))
+    slowest = max(gather(seconds))
     _clear(directory)
     return slowest
 
@@ -219,31 +219,31 @@ def _load(task: Task, state: ShardedState) -> dict[str, Any]:
         for kind, loads in seconds.items():
             state.clear()
             if kind == "cold" and dist.get_rank() == 0:
-                _drop_from_cache(Path(task.directory))
-            started = _start_together()
-            read_before = _read_bytes()
+                drop_from_cache(Path(task.directory))
+            started = start_together()
+            read_before = read_bytes()
             mapped = engine.load(1)
-            read = _read_bytes() - read_before + mapped
-            loads.append(max(_gather(time.monotonic() - started)))
+            read = read_bytes() - read_before + mapped
+            loads.append(max(gather(time.monotonic() - started)))
     engine.close()
-    wrong = sorted(set(chain(*_gather(state.wrong()))))
-    needed = sum(_gather(state.nbytes))
+    wrong = sorted(set(chain(*gather(state.wrong()))))
+    needed = sum(gather(state.nbytes))
     return {
         **seconds,
-        "read_bytes": sum(_gather(read)),
+        "read_bytes": sum(gather(read)),
         "needed_bytes": needed,
         "wrong": wrong,
         "tensors": len(state.flat()),
     }
 
 
-def _read_bytes() -> int:
+def read_bytes() -> int:
     """What this process has got from `read` and its like so far, be it from the page cache."""
     counters = Path("/proc/self/io").read_text()
     return int(counters.split("rchar:")[1].split()[0])
 
 
-def _drop_from_cache(directory: Path) -> None:
+def drop_from_cache(directory: Path) -> None:
     for path in directory.rglob("*"):
         sync(path)
         if path.is_file():
@@ -261,18 +261,18 @@ def _clear(directory: Path) -> None:
     dist.barrier()
 
 
-def _start_together() -> float:
+def start_together() -> float:
     dist.barrier()
     return time.monotonic()
 
 
-def _timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], None]) -> float:
     started = time.monotonic()
     work()
     return time.monotonic() - started
 
 
-def _gather(value: T) -> list[T]:
+def gather(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -2,7 +2,8 @@
 
 [Note: reading] Ranks read what they hold, straight to where they hold it, so that together they
 read each byte once. What several ranks of a node hold, or hold in too short stretches, they read in
-turn into memory that they share, and copy from there.
+turn into memory that they share, and copy from there: an object store, and another node's memory,
+send every byte as often as it is asked for.
 
   unit   a box of a tensor that is read as a whole: by each rank by itself, or by a node together
   slab   a stretch of a unit that is a box, too, and whose bytes lie side by side in the file
