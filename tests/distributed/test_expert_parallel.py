@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
 from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, ZERO_BUBBLE
+from tests.distributed.test_tensor_parallel import HSDP
 
 MOE = (
     "model.architecture.model_type=qwen3_moe",
@@ -18,7 +19,6 @@ UNTIED = (*MOE, "model.architecture.tie_word_embeddings=false")
 EP = ("strategy.ep=2",)
 CP, PP = ("strategy.cp=2",), ("strategy.pp=2", "batch.micro_batch=2")
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
-HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
 
 
 def weights(checkpoint):
@@ -71,6 +71,15 @@ def weights(checkpoint):
                 ("ep4-tp2-sp-pp2-cp2", 8, ["strategy.ep=4", *SP, *PP, *CP], MOE),
                 ("moe-cp2", 2, CP, MOE),
                 ("moe-pp2", 2, PP, MOE),
+                ("moe-cp2-ddp", 2, [*CP, "strategy.name=ddp"], MOE),
+                ("moe-cp2-zero1", 2, [*CP, "strategy.zero=1"], MOE),
+                ("ep2-pp2-gpipe", 4, [*EP, *PP, "strategy.pp_schedule=gpipe"], MOE),
+                ("ep2-pp2-cp2-fsdp2", 8, [*EP, *PP, *CP], MOE),
+                ("ep2-tp2-sp-pp2-interleaved", 4, [*EP, *SP, *PP, *INTERLEAVED], [*MOE, *FOUR]),
+                ("ep2-tp2-compile", 2, [*EP, *SP, "strategy.compile=true"], MOE),
+                ("ep4-pp2", 8, ["strategy.ep=4", *PP], MOE),
+                ("ep8", 8, ["strategy.ep=8", "batch.micro_batch=1"], MOE),
+                ("ep8-tp2-sp", 8, ["strategy.ep=8", *SP], MOE),
                 ("ep2-fsdp4", 8, [*EP, "batch.micro_batch=1"], MOE),
                 (
                     "ep2-fsdp2-hsdp", 8,

@@ -4,11 +4,12 @@ import pytest
 
 from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
-from tests.distributed.test_tensor_parallel import SGD
+from tests.distributed.test_tensor_parallel import EVEN, HSDP, SGD
 
 LENGTH = (*THIRTY, "batch.micro_batch=1")
 PP = ("strategy.pp=2",)
 FOUR = ("model.architecture.num_hidden_layers=4",)
+EIGHT = ("model.architecture.num_hidden_layers=8",)
 INTERLEAVED = ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2")
 ZERO_BUBBLE = ("strategy.pp_schedule=zero_bubble", "strategy.sharding=SHARD_GRAD_OP")
 CP = ("strategy.cp=2",)
@@ -19,6 +20,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
+        ("pp2-short", 2, [*PP, *TEN], ()),
         ("pp2-tp2-sp-short", 4, [*PP, *SP, *TEN, "batch.micro_batch=4"], ()),
         *(
             pytest.param(*case, marks=soak)
@@ -64,8 +66,27 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-cp2-fsdp2-uneven", 8, [*PP, *CP], ["batch.global_batch=7"]),
                 ("pp2-tp2-sp-cp2", 8, [*PP, *SP, *CP], ()),
                 ("pp2-fsdp3", 6, PP, ["batch.global_batch=7"]),
-                ("pp2-hsdp", 8,
-                 [*PP, "strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"], ()),
+                ("pp2-hsdp", 8, [*PP, *HSDP], ()),
+                ("pp2-fsdp4-uneven", 8, PP, ["batch.global_batch=7"]),
+                ("pp2-fsdp2-gpipe", 4, [*PP, "strategy.pp_schedule=gpipe"], ()),
+                ("pp2-zero-bubble-ddp2", 4,
+                 [*PP, "strategy.pp_schedule=zero_bubble", "strategy.name=ddp"], ()),
+                ("pp2-cp2-hsdp", 8, [*PP, *CP, *HSDP], ()),
+                ("pp2-tp2-sp-hsdp", 8, [*PP, *SP, HSDP[0], "strategy.shard_size=1"], ()),
+                ("pp2-tp2-sp-fsdp2-full", 8,
+                 [*PP, *SP, "strategy.activation_checkpointing=full"], ()),
+                ("pp2-tp2-compile", 4, [*PP, *SP, "strategy.compile=true"], ()),
+                ("pp2-cp2-compile", 4, [*PP, *CP, "strategy.compile=true"], ()),
+                ("pp2-tp2-sp-cp2-gpipe", 8, [*PP, *SP, *CP, "strategy.pp_schedule=gpipe"], ()),
+                ("pp2-tp2-sp-cp2-interleaved", 8, [*PP, *SP, *CP, *INTERLEAVED], FOUR),
+                ("pp2-tp2-sp-cp2-zero-bubble", 8, [*PP, *SP, *CP, *ZERO_BUBBLE], ()),
+                ("pp2-tp4-sp", 8, [*PP, "strategy.tp=4", SP[1]], EVEN),
+                ("pp3-fsdp2", 6, ["strategy.pp=3"], FOUR),
+                ("pp4-interleaved", 4, ["strategy.pp=4", *INTERLEAVED], EIGHT),
+                ("pp4-fsdp2", 8, ["strategy.pp=4"], FOUR),
+                ("pp4-tp2-sp", 8, ["strategy.pp=4", *SP], FOUR),
+                ("pp4-cp2", 8, ["strategy.pp=4", *CP], FOUR),
+                ("pp8", 8, ["strategy.pp=8"], EIGHT),
             )
         ),
     ],

@@ -12,11 +12,14 @@ CP = ("strategy.cp=2",)
 COMPILE = ("strategy.compile=true",)
 SGD = ("optimizer.factory=torch.optim:SGD", "optimizer.factory_options={momentum: 0.9}")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
+EVEN = ("model.architecture.vocab_size=264",)  # eight ranks have equal parts of it
+HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
+        ("tp2-sp-short", 2, [*SP, *TEN], ()),
         ("cp2-short", 2, [*CP, *TEN], ()),
         *(
             pytest.param(*case, marks=soak)
@@ -35,10 +38,9 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("every", 4, [*SP, "strategy.reduce_every_pass=true"], ()),
                 ("uneven", 4, SP, ["batch.global_batch=7"]),
                 ("tp2-fsdp3", 6, SP, ()),
-                (
-                    "tp2-hsdp", 8,
-                    [*SP, "strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"], (),
-                ),
+                ("tp2-hsdp", 8, [*SP, *HSDP], ()),
+                ("tp2-fsdp4", 8, SP, EVEN),
+                ("tp4", 4, ["strategy.tp=4", SP[1]], EVEN),
                 ("cp2-llama", 2, CP, LLAMA),
                 ("cp2-31", 2, CP, ["data.seq_len=31"]),
                 ("cp2-whole", 2, CP, ["data.document_mask=false"]),
@@ -64,7 +66,11 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ),
                 ("tp2-cp2", 4, ["strategy.tp=2", *CP], ()),
                 ("tp2-sp-cp2", 4, [*SP, *CP], ()),
-                ("tp2-sp-cp2-fsdp2", 8, [*SP, *CP], ["model.architecture.vocab_size=264"]),
+                ("tp2-sp-cp2-fsdp2", 8, [*SP, *CP], EVEN),
+                ("tp2-sp-cp2-hsdp", 8, [*SP, *CP, *HSDP], ()),
+                ("tp2-sp-cp4", 8, [*SP, "strategy.cp=4"], EVEN),
+                ("cp2-fsdp4", 8, CP, ()),
+                ("cp4-fsdp2", 8, ["strategy.cp=4"], ()),
                 ("tp2-sp-cp2-ddp2", 8, [*SP, *CP, "strategy.name=ddp"], ()),
             )
         ),
