@@ -101,7 +101,7 @@ gradients are dense, and reduced in float32
 the loss is divided by the tokens of the whole batch before backward
     prescale_gradients gradient_predivide_factor gradient_allreduce_op
 accumulation follows from the batch sizes
-    managed_gradient_accumulation gradient_accumulation_steps
+    managed_gradient_accumulation
 it is micro-batch x accumulation x replicas: tell --ranks, or fill in batch.global_batch
     train_batch_size
 it is the length of your run

@@ -331,6 +331,7 @@ def _batch(source: DsConfig, replicas: int | None) -> None:
         note = "{} x {} x {} replicas".format(*sizes)
         source.made.set("batch.global_batch", math.prod(sizes), names[0], note)
         source.became(names[0], "batch.global_batch", note)
+    source.became(names[2], "batch.global_batch", "accumulation is what the global batch needs")
 
 
 def _auto(value: Any, auto: Any, missing: Any = None) -> Any:
