@@ -19,7 +19,7 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     shares = most_ranks(batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
     return {
         "identity": identity,
-        "most_ranks": shares * recipe.strategy.tp * recipe.strategy.pp * recipe.strategy.cp,
+        "most_ranks": shares * recipe.strategy.together,
         "unit": replica_ranks(recipe),
         "directory": str(Path(recipe.run.dir).absolute()),
         "save_seconds": recipe.checkpoint.deadline,

@@ -1,8 +1,8 @@
 """Ranks of which the second goes a way of its own.
 
 … -m tests.distributed.stray recipe RECIPE.yaml [key=value …]     it has another learning rate
-… -m tests.distributed.stray data RECIPE.yaml [key=value …]       it takes the first rank's
-                                                                  sequences in step 3
+… -m tests.distributed.stray data RECIPE.yaml [key=value …]       it takes the sequences of step 4
+                                                                  in step 3
 """
 
 import os
@@ -17,10 +17,8 @@ plain_requests = trainer.run.train.requests
 
 
 def stray_requests(plan: Any, rank: int, start: int) -> Iterator[list[int]]:
-    """Those of rank 0 in place of this rank's own, in step 3."""
-    both = zip(plain_requests(plan, rank, start), plain_requests(plan, 0, start), strict=True)
-    for number, (own, other) in enumerate(both):
-        yield other if number // plan.passes == 2 else own
+    for number, own in enumerate(plain_requests(plan, rank, start)):
+        yield [one + plan.global_batch * (number // plan.passes == 2) for one in own]
 
 
 if __name__ == "__main__":

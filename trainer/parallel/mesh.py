@@ -36,13 +36,29 @@ class Mesh:
     """All ranks."""
     holders: int
     """Ranks over which whatever parameters this one has are spread: all those of its stage."""
-    counts: bool = True
-    """Whether sums over all ranks have this rank's share from this rank: of those that compute it
-    together, the first of the last stage."""
+    place: int = 0
+    """Of this rank among those that compute its share together; the first is of the last stage."""
+    together: int = 1
+    """How many these are."""
     experts: DeviceMesh | None = None
     """Expert parallelism: all ranks by the dimensions of experts."""
     ring: dist.ProcessGroup | None = None
     """Context parallelism: the ranks with a part each of the same sequences, in their order."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over all ranks have this rank's share from this rank."""
+        return self.place == 0
+
+    @property
+    def witness(self) -> int:
+        """By what this rank multiplies the digest of the samples it took, for a sum over all ranks.
+
+        Over the ranks that compute a share together these sum to 1, so that the digest of a step
+        does not depend on their number. No two are the same, and none is 0: the sum is another one
+        if some of these ranks took other samples, or exchanged theirs with those of another share.
+        """
+        return 2 * self.place or 1 - self.together * (self.together - 1)
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -187,7 +203,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     a ring have in common. Called on all ranks.
     """
     replicas, shards = mesh_shape(recipe, world.world_size, world.local_world_size)
-    tp, pp = recipe.strategy.tp, recipe.strategy.pp
+    tp, pp, together = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.together
     sizes = {REPLICATE: replicas, PIPELINE: pp, SHARD: shards, TENSOR: tp}
     for name in (PIPELINE, TENSOR):
         if sizes[name] == 1:
@@ -210,7 +226,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
         first = world.rank - part * tp
         ranks = [*range(first, first + tp * cp, tp)]
         ring = dist.new_group(ranks, use_local_synchronization=True)
-    counts = among == part == 0 and stage == pp - 1
+    place = ((pp - 1 - stage) * cp + part) * tp + among
     ep, experts = recipe.strategy.ep, None
     if ep > 1:
         sizes = {REPLICATE: replicas, PIPELINE: pp, EXPERT_SHARD: shards * tp // ep, EXPERT: ep}
@@ -219,5 +235,6 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
                 del sizes[name]
         experts = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(
-        mesh, share, replicas * shards // cp, group, world.world_size // pp, counts, experts, ring
-    )
+        mesh, share, world.world_size // together, group, world.world_size // pp, place, together,
+        experts, ring,
+    )  # fmt: skip

@@ -134,7 +134,8 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             if tried:
                 found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
                 everything += tried
-    if _is_plain(recipe) and (machine.world_size >= MANY or not _best_on_gpus(found, machine)):
+    alone = recipe.strategy.together == 1  # what it says of model parallelism, stays
+    if alone and (machine.world_size >= MANY or not _best_on_gpus(found, machine)):
         best, cut = _best_on_gpus([*own, *found], machine), []
         least = partial(_least_seconds, recipe, machine, blueprint)
         layouts = sorted(_layouts(recipe, machine, blueprint), key=lambda layout: least(layout[1]))
@@ -180,12 +181,6 @@ def _as_it_is(
         refusals.append(error)
         return []
     return [_changed(recipe, recipe.strategy, number)]
-
-
-def _is_plain(recipe: Recipe) -> bool:
-    """Whether a recipe leaves model parallelism open: what it says of that, stays."""
-    strategy = recipe.strategy
-    return strategy.tp == strategy.pp == strategy.cp == 1
 
 
 def _layouts(
@@ -341,8 +336,7 @@ def _strategies(
     yield "ZeRO-2", two
     yield "ZeRO-3", three
     stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
-    apart = plain.tp == plain.pp == plain.cp == 1
-    ep = math.gcd(machine.gpus_per_node, *stacks) if stacks and apart else 1
+    ep = math.gcd(machine.gpus_per_node, *stacks) if stacks and plain.together == 1 else 1
     if ep > 1:
         yield f"EP{ep} ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
@@ -369,8 +363,9 @@ def _refused(recipe: Recipe) -> bool:
     strategy = recipe.strategy
     if strategy.ep > 1:  # it goes with few other keys, too
         return any(contradictions(recipe))
-    apart = strategy.tp == strategy.pp == strategy.cp == 1
-    return not apart and any(key.startswith("strategy.") for key, _ in contradictions(recipe))
+    return strategy.together > 1 and any(
+        key.startswith("strategy.") for key, _ in contradictions(recipe)
+    )
 
 
 def _plain(recipe: Recipe) -> Strategy:
@@ -381,8 +376,7 @@ def _plain(recipe: Recipe) -> Strategy:
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
     """Parts into which a world shares the data."""
-    strategy = recipe.strategy
-    return max(1, world_size // (strategy.tp * strategy.pp * strategy.cp))
+    return max(1, world_size // recipe.strategy.together)
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:

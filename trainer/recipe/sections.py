@@ -314,6 +314,11 @@ class Strategy:
     compile: bool = False
     """torch.compile each block. The first step then takes longer."""
 
+    @property
+    def together(self) -> int:
+        """Ranks that have a share of the data in common, and compute it together."""
+        return self.tp * self.pp * self.cp
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

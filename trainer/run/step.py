@@ -60,7 +60,8 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     pulse.report(step, "data")
     inputs = [next(batches) for _ in range(plan.passes)]
     data_wait = time.perf_counter() - started
-    digest = consumed(inputs, plan.micro_batches(run.mesh.dp_rank, progress.sequences))
+    micro_batches = plan.micro_batches(run.mesh.dp_rank, progress.sequences)
+    digest = consumed(inputs, micro_batches, run.mesh.witness)
     found = gradients(run, inputs, digest)
     note = ""
     if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
@@ -96,9 +97,10 @@ def train_step(run: Run, batches: Batches) -> StepResult:
 
 
 def consumed(
-    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch]
+    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch], witness: int
 ) -> tuple[int, int] | None:
-    """Take the digests from the inputs of a step, and sum those that count; None without any."""
+    """Take the digests from the inputs of a step, and sum those that count, times `Mesh.witness`;
+    None without any."""
     samples = contents = 0
     for batch, made in zip(inputs, micro_batches, strict=True):
         if CONSUMED not in batch:
@@ -106,7 +108,7 @@ def consumed(
         part = batch.pop(CONSUMED)
         if made.real:
             samples, contents = samples + part[0], contents + part[1]
-    return samples & MASK, contents & MASK
+    return samples * witness & MASK, contents * witness & MASK
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def gradients(
     Args:
         run: the gradients of its model are added to.
         inputs: the micro-batches of this rank.
-        digest: of what they hold, if known.
+        digest: see `consumed`.
     """
     recipe, plan, mesh, device = run.recipe, run.plan, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
@@ -197,7 +199,7 @@ def gradients(
         squares = square_sum(model.counted, mesh.holders).to(device)
     sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]
     if not mesh.counts:
-        sums, counted, digest = [torch.zeros_like(part) for part in sums], 0.0, None
+        sums, counted = [torch.zeros_like(part) for part in sums], 0.0
     told = (counted, pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
     flags = [  # filled on the device: a copy from the host would wait for all that was launched
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)

@@ -1,9 +1,17 @@
 """Where ranks are placed, and which layouts are refused; without any process."""
 
-import pytest
+import random
+from itertools import combinations, product
 
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+
+from elastic.world import World
 from tests.distributed.jobs import RECIPE
-from trainer.parallel.mesh import least_nodes, mesh_shape, placement, replica_ranks
+from trainer.data.loader import MASK
+from trainer.parallel.mesh import build_mesh, least_nodes, mesh_shape, placement, replica_ranks
 from trainer.recipe import RecipeError, load_recipe
 
 
@@ -73,3 +81,59 @@ def test_whole_replicas_are_what_mesh_shape_takes(recipe):
                 fits = False
             assert fits == (world % unit == 0), (overrides, world)
     assert [least_nodes(recipe("strategy.pp=4"), nodes, 2) for nodes in (1, 2, 3)] == [2, 2, 4]
+
+
+@pytest.fixture
+def meshes():
+    """meshes(recipe, world size) → the mesh of each rank."""
+
+    def made(recipe, size):
+        found = []
+        for rank in range(size):
+            store = dist.HashStore()
+            dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+            world = World(rank, rank, size, size, 1, 0, 0, None, torch.device("cpu"))
+            found.append(build_mesh(recipe, world))
+            dist.destroy_process_group()
+        return found
+
+    yield made
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("tp=2",),
+        ("tp=4", "name=ddp"),
+        ("pp=2", "name=ddp"),
+        ("cp=2",),
+        ("tp=2", "cp=2", "pp=2"),
+    ],
+    ids="-".join,
+)
+def test_samples_that_are_not_a_ranks_own_show_in_the_sum(recipe, meshes, overrides):
+    """Whichever ranks take others, or if two that have different parts of the work exchange theirs.
+    The right sum is that of ranks that each have samples of their own."""
+    ranks = meshes(recipe(*(f"strategy.{one}" for one in overrides)), 8)
+    own, others = (
+        [random.Random(f"{what} {mesh.dp_rank}").getrandbits(32) for mesh in ranks]
+        for what in ("own", "other")
+    )
+
+    def told(taken):
+        return sum(one * mesh.witness & MASK for one, mesh in zip(taken, ranks, strict=True)) & MASK
+
+    counted = [one for one, mesh in zip(own, ranks, strict=True) if mesh.counts]
+    assert len(counted) == ranks[0].dp_size == 8 // ranks[0].together
+    assert told(own) == sum(counted) & MASK
+    for wrong in product([False, True], repeat=8):
+        shifted = [b if odd else a for a, b, odd in zip(own, others, wrong, strict=True)]
+        assert (told(shifted) == told(own)) == (not any(wrong)), wrong
+    for a, b in combinations(range(8), 2):
+        swapped = [*own]
+        swapped[a], swapped[b] = own[b], own[a]
+        mixed = own[a] != own[b] and ranks[a].place != ranks[b].place
+        assert (told(swapped) != told(own)) == mixed, (a, b)

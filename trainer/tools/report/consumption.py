@@ -2,9 +2,11 @@
 
 [Note: consumption] Each rank hashes the sequences that it hands to the model: which sample stands
 at which position, and the tokens in it. The sum over all ranks rides on the all-reduce of the step
-and stands in the ledger. It can be computed again from recipe and data alone. So a rank that had
-another order, other data, or sequences that were not its own is found out, by step; which rank it
-was, a sum does not tell. What becomes of the tokens later, in the model, is not in it.
+and stands in the ledger. Ranks that compute the same sequences together (tp, pp, cp) all take part,
+each with a weight of its own, and these weights sum to 1 (`Mesh.witness`). So the sum can be
+computed again from recipe and data alone. A rank that had another order, other data, or sequences
+that were not its own is found out, by step; which rank it was, a sum does not tell. What becomes of
+the tokens later, in the model, is not in it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
