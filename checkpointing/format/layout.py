@@ -40,6 +40,8 @@ BLOCK_BYTES = 16 << 20
 COMMIT_RECORD = "index.json"
 TRAINER_STATE = "trainer_state.json"
 LATEST = "latest"
+DCP_METADATA = ".metadata"
+"""What makes a directory a checkpoint of torch.distributed.checkpoint."""
 MAX_HEADER_BYTES = 100_000_000
 """safetensors refuses larger headers."""
 MAX_DIMS = 64

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain
-from checkpointing.format.layout import StoredTensor, TensorMeta
+from checkpointing.format.layout import DCP_METADATA, StoredTensor, TensorMeta
 from checkpointing.format.plan import Box, TensorSpec, local_boxes
 from checkpointing.format.tensors import TORCH_DTYPES, box_view
 from checkpointing.format.untrusted import count, is_plain, printable
@@ -36,7 +36,6 @@ from checkpointing.load.segments import Target
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.reading import reading
 
-DCP_METADATA = ".metadata"
 _STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izer)?s?\.(?:.*\.)?(?:state\.(?P<fqn>.+)\.(?P<leaf>\w+)|param_groups\..*)"

@@ -7,7 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.errors import WrongModel
-from checkpointing.format.layout import COMMIT_RECORD, MODEL, FileRecord, StoredTensor
+from checkpointing.format.layout import (
+    COMMIT_RECORD,
+    DCP_METADATA,
+    MODEL,
+    FileRecord,
+    StoredTensor,
+)
 from checkpointing.format.plan import TensorSpec
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.fill import read_tensors
@@ -17,7 +23,6 @@ from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import hugging_face_tensors, open_step, stored_tensors
 
-_DCP_METADATA = ".metadata"
 _NAMED = 3
 """How many differing tensors a message names."""
 
@@ -63,7 +68,7 @@ def _look(
     path: Path, specs: Mapping[str, TensorSpec], optional: Collection[str], *, verify: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
     """Where the tensors lie, and the checksums of files; None: it is a DCP checkpoint."""
-    if (path / _DCP_METADATA).exists():
+    if (path / DCP_METADATA).exists():
         return None
     if not (path / COMMIT_RECORD).exists():
         stored = _required(hugging_face_tensors(path), specs, optional)

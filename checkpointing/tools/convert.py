@@ -20,6 +20,7 @@ from checkpointing.errors import CheckpointError, explain
 from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
+    DCP_METADATA,
     LATEST,
     MODEL,
     OPTIMIZER,
@@ -37,7 +38,7 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import is_plain, printable, read_object
-from checkpointing.load.foreign import DCP_METADATA, open_dcp
+from checkpointing.load.foreign import open_dcp
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.owners import is_alive, owner
 from checkpointing.storage.place import Place, local, location

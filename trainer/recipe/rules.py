@@ -21,16 +21,10 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
     yield from _graph_contradictions(recipe)
-    for key, factory in (
-        ("model.factory", model.factory),
-        ("model.family", model.family),
-        ("data.factory", recipe.data.factory),
-        ("optimizer.factory", recipe.optimizer.factory),
-        ("schedule.factory", schedule.factory),
-    ):
-        if factory and not PATTERN.fullmatch(factory):
+    for key, name in recipe.own_code.items():
+        if not PATTERN.fullmatch(name):
             what = "NAME" if key == "model.family" else "function"
-            yield key, f"write it as package.module:{what}, not {factory!r}"
+            yield key, f"write it as package.module:{what}, not {name!r}"
     if model.family and (model.factory or model.kgat):
         yield "model.family", "only for model.architecture and model.init_from; remove it"
     known = bundled_families()

@@ -406,6 +406,18 @@ class Recipe:
         return self.checkpoint.directory or str(Path(self.run.dir) / "checkpoints")
 
     @property
+    def own_code(self) -> dict[str, str]:
+        """What it names of the user's own code that decides a step: key → `package.module:name`."""
+        named = {
+            "model.factory": self.model.factory,
+            "model.family": self.model.family,
+            "data.factory": self.data.factory,
+            "optimizer.factory": self.optimizer.factory,
+            "schedule.factory": self.schedule.factory,
+        }
+        return {key: name for key, name in named.items() if name}
+
+    @property
     def exact(self) -> bool:
         """Whether results must not depend on the world size in any bit."""
         return self.run.determinism == "exact"

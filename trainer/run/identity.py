@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointing.format.layout import COMMIT_RECORD, DCP_METADATA
+from checkpointing.storage.steps import hugging_face_tensors
 from elastic.node.facts import differences, digest
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.factory import look_here_too
@@ -29,7 +31,9 @@ what only rank 0 looks at. All others decide a step, or when all ranks meet."""
 PACKAGES = ("trainer", "elastic", "checkpointing")
 LONG = 24
 """Characters; longer values are compared by their digest."""
-SAMPLE = 1 << 16
+SAMPLE, MOST_PARTS = 1 << 16, 2048
+"""Bytes that are read of a part of a model, from its middle, and of how many parts: some 128 MiB of
+a large model, all of a small one."""
 
 
 def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
@@ -48,15 +52,8 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     }
     if recipe.model.init_from:
         found["model.init_from"] = _digest(_weights(Path(recipe.model.init_from)))
-    factories = {
-        "model": recipe.model.factory,
-        "data": recipe.data.factory,
-        "optimizer": recipe.optimizer.factory,
-        "schedule": recipe.schedule.factory,
-    }
-    for key, factory in factories.items():
-        if factory:
-            found[f"{key}.factory source"] = _digest(_module_source(factory.split(":")[0]))
+    for key, name in recipe.own_code.items():
+        found[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
     return found if data is None else with_data(found, data)
 
 
@@ -155,14 +152,33 @@ def _folders(package: str) -> Sequence[Path]:
 
 
 def _weights(directory: Path) -> Iterator[bytes]:
-    """What tells two Hugging Face checkpoints apart, without reading all of them: the config, and
-    size, header and last bytes of every file of weights."""
-    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
-        if path.is_file():
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                yield path.name.encode()
-                yield size.to_bytes(8)
-                yield file.read(SAMPLE)
-                file.seek(max(0, size - SAMPLE))
-                yield file.read()
+    """What tells checkpoints that a run can begin with apart, without reading all of them.
+
+    Raises:
+        DamagedCheckpoint, StorageError: there is none that can be read.
+    """
+    config, metadata = directory / "config.json", directory / DCP_METADATA
+    record = metadata if metadata.exists() else directory / COMMIT_RECORD
+    for small in (config, record):
+        if small.is_file():
+            yield small.name.encode()
+            yield small.read_bytes()
+    parts: list[tuple[str, int, int]] = []
+    if record == metadata:
+        sizes = {path.name: path.stat().st_size for path in sorted(directory.glob("*.distcp"))}
+        length = max(SAMPLE, -(-sum(sizes.values()) // MOST_PARTS))
+        parts = [
+            (name, begin, min(length, size - begin))
+            for name, size in sizes.items()
+            for begin in range(0, size, length)
+        ]
+        yield json.dumps(sizes).encode()
+    elif not record.exists():  # else it has checksums of all there is
+        tensors = hugging_face_tensors(directory)
+        parts = sorted((one.file, one.begin, one.meta.nbytes) for one in tensors.values())
+        parts = parts[:: -(-len(parts) // MOST_PARTS) or 1]
+        yield json.dumps([[name, str(tensors[name].meta)] for name in sorted(tensors)]).encode()
+    for name, begin, size in parts:
+        with (directory / name).open("rb") as file:
+            file.seek(begin + max(0, size - SAMPLE) // 2)
+            yield file.read(min(size, SAMPLE))
