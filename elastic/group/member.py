@@ -31,8 +31,10 @@ from elastic.group.membership import (
     newer,
     nodes_about,
     observers,
+    read_fields,
     room,
     same_for_members,
+    strange,
     watched,
 )
 from elastic.group.secret import Secret
@@ -91,6 +93,7 @@ class Member:
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
         self._beats, self._next_beat, self._end = 0, 0.0, False
         self._ask: Ask | None = None
+        self._identity = ""
         self._told: Ask | None = None
         """What was asked for by the last beat."""
         self._asks: dict[str, Ask] = {}
@@ -142,6 +145,8 @@ class Member:
 
     def ask(self, ask: Ask | None) -> None:
         """Come or leave, soon; None: nothing more."""
+        if ask and not ask.leaves:
+            self._identity = ask.identity
         self._ask = ask
         self.wake.set()
 
@@ -238,6 +243,9 @@ class Member:
         text = self._open(key, data)
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
+        if self.name not in inside(best) and strange(best, self.name, self._identity):
+            self._see(best)  # and change nothing in what others train
+            return
         observes = self._observes(best)
         state = best
         for change in wanted:
@@ -274,6 +282,10 @@ class Member:
         if self._at_door and self.name in inside(state):
             self._at_door = 0.0
         self._sum(state)
+        self._see(state)
+
+    def _see(self, state: Membership) -> None:
+        """Tell of the document, if it is another."""
         if state != self.state:
             if (state.round, state.generation) != (self.state.round, self.state.generation):
                 self._doubts_until = 0.0  # it is known what happened
@@ -336,7 +348,7 @@ class Member:
         """By node: how often it raises its counter, as it says; not all know of a new size yet."""
         self._asks = {}
         for node, key, data in zip(named, keys, self._client.get_all(keys), strict=True):
-            counter, ask, every = json.loads(self._open(key, data) or b"[0, null, 0]")
+            counter, ask, every, *_ = json.loads(self._open(key, data) or b"[0, null, 0]")
             counters[node], beats[node] = counter, max(every, seconds)
             first, until = self._knocking.get(node, (1, 0.0))
             if not first:
@@ -344,7 +356,7 @@ class Member:
             elif node in self._knocking and counter <= first:
                 pass  # perhaps an old beat of a node that is gone
             elif ask and counter >= self._leases.seen.get(node, (0, 0.0))[0]:
-                self._asks[node] = Ask(**ask)
+                self._asks[node] = read_fields(Ask, ask)
         late = time.monotonic() - now > seconds
         if self._client.connections != self._connections or late:
             self._connections = self._client.connections

@@ -24,14 +24,17 @@ replicas of all others keep their nodes, so that these keep what they have in me
 Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
 for the length of a lease, on its own monotonic clock, takes that node out of the document. No
 clocks are compared between machines.
+
+A node that would train something else, or runs another version of this code, reads the document to
+say so, and writes none.
 """
 
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar, cast
 
 BEAT_SECONDS = 0.2
 """How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
@@ -43,6 +46,16 @@ LOOK_SECONDS = 0.05
 """How often a node of a small job looks at the document."""
 OBSERVERS = 3
 """So many nodes, the first in order, watch all; the others watch only these."""
+
+
+T = TypeVar("T")
+
+
+def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
+    """A dataclass from JSON of another version of this code, perhaps: what this one does not know
+    is left out, and what is missing is as it is at first."""
+    names = {one.name for one in fields(cast(Any, kind))}
+    return kind(**{name: value for name, value in body.items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -130,18 +143,16 @@ class Membership:
 
     @staticmethod
     def decode(data: bytes) -> "Membership":
-        """From JSON."""
+        """From JSON, also of another version of this code; see `read_fields`."""
         body: dict[str, Any] = json.loads(data)
-        body["members"], body["arrived"] = tuple(body["members"]), tuple(body["arrived"])
-        body["failures"] = tuple(Failure(**failure) for failure in body["failures"])
-        body["suspects"] = tuple(body["suspects"])
-        body["broken"] = tuple(body["broken"])
-        body["uneven"] = tuple((node, ranks) for node, ranks in body["uneven"])
-        body["struck"] = tuple(Failure(**failure) for failure in body["struck"])
-        for key in ("lost", "cause"):
-            body[key] = Failure(**body[key]) if body[key] else None
-        body["closed"] = Closed(**body["closed"]) if body["closed"] else None
-        return Membership(**body)
+        for key in ("members", "broken", "arrived", "suspects"):
+            body[key] = tuple(body.get(key, ()))
+        body["uneven"] = tuple((node, ranks) for node, ranks in body.get("uneven", ()))
+        for key in ("failures", "struck"):
+            body[key] = tuple(read_fields(Failure, failure) for failure in body.get(key, ()))
+        for key, kind in (("lost", Failure), ("cause", Failure), ("closed", Closed)):
+            body[key] = read_fields(kind, body[key]) if body.get(key) else None
+        return read_fields(Membership, body)
 
 
 @dataclass(frozen=True)

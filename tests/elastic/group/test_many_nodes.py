@@ -1,19 +1,31 @@
 """More nodes than observers: all are heard, few change the document, any of them may be lost."""
 
+import json
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import count
 
 import pytest
 
 from elastic.group.member import Member
-from elastic.group.membership import OBSERVERS, Ask, Limits, lose, raise_alarm, room
+from elastic.group.membership import (
+    OBSERVERS,
+    Ask,
+    Failure,
+    Limits,
+    lose,
+    raise_alarm,
+    room,
+    strange,
+)
 from elastic.group.secret import Secret
 from elastic.group.store import StoreClient, host_store
 
 SECRET = Secret(b"of the job" * 4)
 LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
 NAMES = "abcdefgh"
+LOST = Failure("b", None, 0, "node lost", 7.0)
 
 swaps: Counter[str] = Counter()
 
@@ -122,13 +134,13 @@ def nodes():
     store = host_store("127.0.0.1", 0)
     clients = []
 
-    def make(name, minimum, unit=1):
+    def make(name, minimum, unit=1, identity=""):
         clients.append(Reading("127.0.0.1", store.port, 5.0))
         limits = Limits(minimum, 9, unit=unit, first_call=0.0, settle=0.0)
         member = Member(clients[-1], "run", name, limits, lambda: None, None)
         member.client = clients[-1]
         member.trust(SECRET)
-        member.ask(Ask())
+        member.ask(Ask(identity=identity))
         return member
 
     yield make
@@ -240,3 +252,38 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
     members["a"] = nodes("e", 1, unit=2)
     look([*members.values()], lambda: room(members["c"].state, members["c"].limits) == 2)
     assert come(*"bcda") == (tuple("cdbe"), ())
+
+
+def test_a_node_of_another_version_reads_what_it_can_and_changes_nothing(nodes, caplog):
+    """The document of an older version lacks fields; a newer one has others, also in what its nodes
+    ask for, and beats of another form."""
+    members = [nodes(name, 2, identity="ours") for name in "ab"]
+    trained_by(members)
+    first, secret = members[0], SECRET.derive("membership")
+    key, client = f"{first._prefix}/state", first.client
+    body = json.loads(secret.open(key, client.get(key)))
+    older = {name: body[name] for name in ("version", "round", "job", "identity", "members")}
+    for text in older, {**body, "later": 1, "cause": {**asdict(LOST), "later": 2}}:
+        document = secret.seal(key, json.dumps(text).encode())
+        client.set(key, document)
+        stranger = nodes("z", 1, identity="theirs")
+        look([stranger], lambda one=stranger: one.state.identity == "ours")
+        assert strange(stranger.state, "z", "theirs")
+        assert stranger.state.members == ("a", "b")
+        stranger.change(lambda state: replace(state, members=()))
+        stranger.ask(Ask(leaves=True))
+        stranger.look()
+        assert client.get(key) == document
+
+    client.append(f"{first._prefix}/door", b"c\n")
+    beat, ask = f"{first._prefix}/beat/c", {**asdict(Ask(identity="ours")), "later": 1}
+
+    counters = count(1)
+
+    def arrived():
+        text = json.dumps([next(counters), ask, 0.2, "later"])
+        client.set(beat, secret.seal(beat, text.encode()))
+        return "c" in first.state.arrived
+
+    look(members, arrived)
+    assert "an error of ours" not in caplog.text
