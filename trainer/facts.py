@@ -5,7 +5,7 @@ from typing import Any
 
 from elastic.group.batch_plan import most_ranks
 from trainer.parallel.mesh import replica_ranks
-from trainer.recipe.errors import known_errors
+from trainer.recipe.errors import known_errors, lines
 from trainer.run.worker import prepare
 
 
@@ -14,7 +14,7 @@ def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
     try:
         recipe, _, identity = prepare(arguments)
     except known_errors() as error:
-        return {"error": "; ".join(str(error).splitlines())}
+        return {"error": "; ".join(lines(error))}
     batch = recipe.batch
     shares = most_ranks(batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
     return {

@@ -57,6 +57,28 @@ def a_list(value: Any, most: int | None = None) -> list[Any]:
     return value
 
 
+def a_text(value: Any) -> str:
+    """A text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{_short(value)} where text is due")
+    return value
+
+
+def a_name(value: Any) -> str:
+    """A name that `is_plain`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not is_plain(value):
+        raise ValueError(f"{_short(value)} is no file in its directory")
+    return str(value)
+
+
 def an_object(value: Any) -> dict[str, Any]:
     """A JSON object.
 

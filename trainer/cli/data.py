@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from checkpointing.format.untrusted import printable
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
 from elastic.process import usable_cores
 from trainer.cli.parser import Commands, add_command, add_fields
@@ -85,7 +86,7 @@ def _data_inspect(arguments: argparse.Namespace) -> int:
 
 def _report_problems(problems: Sequence[str], path: Path) -> int:
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {printable(problem)}", file=sys.stderr)
     if not problems:
         print(f"{path}: every byte is as it was written")
     return EXIT_WRONG_INPUT if problems else 0

@@ -1,13 +1,12 @@
 """What `perdure data inspect` shows of a prepared data set."""
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from trainer.data.shards import SPLITS, TokenDataset, read_index
+from checkpointing.format.untrusted import printable, read_object
+from trainer.data.shards import SPLITS, DataError, TokenDataset, read_index
+from trainer.data.tokenizer import read_tokenizer
 
 
 def inspect(directory: str | Path, documents: int = 2) -> str:
@@ -15,7 +14,7 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     as text for a person.
 
     Raises:
-        DataError: there is no prepared data set, or a file of it is missing or truncated.
+        DataError: there is no prepared data set, or a file of it is missing or damaged.
     """
     directory = Path(directory)
     index = read_index(directory)
@@ -32,15 +31,17 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
             f"{split:<11}{part['tokens']:>16,} tokens {part['documents']:>12,} documents "
             f"{len(part['shards']):>4} shard(s)"
         )
-    lines += ["", f"{index['documents']:,} documents taken, {index['rejected']:,} records left out"]
-    for source in index["sources"]:
+    rejected, sources = index.get("rejected", 0), index.get("sources", [])
+    taken = sum(index["splits"][split]["documents"] for split in SPLITS)
+    lines += ["", f"{taken:,} documents taken, {rejected:,} records left out"]
+    for source in sources:
         lines.append(
             f"  {source['file']}: {source['bytes']:,} bytes, {source['documents']:,} documents, "
             f"{source['rejected']:,} left out"
         )
-    if index["rejected"]:
+    if rejected:
         lines += _first_rejects(directory / "rejects.jsonl")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = read_tokenizer(directory / "tokenizer.json")
     dataset = TokenDataset(directory, "train")
     start = 0
     for number in range(min(documents, dataset.documents)):
@@ -48,13 +49,16 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
         ids = dataset.read(start, min(length, 60)).tolist()
         lines += ["", f"document {number}, {length:,} tokens: {tokenizer.decode(ids)!r}"]
         start += length
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _first_rejects(path: Path, count: int = 3) -> list[str]:
-    with path.open(encoding="utf-8") as file:
-        rejects = [json.loads(line) for line in islice(file, count)]
-    lines = [f"  {reject['file']}:{reject['line']}: {reject['problem']}" for reject in rejects]
+    try:
+        with path.open("rb") as file:
+            rejects = [read_object(line) for line in islice(file, count)]
+        lines = [f"  {one['file']}:{one['line']}: {one['problem']}" for one in rejects]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: damaged: {error}; prepare the data again") from error
     return [*lines, f"  see {path}"]
 
 

@@ -19,6 +19,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from checkpointing.format.untrusted import (
+    a_list,
+    a_name,
+    a_text,
+    an_object,
+    count,
+    read_object,
+)
+
 FORMAT = 1
+DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
 Reader = Literal["auto", "mmap", "pread", "ram"]
@@ -73,27 +84,65 @@ def read_index(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "index.json"
     way_out = f"remove {directory} and prepare the data again"
     try:
-        index = json.loads(_patient(path.read_bytes)())
-        if index["format"] != FORMAT:
-            raise DataError(
-                f"{path}: has format {index['format']}, this version reads {FORMAT}; {way_out}"
-            )
-        unchanged = index["fingerprint"] == fingerprint(index)
+        index = read_object(_patient(path.read_bytes)())
+        _check(index, {"format": count})
+        if index["format"] == FORMAT:
+            _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | _INDEX)
     except FileNotFoundError:
         raise DataError(
             f"{path}: missing, so this is not a prepared data set; see `perdure data prepare`"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: damaged: {error} is missing or wrong; {way_out}") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: damaged: not JSON: {error}; {way_out}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: damaged: not UTF-8 at byte {error.start}; {way_out}") from error
-    if not unchanged:
+    except ValueError as error:
+        raise DataError(f"{path}: damaged: {error}; {way_out}") from error
+    if index["format"] != FORMAT:
+        raise DataError(
+            f"{path}: has format {index['format']}, this version reads {FORMAT}; {way_out}"
+        )
+    if index["fingerprint"] != fingerprint(index):
         raise DataError(f"{path}: was edited: its fingerprint does not match; {way_out}")
     return index
+
+
+def _dtype(value: Any) -> None:
+    if value not in DTYPES:
+        raise ValueError(f"none of {', '.join(DTYPES)}")
+
+
+_COUNTS = {"tokens": count, "documents": count}
+_SHARD = {
+    **{"name": a_name, **_COUNTS, "tokens_sha256": a_text, "tokens_crc32": [count]},
+    **{"ends_sha256": a_text, "ends_crc32": [count]},
+}
+_INDEX = {
+    **{"fingerprint": a_text, "dtype": _dtype, "vocab_size": count, "eos_id": count},
+    "tokenizer": {"sha256": a_text},
+    "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
+}
+"""Keys of index.json, and what checks their values."""
+_ABOUT = {
+    **{"start_ids": [count], "documents": count, "rejected": count, "plan": a_text},
+    "sources": [{"file": a_text, "bytes": count, "documents": count, "rejected": count}],
+}
+"""Keys that it may have, too."""
+
+
+def _check(value: Any, kind: Any, where: str = "") -> None:
+    """Raises ValueError, with the key: what stands there is not of its kind."""
+    inside: list[tuple[Any, Any, Any]] = []
+    try:
+        if isinstance(kind, dict):
+            found = an_object(value)
+            inside = [(key, found.get(key), inner) for key, inner in kind.items()]
+        elif isinstance(kind, list):
+            inside = [(number, one, kind[0]) for number, one in enumerate(a_list(value))]
+        else:
+            kind(value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    for key, one, inner in inside:
+        _check(one, inner, f"{where}.{key}" if where else key)
 
 
 def fingerprint(index: dict[str, Any]) -> str:
@@ -142,7 +191,8 @@ class TokenDataset:
             check_size(ends_file, shard["documents"] * 8)
             self._files.append(tokens_file)
             self._shards.append(_open_shard(tokens_file, self.dtype, self._mode))
-            self._ends.append(np.memmap(ends_file, dtype="<u8", mode="r"))
+            ends = np.memmap(ends_file, "<u8", "r") if shard["documents"] else np.empty(0, "<u8")
+            self._ends.append(ends)
             starts.append(starts[-1] + shard["tokens"])
             documents.append(documents[-1] + shard["documents"])
         self._starts, self._documents = np.asarray(starts), documents
@@ -312,7 +362,7 @@ def _damaged_blocks(path: Path, found: list[int], expected: list[int]) -> list[s
     return [
         f"{path}: wrong checksum in the {CHECKSUM_BLOCK >> 20} MiB from byte "
         f"{number * CHECKSUM_BLOCK} on; copy the file again, or prepare the data again"
-        for number, (have, want) in enumerate(zip(found, expected, strict=True))
+        for number, (have, want) in enumerate(zip_longest(found, expected))
         if have != want
     ]
 

@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+from checkpointing.format.untrusted import printable
+
 _HOMES = {
     "RecipeError": "trainer.recipe.yaml_tree",
     "ConfigError": "trainer.models.hf",
@@ -14,9 +16,15 @@ _HOMES = {
 }
 
 
+def lines(error: Exception) -> list[str]:
+    """Of such an error, each of which is one thing to mend. What names and values in it, of files
+    or the command line, would do to a terminal is written out."""
+    return [printable(line) for line in str(error).splitlines()]
+
+
 def told(error: Exception) -> str:
-    """Such an error as people read it: each of its lines is one thing to mend."""
-    return "\n".join(f"error: {line}" for line in str(error).splitlines())
+    """Such an error as people read it."""
+    return "\n".join(f"error: {line}" for line in lines(error))
 
 
 def known_errors() -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import traceback
 from types import TracebackType
 
 from checkpointing import SaveFailed
+from checkpointing.format.untrusted import printable
 from elastic import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_FAILED,
@@ -63,12 +64,12 @@ class Telling:
         if error is self._told:
             return code
         self._told = error
-        line = f"{type(error).__name__}: {error}".partition("\n")[0]
+        line = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
         if isinstance(error, SaveFailed):  # the agent prints it again; rank 0 says why
             line = f"{type(error).__name__}: {error}".partition(" failed")[0] + " failed"
         self._pulse.fail(line)
         if isinstance(error, SaveFailed):  # on all ranks alike
-            text = f"error: {error}; the same command resumes" if self._rank == 0 else ""
+            text = f"{told(error)}; the same command resumes" if self._rank == 0 else ""
         elif code in (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE):
             time.sleep(wait)
             cause = error.__cause__ if code == EXIT_DO_NOT_REQUEUE else None

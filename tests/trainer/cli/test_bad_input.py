@@ -170,6 +170,14 @@ def test_a_model_that_does_not_fit_is_told_before_anything_is_started(folder, mo
     assert not (folder / "run").exists()
 
 
+def test_what_it_names_does_nothing_to_a_terminal(folder, monkeypatch, capsys):
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", "run.\x1b[2J=1")
+    assert code == 2
+    assert "unknown key" in error
+    assert "\\x1b[2J" in error
+    assert "\x1b" not in error
+
+
 def test_missing_recipe(folder, monkeypatch, capsys):
     code, error = perdure(monkeypatch, capsys, "train", "nowhere.yaml")
     assert code == 2

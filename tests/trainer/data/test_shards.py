@@ -125,9 +125,21 @@ def test_an_index_that_is_damaged_edited_or_of_another_format(copied):
 
     assert f"remove {copied} and prepare the data again" in message(file.read_bytes()[:-100])
     assert "damaged" in message(b"\xff")
-    assert "damaged" in message([])
-    assert "'splits' is missing" in message({k: v for k, v in index.items() if k != "splits"})
+    assert "damaged: [] where an object is due" in message([])
+    assert "damaged: nested too deep" in message(b"[" * 100_000)
+    assert "vocab_size: None where a" in message({k: index[k] for k in index if k != "vocab_size"})
     assert "has format 2, this version reads 1" in message({**index, "format": 2})
+    assert "dtype: none of uint16, uint32" in message({**index, "dtype": "object"})
+    shards = index["splits"]["train"]["shards"]
+
+    def of_shard(**wrong):
+        train = {**index["splits"]["train"], "shards": [{**shards[0], **wrong}]}
+        return message({**index, "splits": {**index["splits"], "train": train}})
+
+    for name in ("../../etc/passwd", "/etc/passwd", "a\0b", "a\nb", "\x1b[31m"):
+        assert f"shards.0.name: {name!a} is no file in its directory" in of_shard(name=name)
+    assert "splits.train.shards.0.tokens: 'x' where a whole number is due" in of_shard(tokens="x")
+    assert "shards.0.ends_crc32: 7 where a list is due" in of_shard(ends_crc32=7)
     assert "was edited" in message({**index, "eos_id": 3})
     file.unlink()
     with pytest.raises(DataError, match="missing, so this is not a prepared data set"):

@@ -145,7 +145,7 @@ def _plan_hash(files: list[str], settings: PrepareOptions) -> str:
 def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
     """The index of the data set in `out`; None when files of it are missing or truncated."""
     index = read_index(out)
-    if index["plan"] != plan_hash:
+    if index.get("plan") != plan_hash:
         raise DataError(
             f"{out}: holds a data set of other inputs or options; choose another --out, or remove "
             "it first"
