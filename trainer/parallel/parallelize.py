@@ -23,6 +23,7 @@ from trainer.parallel.mesh import EXPERT, SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.errors import Refusals
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -36,6 +37,47 @@ DRAWN_BYTES = 4 << 30
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """(FQN, global shape) → the whole initial tensor on the CPU. May be called in several threads."""
+
+
+def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
+    """Refuse a model that the ranks of `tp`, `pp`, `cp` and `ep` cannot compute together.
+
+    Args:
+        recipe: of the run.
+        model: whole; may be on the meta device.
+        shards: see `mesh_shape`.
+
+    Raises:
+        RecipeError: a line for each key that does not work.
+    """
+    strategy, refusals = recipe.strategy, Refusals()  # others get by without these modules
+    if strategy.tp > 1:
+        from trainer.parallel.tensor import kinds_of
+
+        with refusals:
+            kinds_of(model, strategy.tp, shards)
+            if getattr(model, "stacks", ()) and strategy.ep == 1:
+                raise RecipeError(
+                    "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
+                    "more, too, or strategy.tp=1"
+                )
+    if strategy.pp > 1:
+        from trainer.parallel.pipeline import runs_of
+
+        with refusals:
+            runs_of(model, recipe)
+    if strategy.cp > 1:
+        from trainer.parallel.context import problem_of
+
+        with refusals:
+            if problem := problem_of(model):
+                raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
+    if strategy.ep > 1:
+        from trainer.parallel.expert import check_experts
+
+        with refusals:
+            check_experts(model, strategy.ep, shards * strategy.tp)
+    refusals.tell()
 
 
 @dataclass(frozen=True)

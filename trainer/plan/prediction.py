@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 
 from elastic.group.batch_plan import plan_batch
-from trainer.parallel.expert import check_experts
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
-from trainer.parallel.parallelize import DTYPES
+from trainer.parallel.parallelize import DTYPES, check_parallel
 from trainer.parallel.schedules import Order, bubble_formula, schedule
 from trainer.plan.costs import (
     Machine,
@@ -126,7 +125,7 @@ def predict(
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, batch = recipe.strategy, recipe.batch
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
-    shares = replicas * shards // strategy.cp
+    shares = world_size // strategy.together
     try:
         plan = plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:
@@ -239,9 +238,9 @@ def _runs(blueprint: Blueprint, recipe: Recipe, shards: int, local_world_size: i
     Raises:
         RecipeError: the model cannot be computed by so many ranks together.
     """
-    strategy, model = recipe.strategy, blueprint.model
+    strategy = recipe.strategy
     if strategy.ep > 1:
-        if strategy.tp * strategy.cp * strategy.pp > 1:
+        if strategy.together > 1:
             raise RecipeError(
                 "strategy.ep: beside tp, cp and pp it cannot be planned yet; `perdure compare` "
                 "measures it"
@@ -251,18 +250,9 @@ def _runs(blueprint: Blueprint, recipe: Recipe, shards: int, local_world_size: i
                 f"strategy.ep: {strategy.ep} ranks span several nodes of {local_world_size}, of "
                 "which the time cannot be planned yet; set a divisor"
             )
-        check_experts(model, strategy.ep, shards)
-    if strategy.tp > 1:
-        from trainer.parallel.tensor import kinds_of  # others get by without
-
-        kinds_of(model, strategy.tp, shards)
-    if strategy.cp > 1:
-        from trainer.parallel.context import problem_of
-
-        if problem := problem_of(model):
-            raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
+    check_parallel(recipe, blueprint.model, shards)
     if strategy.pp == 1:
         return [range(blueprint.block_count)]
-    from trainer.parallel.pipeline import runs_of
+    from trainer.parallel.pipeline import runs_of  # others get by without
 
-    return runs_of(model, recipe)
+    return runs_of(blueprint.model, recipe)

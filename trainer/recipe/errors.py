@@ -1,9 +1,11 @@
 """Which errors are the user's to mend."""
 
 import sys
+from types import TracebackType
 from typing import Any
 
 from checkpointing.format.untrusted import printable
+from trainer.recipe.yaml_tree import RecipeError
 
 _HOMES = {
     "RecipeError": "trainer.recipe.yaml_tree",
@@ -14,6 +16,34 @@ _HOMES = {
     "SecretError": "elastic.group.secret",
     "GenerateError": "trainer.tools.generate",
 }
+
+
+class Refusals:
+    """What several checks of the user's input find wrong, to be told at once: each is made inside
+    `with refusals:`."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Exception] = {}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or not isinstance(error, known_errors()):
+            return False
+        self._found[str(error)] = error
+        return True
+
+    def tell(self) -> None:
+        """Go on if all was well.
+
+        Raises:
+            RecipeError: of all lines of what was not; a single error as it is.
+        """
+        if len(self._found) == 1:
+            raise next(iter(self._found.values()))
+        if self._found:
+            raise RecipeError("\n".join(self._found))
 
 
 def lines(error: Exception) -> list[str]:

@@ -5,17 +5,22 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.batch_plan import plan_batch
 from trainer.data.shards import DataError
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
+from trainer.parallel.parallelize import check_parallel
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.run.provenance import check_resume
 from trainer.tasks.own_model import check_forward
-from trainer.tasks.task import Task, build_task, optimizer_options
+from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
 
 TRIED_RATES = 1000
 """Steps of a schedule of the user's that are looked at before anything starts."""
@@ -35,65 +40,12 @@ def check_inputs(
         local_world_size: ranks on each node.
 
     Raises:
-        RecipeError: what is wrong, in one line.
+        RecipeError, DataError, CheckpointError: what is wrong, a line for each thing.
     """
-    _check_device(recipe, local_world_size)
-    _check_attention(recipe, task)
-    if recipe.precision.matmul:
-        from trainer.parallel.float8 import capability_here, check_matmul
-
-        check_matmul(recipe, task.blocks, capability_here())
-    _, shards = mesh_shape(recipe, world_size, local_world_size)
-    if recipe.strategy.offload_directory:
-        from trainer.optim.groups import moments
-        from trainer.parallel.offload import copies
-
-        each = 4 * copies(moments(recipe.optimizer) or ())
-        nbytes = each * task.parameter_count * local_world_size // shards
-        _check_room(Path(recipe.strategy.offload_directory), nbytes)
-    if recipe.strategy.tp > 1:
-        from trainer.parallel.tensor import kinds_of
-
-        kinds_of(task.model, recipe.strategy.tp, shards)
-        if getattr(task.model, "stacks", ()) and recipe.strategy.ep == 1:
-            raise RecipeError(
-                "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or more, "
-                "too, or strategy.tp=1"
-            )
-    if recipe.strategy.pp > 1:
-        from trainer.parallel.pipeline import runs_of
-
-        runs_of(task.model, recipe)
-    if recipe.strategy.cp > 1:
-        from trainer.parallel.context import problem_of
-
-        if problem := problem_of(task.model):
-            raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
-    if recipe.strategy.ep > 1:
-        from trainer.parallel.expert import check_experts
-
-        check_experts(task.model, recipe.strategy.ep, shards * recipe.strategy.tp)
-    try:
-        batch, strategy = recipe.batch, recipe.strategy
-        shares = world_size // (strategy.tp * strategy.pp * strategy.cp)
-        plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
-        raise RecipeError(f"batch.global_batch: {error}") from error
-    if recipe.optimizer.groups:
-        from trainer.optim.groups import check_patterns
-
-        check_patterns([name for name, _ in task.model.named_parameters()], recipe.optimizer)
-    _check_writable(Path(recipe.run.dir))
-    if recipe.tracking.tensorboard and find_spec("tensorboard") is None:
-        raise RecipeError(
-            "tracking.tensorboard: tensorboard is not installed; pip install tensorboard, or set "
-            "tracking.tensorboard=false"
-        )
-    if recipe.tracking.prometheus and rank == 0:
-        _check_prometheus(Path(recipe.tracking.prometheus))
-    newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
-    if newest:
-        check_resume(read_state(newest), recipe, task, newest)
+    refusals = Refusals()
+    _check_world(refusals, recipe, task.model, task.blocks, world_size, local_world_size)
+    _check_places(refusals, recipe, task, rank)
+    refusals.tell()
 
 
 def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequence[str]:
@@ -101,42 +53,124 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
     what a user should know before training.
 
     Raises:
-        RecipeError, DataError, ConfigError: what is wrong, in one line.
+        RecipeError, DataError, ConfigError, CheckpointError: what is wrong, a line for each thing.
     """
     from trainer.optim.optimizer import state_of
     from trainer.optim.schedule import build_schedule
 
-    for name in recipe.tracking.sinks:
-        check_takes("tracking.sinks", name, "the run directory")
-    for name in recipe.tracking.hooks:
-        check_takes("tracking.hooks", name, "an event")
-    task = build_task(recipe)
-    check_inputs(recipe, task, 0, world_size, local_world_size)
-    parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
-    state_of(parameters, options)
-    build_schedule(recipe, TRIED_RATES)
-    if recipe.optimizer.factory:
-        from trainer.optim.own import try_steps
+    refusals, task = Refusals(), None
+    for key, names, given in (
+        ("tracking.sinks", recipe.tracking.sinks, "the run directory"),
+        ("tracking.hooks", recipe.tracking.hooks, "an event"),
+    ):
+        for name in names:
+            with refusals:
+                check_takes(key, name, given)
+    model: nn.Module | None = None
+    blocks: Sequence[nn.Module] = ()
+    with refusals:
+        task = build_task(recipe)
+        model, blocks = task.model, task.blocks
+    if not (task or recipe.data.factory or recipe.model.kgat):  # its data may be all that is wrong
+        with refusals:
+            model, blocks, _ = bare_model(recipe)
+    _check_world(refusals, recipe, model, blocks, world_size, local_world_size)
+    _check_places(refusals, recipe, task, 0)
+    with refusals:
+        build_schedule(recipe, TRIED_RATES)
+    if task:
+        parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
+        with refusals:
+            state_of(parameters, options)
+            if recipe.optimizer.factory:
+                from trainer.optim.own import try_steps
 
-        try_steps(parameters, options)
-    if recipe.model.factory:
-        inputs = task.inputs or task.stream.__getitems__([0])
-        if isinstance(inputs, DataError):
-            raise inputs
-        unused = check_forward(recipe, task.model, inputs)
-        ddp = world_size > 1 and not is_sharded_by_fsdp(recipe, world_size)
-        if unused and ddp and not getattr(task.model, "some_unused", False):
+                try_steps(parameters, options)
+        with refusals:
+            _check_pass(recipe, task, world_size)
+    refusals.tell()
+    return [*(task.notes if task else ()), *slow_arithmetic(recipe)]
+
+
+def _check_world(
+    refusals: Refusals,
+    recipe: Recipe,
+    model: nn.Module | None,
+    blocks: Sequence[nn.Module],
+    world_size: int,
+    local_world_size: int,
+) -> None:
+    """What ranks, their devices and the model (None: there is none) say of each other."""
+    strategy, optimizer = recipe.strategy, recipe.optimizer
+    with refusals:
+        _check_device(recipe, local_world_size)
+    with refusals:
+        _, shards = mesh_shape(recipe, world_size, local_world_size)
+        with refusals:
+            _check_batch(recipe, world_size // strategy.together)
+        if model:
+            check_parallel(recipe, model, shards)
+            _check_room(recipe, model, local_world_size, shards)
+    if not model:
+        return
+    with refusals:
+        _check_attention(recipe, model)
+    if recipe.precision.matmul:
+        from trainer.parallel.float8 import capability_here, check_matmul
+
+        with refusals:
+            check_matmul(recipe, blocks, capability_here())
+    if optimizer.groups:
+        from trainer.optim.groups import check_patterns
+
+        with refusals:
+            check_patterns([name for name, _ in model.named_parameters()], optimizer)
+
+
+def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: int) -> None:
+    """What the run reads and writes, the data aside; and what is installed."""
+    tracking = recipe.tracking
+    with refusals:
+        _check_writable(Path(recipe.run.dir))
+        newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
+        if newest and task:
+            check_resume(read_state(newest), recipe, task, newest)
+    with refusals:
+        if tracking.tensorboard and find_spec("tensorboard") is None:
             raise RecipeError(
-                f"model.factory: {unused[0]} takes no part in the loss, which DDP does not allow; "
-                "set some_unused = True on the module (docs/your_model.md), or strategy.name=fsdp"
+                "tracking.tensorboard: tensorboard is not installed; pip install tensorboard, or "
+                "set tracking.tensorboard=false"
             )
-    return [*task.notes, *slow_arithmetic(recipe)]
+    with refusals:
+        if tracking.prometheus and rank == 0:
+            _check_prometheus(Path(tracking.prometheus))
+
+
+def _check_batch(recipe: Recipe, shares: int) -> None:
+    try:
+        plan_batch(recipe.batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
+    except ValueError as error:
+        raise RecipeError(f"batch.global_batch: {error}") from error
+
+
+def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
+    """A forward pass of a model of the user's."""
+    if not recipe.model.factory:
+        return
+    inputs = task.inputs or task.stream.__getitems__([0])
+    if isinstance(inputs, DataError):
+        raise inputs
+    unused = check_forward(recipe, task.model, inputs)
+    ddp = world_size > 1 and not is_sharded_by_fsdp(recipe, world_size)
+    if unused and ddp and not getattr(task.model, "some_unused", False):
+        raise RecipeError(
+            f"model.factory: {unused[0]} takes no part in the loss, which DDP does not allow; "
+            "set some_unused = True on the module (docs/your_model.md), or strategy.name=fsdp"
+        )
 
 
 def slow_arithmetic(recipe: Recipe) -> list[str]:
     """That this CPU has no arithmetic for `precision.dtype`, where it is to train."""
-    import torch
-
     dtype, on_gpu = recipe.precision.dtype, torch.cuda.is_available()
     supported = {
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
@@ -153,16 +187,12 @@ def slow_arithmetic(recipe: Recipe) -> list[str]:
 def default_ranks(device: str) -> int:
     """Ranks of this node where nobody says how many: one per GPU; without GPUs two, so that what
     runs on a laptop is what runs on a cluster."""
-    import torch
-
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(2, usable_cores())
 
 
 def _check_device(recipe: Recipe, local_world_size: int) -> None:
-    import torch
-
     if recipe.run.device == "cpu":
         return
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -178,18 +208,16 @@ def _check_device(recipe: Recipe, local_world_size: int) -> None:
         )
 
 
-def _check_attention(recipe: Recipe, task: Task) -> None:
-    import torch
-
+def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     from trainer.models import Decoder, choose_attention
     from trainer.models.attention import hindrances_of
     from trainer.parallel.parallelize import DTYPES
 
     ring = recipe.strategy.cp > 1
-    if not ((ring or recipe.data.document_mask) and isinstance(task.model, Decoder)):
+    if not ((ring or recipe.data.document_mask) and isinstance(model, Decoder)):
         return
     on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
-    dtype, head_dim = DTYPES[recipe.precision.dtype], task.model.model.architecture.head_dim
+    dtype, head_dim = DTYPES[recipe.precision.dtype], model.model.architecture.head_dim
     known = None if on_cpu else (8, 0)  # which GPU it is can only be asked by claiming it
     if ring and (reason := hindrances_of(dtype, head_dim, known).get("varlen")):
         raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
@@ -199,7 +227,15 @@ def _check_attention(recipe: Recipe, task: Task) -> None:
         raise RecipeError(f"model.attention: {error}") from error
 
 
-def _check_room(directory: Path, nbytes: int) -> None:
+def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, shards: int) -> None:
+    if recipe.strategy.offload_directory is None:
+        return
+    from trainer.optim.groups import moments
+    from trainer.parallel.offload import copies
+
+    directory = Path(recipe.strategy.offload_directory)
+    each = 4 * copies(moments(recipe.optimizer) or ())
+    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // shards
     status = os.statvfs(_existing(directory))
     free = status.f_bavail * status.f_frsize
     if free < nbytes:

@@ -170,6 +170,25 @@ def test_a_model_that_does_not_fit_is_told_before_anything_is_started(folder, mo
     assert not (folder / "run").exists()
 
 
+def test_all_that_is_wrong_is_told_in_one_run(folder, monkeypatch, capsys):
+    wrong = {
+        "tracking.sinks=[os:getpid]": "tracking.sinks: os:getpid is called with the run directory",
+        "tracking.hooks=[json:nothing]": "tracking.hooks: ",
+        "data.sources.0.path=nowhere": "data.sources.0.path: no prepared data set at nowhere",
+        "run.device=cuda": "run.device: cuda is asked for, but torch finds no GPU",
+        "strategy.tp=3": "strategy.tp: groups of 3 ranks do not divide the",
+        "optimizer.groups=[{match: x, lr_scale: 2}]": "optimizer.groups.0.match: no parameter is",
+        "run.dir=recipe.yaml/x": "run.dir: recipe.yaml/x cannot be made",
+        "tracking.prometheus=no/run.prom": "tracking.prometheus: no file can be written in",
+    }
+    code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", *wrong)
+    assert code == 2
+    told = error.splitlines()
+    assert all(line.startswith("error: ") for line in told)
+    assert [what for what in wrong.values() if not any(what in line for line in told)] == []
+    assert len(told) == len(wrong)
+
+
 def test_what_it_names_does_nothing_to_a_terminal(folder, monkeypatch, capsys):
     code, error = perdure(monkeypatch, capsys, "train", "recipe.yaml", "run.\x1b[2J=1")
     assert code == 2
