@@ -121,7 +121,8 @@ def newest_whole(
 ) -> tuple[int, list[LeftSlot]] | None:
     """The newest step that is whole, and its parts, one for each node of the run that left it. Of a
     part and its copy that which is on the node of the same number: there its ranks are again, who
-    then read it where they are.
+    then read it where they are. None, too, if any memory tells of a later step in storage than
+    there is: somebody has deleted that, and nothing before it is to come in its place.
 
     Args:
         left: of all machines.
@@ -129,6 +130,8 @@ def newest_whole(
         listed: newest step in storage, whether it is good or not.
         good: newest good one.
     """
+    if max((part.manifest.committed or 0 for part in left), default=0) > (listed or 0):
+        return None
     parts: dict[tuple[int, int, str], dict[int, LeftSlot]] = {}
     for part in left:
         found = part.manifest

@@ -229,13 +229,18 @@ class NodeMemory:
         self._loop.later(work, copied)
 
     def confirm(self, step: int | None) -> None:
-        """Say in memory that a step is committed: should somebody delete it, memory of it is not
-        to bring it back."""
+        """Say in memory that a step is committed, and leave nothing older: should somebody delete
+        it, memory is to bring neither it nor one before it back."""
         self._committed = step
-        for slot, manifest in self._manifests.items():
-            if self._folder and manifest.step == step != manifest.committed:
+        if self._folder is None or step is None:
+            return
+        path, run = self._folder.path, self._setup.run
+        for slot, manifest in [*self._manifests.items()]:
+            if manifest.step < step:
+                del self._manifests[slot]
+                write_manifest(path, slot, None, run)
+            elif manifest.step == step != manifest.committed:
                 self._manifests[slot] = replace(manifest, committed=step)
-                path, run = self._folder.path, self._setup.run
                 try:
                     write_manifest(path, slot, self._manifests[slot], run)
                 except OSError:  # shared memory is full

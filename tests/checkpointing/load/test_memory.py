@@ -162,21 +162,22 @@ def test_memory_that_storage_does_not_confirm_is_not_used(tmp_path):
 
 @pytest.mark.parametrize("peer_copy", [False, True])
 def test_a_step_that_was_deleted_does_not_come_back_from_memory(peer_copy, tmp_path):
+    """Nor does the one before it, of which only memory knew."""
     run, nodes = tmp_path / "run", 1 + peer_copy
     options = replace(OPTIONS, peer_copy=peer_copy)
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank)
         with TensorCheckpointer(run, options, dist.group.WORLD) as checkpointer:
-            for step in (1, 2):
-                save_now(checkpointer, step, **parts(step, "replicated"))
-            assert until(lambda: in_memory(run).count(2) == nodes * nodes, 10)
-            dist.barrier()
+            for step in (1, 2, 3):
+                save_now(checkpointer, step, **parts(step, "replicated"), memory_only=step == 2)
+                assert until(lambda step=step: in_memory(run).count(step) == nodes * nodes, 10)
+                dist.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert run_ranks(nodes, work, tmp_path / "ranks") == [None] * nodes
     left_behind(run, nodes)
-    shutil.rmtree(run / "step-00000002")
+    shutil.rmtree(run / "step-00000003")
     assert load(run, tmp_path / "ranks", "replicated", 1) == [(1, False)]
 
 
@@ -475,6 +476,9 @@ def test_the_newest_step_of_which_all_is_there_is_taken():
     assert taken(both_committed, 20) == (20, both_committed)
     assert taken(both_committed, 10) is None, "somebody has deleted it"
     assert taken([both[0], both_committed[1]], 10) is None
+    older = [part(15, 0, 1, 10)]
+    assert taken(older, 10)[0] == 15
+    assert taken([*older, both_committed[1]], 10) is None, "a node knows of a step after it"
     assert taken(both, 10, good=5)[0] == 20, "that it went on from was found damaged"
     assert taken(both, 30, good=25) is None
     stale = part(20, 0, 2, 10, attempt="before")
