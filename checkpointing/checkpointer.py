@@ -94,7 +94,7 @@ class Checkpointer:
         Args:
             state: modules, optimizers, tensors, and objects with state_dict and load_state_dict, by
                 what they are called. Those that were saved.
-            step: load this one, from storage.
+            step: load this one, from storage; the first rank's word counts.
 
         Returns:
             The step; None if there is no checkpoint, and nothing was changed.
@@ -107,18 +107,18 @@ class Checkpointer:
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
-        parts = self._all(lambda: take_apart(state))
+        parts, wanted = self.on_all(lambda: take_apart(state)), self._main(lambda: step)
         found = self._tensors.load(
             model=parts.model,
             optimizer=parts.optimizer,
-            step=step,
+            step=wanted,
             refuse=lambda saved: refuse_values(state, self._own(saved)),
         )
-        if step is None:
+        if wanted is None:
             self._newest, self._looked = (int(found["step"]) if found else None), True
         if found is None:
             return None
-        self._all(lambda: put_back(state, self._own(found)))
+        self.on_all(lambda: put_back(state, self._own(found)))
         if self._tensors.newer_than_storage:  # memory may be lost with its machine
             self.save(found["step"], state)
         return int(found["step"])
@@ -162,7 +162,7 @@ class Checkpointer:
         """
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
-        parts = self._all(lambda: take_apart(state, self._guarded if guarded else ()))
+        parts = self.on_all(lambda: take_apart(state, self._guarded if guarded else ()))
         self._look()
         if self._newest is not None and step < self._newest:
             raise CheckpointError(
@@ -221,6 +221,12 @@ class Checkpointer:
         restart from then on."""
         self._tensors.move(directory)
         self._newest, self._looked = None, False
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """work() on every rank, such as what a state is taken from: an error of one is one of all,
+        and no rank waits for another that has failed."""
+        with failing_alike():
+            return self._ranks.each(work)
 
     def close(self) -> None:
         """Wait for the save that is being written, and end the writer processes."""
@@ -289,11 +295,6 @@ class Checkpointer:
                 )
             values[key] = of_ranks[self._ranks.place]
         return values
-
-    def _all(self, work: Callable[[], T]) -> T:
-        """work() on every rank; an error of one is one of all."""
-        with failing_alike():
-            return self._ranks.each(work)
 
     def _main(self, work: Callable[[], T]) -> T:
         """work() on the first rank; its result, or its error, on all."""

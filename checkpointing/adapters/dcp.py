@@ -47,7 +47,7 @@ def save(
         raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
     if step is None:
         step = 0 if newest is None else newest + 1
-    checkpointer.save(step, _state(_plain(state_dict)), wait=True)
+    checkpointer.save(step, checkpointer.on_all(lambda: _state(_plain(state_dict))), wait=True)
 
 
 def load(
@@ -64,15 +64,20 @@ def load(
             no part of a checkpoint is loaded alone.
         CheckpointError: there is no checkpoint, or no good one.
     """
-    plain = _plain(state_dict)
     checkpointer, step = _opened(checkpoint_id, process_group)
-    if checkpointer.load(_state(plain), step) is None:
+    plain = checkpointer.on_all(lambda: _plain(state_dict))
+    state = checkpointer.on_all(lambda: _state(plain))
+    if checkpointer.load(state, step) is None:
         raise CheckpointError(f"{checkpointer.directory} has no checkpoint; save one first")
-    for key, value in state_dict.items():
-        if isinstance(value, Stateful):
-            value.load_state_dict(plain[key])
-        else:
-            state_dict[key] = plain[key]
+
+    def put_back() -> None:
+        for key, value in state_dict.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(plain[key])
+            else:
+                state_dict[key] = plain[key]
+
+    checkpointer.on_all(put_back)
 
 
 _Key = tuple[int, str, dist.ProcessGroup | None]

@@ -59,9 +59,10 @@ class Checkpointed:
         if step is None:
             raise ValueError(f"fabric.save({str(path)!r}): name it DIRECTORY/step-00000100")
         checkpointer = self.checkpointer(directory)
+        objects = checkpointer.on_all(lambda: _objects(state))
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         checkpointer.guard(*optimizers)  # their steps wait until they are copied; `save` need not
-        checkpointer.save(step, _objects(state))
+        checkpointer.save(step, objects)
 
     def load_checkpoint(
         self,
@@ -86,7 +87,8 @@ class Checkpointed:
         if not state or not strict:
             raise ValueError("fabric.load: give the state that was saved; no part is loaded alone")
         directory, step = split_step(str(path))
-        checkpointer, objects = self.checkpointer(directory), _objects(state)
+        checkpointer = self.checkpointer(directory)
+        objects = checkpointer.on_all(lambda: _objects(state))
         checkpointer.wait()  # what this program has just saved can be loaded
         if checkpointer.load(objects, step) is None:
             raise CheckpointError(f"{directory} has no checkpoint; save one first")

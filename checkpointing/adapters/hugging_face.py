@@ -74,11 +74,15 @@ class CheckpointCallback(TrainerCallback):
             "random": _Random(),
         }
         loaded = self.checkpointer.load(self._state, step=self._found)
-        if loaded is not None and loaded != state.global_step:
-            raise CheckpointError(
-                f"{self._directory} has step {loaded}, and the Trainer begins at step "
-                f"{state.global_step}: trainer.train(resume_from_checkpoint=callback.resume())"
-            )
+
+        def compare() -> None:
+            if loaded is not None and loaded != state.global_step:
+                raise CheckpointError(
+                    f"{self._directory} has step {loaded}, and the Trainer begins at step "
+                    f"{state.global_step}: trainer.train(resume_from_checkpoint=callback.resume())"
+                )
+
+        self.checkpointer.on_all(compare)
         self.checkpointer.guard(optimizer)
 
     def on_step_end(

@@ -119,3 +119,35 @@ def test_what_does_not_fit_is_refused(tmp_path):
     twice = {"x.y": torch.ones(1), "x": {"y": torch.ones(1)}}
     with pytest.raises(ValueError, match=r"called x\.y"):
         ours.save(twice, checkpoint_id=tmp_path / "twice")
+
+
+class Odd:
+    """Its state cannot be had, or put back, on a rank."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def state_dict(self):
+        if self.fails == "state_dict":
+            raise KeyError("not today")
+        return {"n": 1}
+
+    def load_state_dict(self, state_dict):
+        if self.fails:
+            raise KeyError("not today")
+
+
+def test_an_error_of_one_rank_is_one_of_all(tmp_path):
+    def work(rank):
+        def told(call, fails, failing):
+            state = {"a": torch.ones(2), "odd": Odd(fails if rank == failing else None)}
+            with pytest.raises(RuntimeError, match="not today"):
+                call(state, checkpoint_id=tmp_path / "it")
+
+        told(ours.save, "state_dict", 0)
+        ours.save({"a": torch.ones(2), "odd": Odd(None)}, checkpoint_id=tmp_path / "it")
+        told(ours.load, "state_dict", 1)
+        told(ours.load, "load_state_dict", 0)
+        return "told"
+
+    assert run_ranks(2, work, tmp_path / "ranks") == ["told"] * 2

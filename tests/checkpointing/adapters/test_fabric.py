@@ -120,3 +120,15 @@ def test_what_does_not_fit_is_refused(tmp_path):
     torch.save(model.state_dict(), tmp_path / "raw.pt")
     fabric.load_raw(tmp_path / "raw.pt", model)
     fabric.strategy.close_checkpoints()
+
+
+def test_an_error_of_one_rank_is_one_of_all(tmp_path):
+    def work(rank):
+        fabric = launched(rank, 2, "ddp")
+        state = {"model": fabric.setup(nn.Linear(2, 2)), **({"values": 1} if rank else {})}
+        for call in fabric.save, fabric.load:
+            with pytest.raises(ValueError, match="call it otherwise"):
+                call(tmp_path / "run" / "step-00000001", state)
+        return "told"
+
+    assert run_ranks(2, work, tmp_path / "ranks") == ["told"] * 2

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from checkpointing import CheckpointError  # noqa: E402
 from checkpointing.adapters.hugging_face import CheckpointCallback  # noqa: E402
+from tests.checkpointing.worlds import run_ranks  # noqa: E402
 
 STEPS, SIZE = 14, 24  # a bit more than two epochs of six steps
 
@@ -73,3 +74,28 @@ def test_a_trainer_stops_and_goes_on_as_if_it_had_not(tmp_path):
     assert all(torch.equal(end[name], weights[name]) for name in weights)
     steps = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert steps == ["step-00000012", "step-00000014"]
+
+
+def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
+    def begin(rank, step):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        state = transformers.TrainerState(global_step=step, max_steps=9)
+        callback = CheckpointCallback(tmp_path / "run", every=4)
+        if rank == 0:  # the folder of the other is on a disk of its own, perhaps
+            callback.resume()
+        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule}
+        callback.on_train_begin(None, state, None, **parts)
+        return callback, state
+
+    def work(rank):
+        callback, state = begin(rank, 0)
+        state.global_step = 4
+        callback.on_step_end(None, state, transformers.TrainerControl())
+        callback.on_train_end(None, state, None)
+        with pytest.raises(CheckpointError, match="has step 4, and the Trainer begins at step 0"):
+            begin(rank, 4 - 4 * rank)
+        return "told"
+
+    assert run_ranks(2, work, tmp_path / "ranks") == ["told"] * 2
