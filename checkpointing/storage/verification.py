@@ -1,15 +1,22 @@
-"""Every byte of a checkpoint, compared with its commit record. Reads without torch."""
+"""Every byte of a checkpoint, compared with its commit record, and whether those bytes are a
+checkpoint: anybody can write a record that agrees with its files. Reads without torch."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
-from checkpointing.format.layout import BLOCK_BYTES, FileRecord
+from checkpointing.format.layout import BLOCK_BYTES, MODEL, OPTIMIZER, FileRecord
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.reading import reading
 from checkpointing.storage.source import CheckedBlocks
-from checkpointing.storage.steps import read_record, reading_lock
+from checkpointing.storage.steps import (
+    open_step,
+    read_record,
+    reading_lock,
+    step_state,
+    stored_tensors,
+)
 
 Problems = list[CheckpointError]
 """DamagedCheckpoint: what was read is not what was written; others: it could not be read."""
@@ -27,7 +34,8 @@ class GivenUpError(Exception):
 def verify_step(
     step: Place, *, threads: int = 4, pause: Callable[[], None] = lambda: None
 ) -> tuple[int, Problems]:
-    """Read a step whole, on beyond the first problem; retention leaves it alone meanwhile.
+    """Read a step whole, on beyond the first problem; retention leaves it alone meanwhile. Of one
+    without problems, state, indexes and headers are read as `load` does.
 
     Args:
         step: a checkpoint of ours.
@@ -48,9 +56,22 @@ def verify_step(
             except GivenUpError:
                 pool.shutdown(cancel_futures=True)
                 raise
-            return sum(file.size for file in record.files.values()), problems
+            size = sum(file.size for file in record.files.values())
+            return size, problems or _unloadable(step)
     except CheckpointError as error:
         return 0, [error]
+
+
+def _unloadable(path: Place) -> Problems:
+    """Why a step whose files are those of its record is none that can be loaded."""
+    try:
+        step = open_step(path)
+        for section in (MODEL, OPTIMIZER):
+            stored_tensors(step, section, verify=False)
+        step_state(step)
+    except CheckpointError as error:
+        return [error]
+    return []
 
 
 def _verify_file(step: Place, name: str, record: FileRecord, pause: Callable[[], None]) -> Problems:

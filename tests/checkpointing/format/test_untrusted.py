@@ -166,7 +166,9 @@ def check_that_only_the_first_serves(run, first, second):
     for result in (ls(run), verify(run), pruned(run, CheckpointOptions(), dry_run=True)):
         assert all(line.isprintable() for line in str(result).splitlines())
     assert ls(run).rows[1].problem is None
-    assert first not in [problem.checkpoint for problem in verify(run).problems]
+    assert {problem.checkpoint for problem in verify(run).problems} == {second}
+    kept = pruned(run, CheckpointOptions(keep=1), dry_run=True)
+    assert [item.path for item in kept.decisions if item.stays][-1] == first
     weights = {"a": torch.zeros(4), "b": torch.zeros(2)}
     only_our_errors(lambda: load_model(second, weights))
     load_model(first, weights)
@@ -211,7 +213,6 @@ def test_what_is_no_file_of_the_checkpoint_is_neither_followed_nor_waited_for(na
     first, second = (run / "checkpoints" / f"step-{step:08}" for step in (1, 2))
     change(second / name)
     check_that_only_the_first_serves(run, first, second)
-    assert {problem.checkpoint for problem in verify(run).problems} == {second}
 
 
 def test_values_that_steer_a_terminal_are_shown_as_text(run):
