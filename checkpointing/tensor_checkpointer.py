@@ -32,6 +32,7 @@ from checkpointing.save.link import END_SECONDS, Link, Spare, WriterGoneError, e
 from checkpointing.save.planning import Planner, SavePlan, signatures, unguarded
 from checkpointing.save.pulls import Puller
 from checkpointing.save.saves import Saves, checked_state
+from checkpointing.save.secret import job_secret
 from checkpointing.save.slots import Slots
 from checkpointing.save.staging import Staging
 from checkpointing.storage.folders import collect_memory
@@ -52,6 +53,10 @@ class TensorCheckpointer:
     of what a loop consists of; the trainer has its own names for them, and uses this. Methods are
     called on all ranks of the group, unless they say otherwise.
 
+    The writers of nodes know each other by a secret that rank 0 draws and tells the others over the
+    group. Where the environment names the secret of a job (`PERDURE_SECRET_FILE`), it takes that,
+    too, to know it.
+
     A save holds the caller up only until it is agreed on: tensors are copied while training goes
     on, and a process of each node writes what was copied. `wait_staged` must be called before the
     tensors change, that is, before the optimizer step.
@@ -61,8 +66,6 @@ class TensorCheckpointer:
         options: the `checkpoint:` section.
         group: carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a single process. It
             is used by `prepare` and `load`, from the calling thread; never during a save.
-        secret: by which the writers of nodes know each other, equal on all ranks; None: rank 0
-            draws one, and tells the others over the group.
         spare: where writer processes are taken from.
     """
 
@@ -71,13 +74,11 @@ class TensorCheckpointer:
         directory: str | Path,
         options: CheckpointOptions,
         group: dist.ProcessGroup | None,
-        secret: bytes | None = None,
         spare: Spare | None = None,
     ) -> None:
         self.directory = location(directory).absolute()
         self.options = options
         self._ranks = Ranks(group)
-        self._secret = secret
         self._spare = spare or Spare()
         self._plan: SavePlan | None = None
         self._planner = Planner(self._ranks, options.max_shard_bytes)
@@ -461,20 +462,20 @@ class TensorCheckpointer:
         """Tell the writer of each node what to be, and connect to it, once."""
         if self._link:
             return self._link
-        secret, name, run = self._ranks.on_main(
+        drawn, name, run = self._ranks.on_main(
             lambda: (os.urandom(32), os.urandom(8).hex(), self._token())
         )
-        if self._secret:  # who listens in on the group does not know it
-            secret = hashlib.blake2b(secret, key=self._secret, digest_size=32).digest()
         self._has_token = bool(run)
         nodes, node = self._ranks.nodes(), self._ranks.node
         name = f"\0perdure-{name}-{node}"
         host = own_address() if len(nodes) > 1 else ""
         directory = str(self.directory)
-        setup = msg.Setup(0, node, nodes, directory, run, self.options, name, host, 0, secret)
         started: list[Link] = []
 
         def start() -> tuple[str, int]:
+            known = job_secret() or b""  # who listens in on the group does not know it
+            secret = hashlib.blake2b(drawn, key=known, digest_size=32).digest()
+            setup = msg.Setup(0, node, nodes, directory, run, self.options, name, host, 0, secret)
             started.append(Link(setup, self._ranks.rank, self._take_process()))
             return started[0].start()
 

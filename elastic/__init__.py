@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         EXIT_REQUEUE,
         EXIT_WRONG_INPUT,
     )
-    from elastic.group.secret import job_secret
     from elastic.job import Job, join
     from elastic.node.notice import watch_signals
     from elastic.node.progress import PAUSE_TO_LEAVE, Pulse
@@ -50,7 +49,6 @@ _NAMES = {
     "node.notice": "watch_signals",
     "process": "die_with_parent usable_cores",
     "node.progress": "PAUSE_TO_LEAVE Pulse",
-    "group.secret": "job_secret",
     "job": "Job join",
     "world": "World join_world leave_world read_environment refuse_stale_store supervised",
 }

@@ -82,16 +82,6 @@ def find_secret(named: str | None, directory: str | None) -> Secret:
     return read_secret(Path(path))
 
 
-def job_secret(purpose: str) -> bytes | None:
-    """What the secret of this rank's job gives for a purpose; None if its agent knows of none.
-
-    Raises:
-        SecretError: it cannot be read.
-    """
-    path = os.environ.get(SECRET_FILE)
-    return read_secret(Path(path)).derive(purpose).key if path else None
-
-
 def read_secret(path: Path) -> Secret:
     """The secret in a file.
 

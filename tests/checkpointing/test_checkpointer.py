@@ -3,13 +3,20 @@ was called, and what is forgotten costs time, never truth."""
 
 import copy
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from checkpointing import Checkpointer, CheckpointError, WrongModel, tensor_checkpointer
+from checkpointing import (
+    Checkpointer,
+    CheckpointError,
+    StorageError,
+    WrongModel,
+    tensor_checkpointer,
+)
 from checkpointing.format.values import from_json, to_json
 from tests.checkpointing.worlds import run_ranks, same_bits, spread
 
@@ -275,6 +282,28 @@ def test_what_is_wrong_is_told(tmp_path):
             checkpointer.load(wide)
         checkpointer.load(state)
         assert torch.equal(model.bulk, bulk)
+
+
+def test_who_listens_in_on_the_group_does_not_learn_by_what_writers_know_each_other(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tensor_checkpointer, "os", SimpleNamespace(urandom=bytes))  # told to all
+    secret = tmp_path / "secret"
+    secret.write_text("of sixteen bytes or more")
+    secret.chmod(0o600)
+
+    def known(step):
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(step, {"weight": torch.zeros(2)})
+            return checkpointer._tensors._link.secret
+
+    monkeypatch.delenv("PERDURE_SECRET_FILE", raising=False)
+    drawn = known(1)
+    monkeypatch.setenv("PERDURE_SECRET_FILE", str(secret))
+    assert known(2) not in (drawn, bytes(32))
+    secret.chmod(0o640)
+    with pytest.raises(StorageError, match="mend it, or name another by PERDURE_SECRET_FILE"):
+        known(3)
 
 
 class Position:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Spare, TensorCheckpointer
-from elastic import Pulse, Start, World, describe_failure, job_secret
+from elastic import Pulse, Start, World, describe_failure
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
@@ -46,10 +46,9 @@ def build(
     batch, group = recipe.batch, dist.group.WORLD
     mesh = build_mesh(recipe, world)
     plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
-    secret = job_secret("checkpoints")
     with (
         TensorCheckpointer(
-            recipe.checkpoint_directory, recipe.checkpoint, group, secret, spare
+            recipe.checkpoint_directory, recipe.checkpoint, group, spare
         ) as checkpointer,
         given_up(checkpointer, recall),
     ):

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from checkpointing import StorageError
+from checkpointing.save.secret import job_secret
 from elastic.group.member import Member, key_prefix, last_secret
 from elastic.group.membership import Ask, Closed, Limits, Membership, heed
 from elastic.group.secret import Secret, SecretError, find_secret, make_secret, read_secret
@@ -119,17 +121,22 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
     make_secret(path)
     assert read_secret(path) == secret, "made once"
+    assert job_secret() == secret.derive("checkpoints").key
+
+    def refused(why):
+        with pytest.raises(SecretError, match=why):
+            read_secret(path)
+        with pytest.raises(StorageError, match="the secret of the job"):  # that of checkpoints
+            job_secret()
+
     path.chmod(0o640)
-    with pytest.raises(SecretError, match=r"others may read .*mode 640"):
-        read_secret(path)
+    refused(r"others may read .*mode 640")
     path.chmod(0o600)
     path.write_text("short")
-    with pytest.raises(SecretError, match="has 5 bytes"):
-        read_secret(path)
+    refused("has 5 bytes")
     if os.geteuid() == 0:
         os.chown(path, 65534, 65534)
-        with pytest.raises(SecretError, match=r"not a file of yours .* but of uid 65534"):
-            read_secret(path)
+        refused(r"not a file of yours .* but of uid 65534")
     monkeypatch.setenv("PERDURE_SECRET_FILE", "")
     with pytest.raises(SecretError, match="must share a secret"):
         find_secret(None, None)
