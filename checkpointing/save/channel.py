@@ -4,7 +4,7 @@
 Both numbers and the secret make a key for each direction, so nothing recorded of another connection
 fits. Every message follows a MAC over its number and its bytes. A stranger can therefore neither
 get in nor change, repeat, drop or swap messages on the way; only end the connection. Nothing is
-unpickled before its MAC was found right.
+unpickled before its MAC was found right, and until the first was no more than that is taken.
 
 The MAC is AES-256-GCM's over data that is only authenticated (GMAC, NIST SP 800-38D), with the
 number as the nonce: no key sees one twice. It takes a fifth of HMAC-SHA256's time, which counts
@@ -30,6 +30,8 @@ SILENT_SECONDS = 60
 nothing of what it is sent."""
 NONCE_BYTES = 32
 MAC_BYTES = 16
+FIRST_BYTES = 4096
+"""Longest message of one who is not known yet."""
 PROOF = b"I know it, too"
 
 
@@ -80,11 +82,11 @@ class Channel:
                 self.shut()
                 raise
 
-    def recv_bytes(self) -> bytes:
-        """The next bytes; raises as `recv`."""
+    def recv_bytes(self, most: int | None = None) -> bytes:
+        """The next bytes; raises as `recv`, and OSError before it takes more than `most`."""
         try:
             mac = self._connection.recv_bytes(MAC_BYTES)
-            data = self._connection.recv_bytes()
+            data = self._connection.recv_bytes(most)
         except BlockingIOError as error:
             raise TimeoutError("nothing came for too long") from error
         self._received += 1
@@ -138,7 +140,7 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         theirs, ours = connection.recv_bytes(NONCE_BYTES), os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
         channel = Channel(connection, *_keys(secret, theirs, ours)[::-1])
-        if channel.recv_bytes() != PROOF:
+        if channel.recv_bytes(len(PROOF)) != PROOF:
             raise StrangerError("it does not speak as a process of this run")
         channel.limit(0)
         return channel
@@ -172,7 +174,7 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
         keys = _keys(secret, ours, connection.recv_bytes(NONCE_BYTES))
         channel = Channel(connection, *keys)
         channel.send_bytes(PROOF)
-        message = channel.recv()
+        message = pickle.loads(channel.recv_bytes(FIRST_BYTES))
         _limit(same, 0)
     return channel, message
 

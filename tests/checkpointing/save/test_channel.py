@@ -120,6 +120,15 @@ def test_who_does_not_know_the_secret_learns_nothing_and_says_nothing(tmp_path):
     listener.close()
 
 
+def test_no_more_than_a_first_message_is_taken_of_who_is_not_known():
+    with Listener(("127.0.0.1", 0)) as listener, Client(listener.address) as stranger:
+        stranger.send_bytes(bytes(NONCE_BYTES))
+        stranger.send_bytes(bytes(MAC_BYTES))
+        os.write(stranger.fileno(), struct.pack("!i", 1 << 30))  # so many bytes are to follow
+        with listener.accept() as connection, pytest.raises(OSError, match="bad message length"):
+            welcome(connection, SECRET, 0.5)
+
+
 def test_what_one_says_does_not_come_back_as_an_answer():
     inside, outside = Listener(("127.0.0.1", 0)), Listener(("127.0.0.1", 0))
 
