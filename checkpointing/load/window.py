@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpointing.errors import StorageError
 from checkpointing.load.read_plan import ALIGNMENT
+from checkpointing.storage.folders import is_private
 
 HALF_BYTES = 32 << 20
 """What the ranks of a node fill in a round, at most. Ranks meet after each, so not too little."""
@@ -63,6 +64,9 @@ class Window:
         ranks: of the node (global).
         rank: this rank.
         group: has all of them; carries the word between them.
+
+    Raises:
+        OSError, StorageError: what has this name now is not the file that was made.
     """
 
     def __init__(
@@ -70,8 +74,10 @@ class Window:
     ) -> None:
         self.area, self.places, self.place = area, len(ranks), ranks.index(rank)
         self._ranks, self._group = ranks, group
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
+            if not is_private(os.fstat(descriptor)):
+                raise StorageError(f"{path} is not this user's alone; somebody has put it there")
             self._map = mmap.mmap(descriptor, 2 * area * len(ranks))
         finally:
             os.close(descriptor)

@@ -4,6 +4,7 @@ import errno
 import itertools
 import math
 import os
+import shutil
 import time
 import zlib
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpointing import DamagedCheckpoint
+from checkpointing import DamagedCheckpoint, StorageError
 from checkpointing.format.crc import BlockSums, Replica
 from checkpointing.format.layout import MODEL, FileRecord, TensorMeta, lay_out
 from checkpointing.format.plan import local_boxes, merged
@@ -26,6 +27,7 @@ from checkpointing.load import fill, read_plan
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
 from checkpointing.load.segments import Files
+from checkpointing.load.window import Window, make_window, remove_window
 from checkpointing.ranks import Ranks
 from checkpointing.storage.kinds import storage_of
 from tests.checkpointing.format.test_plan import worlds
@@ -401,3 +403,21 @@ def test_without_a_group_a_rank_checks_the_blocks_of_its_rows_and_no_others(tmp_
     first, second = run_ranks(2, work, tmp_path / "ranks")
     assert isinstance(first, DamagedCheckpoint)
     assert second <= at.meta.nbytes / 2 + at.begin + 3 * written.block
+
+
+def test_a_window_that_somebody_has_exchanged_is_not_opened(tmp_path):
+    """Ranks open it by its name, in a folder that others write to."""
+    path, area = make_window(1, 1, 1)
+    aside = tmp_path / "aside"
+    try:
+        Window(path, area, [0], 0, None)
+        os.chmod(path, 0o666)
+        with pytest.raises(StorageError, match="is not this user's alone"):
+            Window(path, area, [0], 0, None)
+        os.chmod(path, 0o600)
+        shutil.move(path, aside)
+        os.symlink(aside, path)
+        with pytest.raises(OSError, match="symbolic link"):
+            Window(path, area, [0], 0, None)
+    finally:
+        remove_window(path)
