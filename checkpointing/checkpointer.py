@@ -148,7 +148,8 @@ class Checkpointer:
             step: names the checkpoint.
             state: as for `load`. Objects whose state differs among ranks have all of it saved.
             wait: return when the checkpoint is in storage.
-            files: others that are to lie beside the tensors, such as config.json, by name.
+            files: others that are to lie beside the tensors, by name, such as config.json or
+                additional_chat_templates/tool_use.jinja.
             metrics: such as {"validation_loss": 2.1}, for `keep_best`.
 
         Returns:

@@ -192,7 +192,7 @@ class TensorCheckpointer:
                 DTensors on any mesh, on any device.
             optimizer: likewise, such as `<fqn>.exp_avg`.
             state: JSON values; taken from rank 0.
-            files: other files by name, such as config.json; taken from rank 0.
+            files: other files by name, such as config.json, folders included; taken from rank 0.
             wait: if an earlier step is still being saved, wait for it to end, whatever
                 `options.when_busy` says.
             memory_only: leave it at the copy in memory, for a restart to begin from; has no

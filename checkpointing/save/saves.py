@@ -7,7 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from checkpointing.errors import SaveFailed, StorageError
-from checkpointing.format.layout import COMMIT_RECORD, LATEST, TRAINER_STATE, json_bytes
+from checkpointing.format.layout import (
+    COMMIT_RECORD,
+    LATEST,
+    OPTIMIZER,
+    TRAINER_STATE,
+    json_bytes,
+)
 from checkpointing.format.untrusted import is_plain
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks
@@ -194,9 +200,9 @@ def checked_state(
     Raises:
         ValueError: they cannot; says which and why.
     """
-    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, *taken}
+    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, OPTIMIZER.stem, *taken}
     for name in files:
-        if name in reserved or "/" in name or not is_plain(name):
+        if name in reserved or name.startswith(OPTIMIZER.folder) or not is_plain(name):
             raise ValueError(f"files: {name!a} is not a plain name, or is taken")
         if not isinstance(files[name], bytes):
             raise ValueError(f"files: {name} is {type(files[name]).__name__}, not bytes")

@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,15 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         sync(descriptor)
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write new files below a directory, in order, and see them and their names to the disk."""
+    for name, data in files.items():
+        make_directory((directory / name).parent)
+        write_file(directory / name, data)
+    for folder in sorted({(directory / name).parent for name in files}, reverse=True):
+        sync_directory(folder)
 
 
 def replace_file(path: Path, data: bytes) -> None:

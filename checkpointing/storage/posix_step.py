@@ -23,7 +23,7 @@ from checkpointing.storage.posix import (
     sync,
     sync_directory,
     write_at,
-    write_file,
+    write_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,11 +77,7 @@ class NewPosixStep:
                 raise StorageError(
                     f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
                 )
-        for name, data in small.items():
-            write_file(self.tmp / name, data)
-        write_file(self.tmp / COMMIT_RECORD, record)
-        sync_directory(self.tmp / OPTIMIZER.folder)
-        sync_directory(self.tmp)
+        write_files(self.tmp, {**small, COMMIT_RECORD: record})
         os.rename(self.tmp, self.final)
         sync_directory(self.final.parent)
         try:

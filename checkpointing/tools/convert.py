@@ -21,7 +21,6 @@ from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
     DCP_METADATA,
-    LATEST,
     MODEL,
     OPTIMIZER,
     TRAINER_STATE,
@@ -37,8 +36,9 @@ from checkpointing.format.layout import (
     parse_step,
 )
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
-from checkpointing.format.untrusted import is_plain, printable, read_object
+from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp
+from checkpointing.storage.beside import OURS, beside_weights, is_weights
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.owners import is_alive, owner
 from checkpointing.storage.place import Place, local, location
@@ -48,6 +48,7 @@ from checkpointing.storage.posix import (
     sync_directory,
     write_at,
     write_file,
+    write_files,
 )
 from checkpointing.storage.reading import reading
 from checkpointing.storage.source import Source, TensorReader, open_source
@@ -62,10 +63,6 @@ DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """What --dtype takes → safetensors' name."""
 _CONVERTED = {"F64", "F32", "BF16", "F16"}
 """The rest are whole numbers, or quantised values that belong to scales beside them."""
-_WEIGHTS = {
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
-}  # fmt: skip
-"""Endings of files that are not copied beside imported weights."""
 
 Pieces = Iterator[memoryview]
 """The bytes of a tensor, in order."""
@@ -124,7 +121,7 @@ def export(
             files = [replace(files[0], name="model.safetensors")]
         else:
             write_file(tmp / MODEL.index, index_json(files))
-        small = _small_files(source)
+        small, left = _small_files(source)
         if target and CONFIG in small:
             small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
         with TensorReader(source.path, source.records) as reader:
@@ -135,9 +132,8 @@ def export(
 
             for file in files:
                 _write_tensors(tmp, file, pieces)
-        for name, data in small.items():
-            write_file(tmp / name, data)
-    return _report(out, files, small)
+        write_files(tmp, small)
+    return _report(out, files, small, left)
 
 
 def _as_dtype(meta: TensorMeta, dtype: str | None) -> TensorMeta:
@@ -211,7 +207,7 @@ def import_checkpoint(
     if storage_of(path).exists(path / COMMIT_RECORD):
         raise CheckpointError(f"{path}: is a checkpoint of perdure already; use it as it is")
     with _open_any(path) as (source, read), _new_directory(out) as tmp:
-        small = _small_files(source)
+        small, left = _small_files(source)
         if config is not None:
             with reading(Path(config)):
                 small[CONFIG] = Path(config).read_bytes()
@@ -229,11 +225,9 @@ def import_checkpoint(
         state = {"step": step, "imported_from": str(path.absolute())}
         small[TRAINER_STATE] = json_bytes(state)
         for name, data in small.items():
-            write_file(tmp / name, data)
             records[name] = FileRecord(len(data), block_checksums(data))
-        write_file(tmp / COMMIT_RECORD, CommitRecord(step, records).encode())
-        sync_directory(tmp / OPTIMIZER.folder)
-    return _report(out, written, small)
+        write_files(tmp, {**small, COMMIT_RECORD: CommitRecord(step, records).encode()})
+    return _report(out, written, small, left)
 
 
 @contextmanager
@@ -259,28 +253,17 @@ def _in_order(tensors: Mapping[str, StoredTensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
 
 
-def _small_files(source: Source) -> dict[str, bytes]:
-    """What lies beside the weights: of a checkpoint of ours what was saved with it, else whatever
-    is neither weights nor hidden."""
-    path, storage = source.path, storage_of(source.path)
-    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST}
-    names: Sequence[str] = sorted(source.records) or sorted(
-        entry.name
-        for entry in storage.children(path)
-        if entry.name[0] != "." and not storage.is_directory(entry)
-    )
+def _small_files(source: Source) -> tuple[dict[str, bytes], str]:
+    """What lies beside the weights, and what of it is left out; of a checkpoint of ours what was
+    saved with it."""
+    if not source.records:
+        return beside_weights(source.path)
     small = {}
-    for name in names:
-        is_weights = Path(name).suffix in _WEIGHTS or name.endswith(".index.json")
-        if name not in reserved and "/" not in name and not is_weights:
-            if not is_plain(name):
-                raise CheckpointError(
-                    f"{path}: holds a file called {printable(name)}, whose name is not printable "
-                    "text; rename or remove it"
-                )
-            with reading(path / name):
-                small[name] = storage.read(path / name)
-    return small
+    for name in sorted(source.records):
+        if name not in OURS and not name.startswith(OPTIMIZER.folder) and not is_weights(name):
+            with reading(source.path / name):
+                small[name] = storage_of(source.path).read(source.path / name)
+    return small, ""
 
 
 def _pieces(reader: TensorReader, tensor: StoredTensor) -> Pieces:
@@ -342,8 +325,10 @@ def _write_tensors(
     return FileRecord(size, tuple(checksums))
 
 
-def _report(out: Path, files: Sequence[TensorFile], small: Mapping[str, bytes]) -> Converted:
-    notes = []
+def _report(
+    out: Path, files: Sequence[TensorFile], small: Mapping[str, bytes], left: str
+) -> Converted:
+    notes = [f"note: left out: {left}"] if left else []
     if CONFIG not in small:
         notes.append(
             f"note: there is no {CONFIG}, so it opens with safetensors, but not with "

@@ -43,6 +43,8 @@ def published(workspace):
     folder = workspace / "published"
     Qwen3ForCausalLM(config).save_pretrained(folder, max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text())))  # not as we write it
     index = (folder / "model.safetensors.index.json").read_text()
     first = sorted(folder.glob("*.safetensors"))[0]
     tensors = load_file(first)
@@ -78,6 +80,7 @@ def test_there_and_back(workspace, train, published):
     trained, report = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, output_loading_info=True
     )
+    assert (checkpoint / "config.json").read_bytes() == (published / "config.json").read_bytes()
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     next_batch = stream.fetch(range(24, 32))
@@ -92,6 +95,23 @@ def test_there_and_back(workspace, train, published):
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+CARRIED = (
+    "LICENSE",
+    "README.md",
+    "merges.txt",
+    "vocab.bpe",
+    "tokenizer.model.v3",
+    "modeling_own.py",
+)
+CARRIED = (*CARRIED, "additional_chat_templates/tool_use.jinja", "notes/of/ours")
+LEFT = (
+    "training_args.bin",
+    "original/consolidated.00.pth",
+    "original/params.json",
+    ".gitattributes",
 )
 
 
@@ -127,8 +147,8 @@ def instruct(workspace):
         eos_token_id=[301, 0], pad_token_id=0, do_sample=True, temperature=0.7, top_k=20, top_p=0.8
     )
     model.save_pretrained(folder)
-    for name in ("LICENSE", "README.md", "merges.txt", "training_args.bin", "original/notes.txt"):
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name in (*CARRIED, *LEFT):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     return folder
 
@@ -145,13 +165,13 @@ def test_a_model_that_chats_still_does(workspace, train, instruct):
     expected = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert expected.endswith("<|im_end|>\n<|im_start|>assistant\n")
     names = {path.name for path in instruct.iterdir() if path.is_file()}
-    names -= {"README.md", "training_args.bin", "model.safetensors", "config.json"}
-    assert {"chat_template.jinja", "generation_config.json", "LICENSE", "merges.txt"} < names
+    names -= {*LEFT, "model.safetensors", "config.json"}
+    names |= {*CARRIED}
+    assert {"chat_template.jinja", "generation_config.json"} < names
     for folder in (checkpoint, workspace / "exported"):
         for name in names:
             assert (folder / name).read_bytes() == (instruct / name).read_bytes(), name
-        assert not (folder / "README.md").exists()
-        assert not (folder / "training_args.bin").exists()
+        assert not any((folder / name).exists() for name in LEFT)
         ours = AutoTokenizer.from_pretrained(folder)
         assert expected == ours.apply_chat_template(
             talk, tokenize=False, add_generation_prompt=True
@@ -187,5 +207,6 @@ def test_data_that_does_not_fit_a_model_that_chats_is_told(workspace, instruct, 
 
     files, told = notes(train_bpe=290)
     assert "prepared with other tokens" in told[0]
+    assert files.keys() & {*CARRIED} == {"LICENSE", "README.md", "modeling_own.py", "notes/of/ours"}
     assert "chat_template.jinja" not in files
     assert b"im_start" not in files["tokenizer.json"]

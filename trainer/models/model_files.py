@@ -3,9 +3,9 @@ with.
 
 [Note: beside the weights] What a model is asked for lies beside its weights: the chat template, the
 tokens at which it stops, how to sample. A run that begins with `model.init_from` changes none of
-it, so its checkpoints carry these files byte for byte. Two things are its own: the number format in
-config.json, which is that of the weights beside it, and the tokenizer, should the data have been
-prepared with one of other tokens.
+it, so its checkpoints carry these files byte for byte (beside.py says which). Two things are its
+own: the number format in config.json, where that is another than of the weights beside it, and the
+tokenizer, should the data have been prepared with one of other tokens.
 """
 
 import json
@@ -13,25 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.format.layout import COMMIT_RECORD, LATEST, TRAINER_STATE
-from checkpointing.format.untrusted import is_plain, read_object
+from checkpointing.format.untrusted import read_object
+from checkpointing.storage.beside import beside_weights
 from trainer.data.tokenizer import parse_tokenizer, start_ids
 from trainer.models.family import Family
 from trainer.models.hf import ConfigError, config_json, generation_config_json, tokenizer_files
 from trainer.recipe.architecture import Architecture
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Endings of what is carried. Not carried are weights, code, pickles, folders, and the README,
-which is about other weights."""
-LICENCES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
 ABOUT_TOKENS = (
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer", "tokenization", "special_tokens_map", "added_tokens", "vocab.", "merges."),
+    *("chat_template", "additional_chat_templates/", "tekken", "spiece", "sentencepiece"),
 )
-"""Files that mean nothing beside another tokenizer."""
-MOST_BYTES = 64 << 20
-"""Size of the largest file that is carried."""
+"""How names of files begin that mean nothing beside another tokenizer."""
 
 
 def files_beside(
@@ -65,7 +59,6 @@ def files_beside(
     else:
         files = _carried(init_from, notes)
         files = _with_tokenizer(files, prepared, init_from, data, notes)
-        _say_float32(files, init_from)
         stops = stop_ids(files, init_from)
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
@@ -99,9 +92,7 @@ def files_without_tokenizer(
     if init_from is None:
         return {CONFIG: _json(config_json(architecture, family))}, []
     notes: list[str] = []
-    files = _carried(init_from, notes)
-    _say_float32(files, init_from)
-    return files, notes
+    return _carried(init_from, notes), notes
 
 
 def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
@@ -120,38 +111,17 @@ def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
 
 
 def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
-    """What lies beside the weights in a published checkpoint."""
-    files, too_large = {}, []
-    try:
-        for entry in sorted(directory.iterdir()):
-            if _is_carried(entry.name) and entry.is_file():
-                if entry.stat().st_size <= MOST_BYTES:
-                    files[entry.name] = entry.read_bytes()
-                else:
-                    too_large.append(entry.name)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    if too_large:
-        notes.append(
-            f"{directory}: {', '.join(too_large)} is larger than {MOST_BYTES >> 20} MiB, and not "
-            "carried over into checkpoints"
-        )
-    return files
-
-
-def _say_float32(files: dict[str, bytes], directory: Path) -> None:
-    """Have config.json name the format of a run's checkpoints."""
+    """What lies beside the weights in a published checkpoint, config.json for a run's own."""
+    files, left = beside_weights(directory)
+    if left:
+        notes.append(f"{directory}: not carried over into checkpoints: {left}")
+    if CONFIG not in files:
+        raise ConfigError(f"{directory / CONFIG}: cannot be carried over; put a copy of it there")
     config = _object(files, CONFIG, directory)
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = "float32"
-    files[CONFIG] = _json(config)
-
-
-def _is_carried(name: str) -> bool:
-    known = name.endswith(SUFFIXES) or name.upper().startswith(LICENCES)
-    ours = name in (COMMIT_RECORD, LATEST, TRAINER_STATE) or name.endswith(".index.json")
-    hidden = name.startswith(".") or name.upper().startswith("README")
-    return known and is_plain(name) and not (ours or hidden)
+    others = {key for key in ("dtype", "torch_dtype") if config.get(key, "float32") != "float32"}
+    if others:  # that of a run's checkpoints
+        files[CONFIG] = _json(config | dict.fromkeys(others, "float32"))
+    return files
 
 
 def _with_tokenizer(
@@ -173,7 +143,7 @@ def _with_tokenizer(
         f"{data}: was prepared with other tokens than those of {directory}; checkpoints get its "
         "tokenizer, and no chat template"
     )
-    kept = {name: content for name, content in files.items() if name not in ABOUT_TOKENS}
+    kept = {name: content for name, content in files.items() if not name.startswith(ABOUT_TOKENS)}
     return {**kept, **prepared}
 
 
