@@ -163,7 +163,13 @@ class Checkpointer:
         """
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
-        parts = self.on_all(lambda: take_apart(state, self._guarded if guarded else ()))
+
+        def take() -> tuple[Parts, bytes]:
+            parts = take_apart(state, self._guarded if guarded else ())
+            values = json.dumps(parts.values, sort_keys=True).encode()
+            return parts, hashlib.sha256(values).digest()
+
+        parts, digest = self.on_all(take)
         self._look()
         if self._newest is not None and step < self._newest:
             raise CheckpointError(
@@ -175,7 +181,7 @@ class Checkpointer:
             step,
             model=parts.model,
             optimizer=parts.optimizer,
-            state={**(metrics or {}), "step": step, **self._agreed(parts)},
+            state={**(metrics or {}), "step": step, **self._agreed(parts, digest)},
             files=files or {},
             wait=wait,
         )
@@ -268,9 +274,8 @@ class Checkpointer:
 
         self._newest, self._looked = self._main(newest), True
 
-    def _agreed(self, parts: Parts) -> dict[str, Any]:
-        """The values of all ranks, once where they are equal."""
-        digest = hashlib.sha256(json.dumps(parts.values, sort_keys=True).encode()).digest()
+    def _agreed(self, parts: Parts, digest: bytes) -> dict[str, Any]:
+        """The values of all ranks, once where they are equal, as their digests tell."""
         if len(set(self._ranks.together(lambda: digest))) == 1:
             return {"values": parts.values}
         ranks = self._ranks.together(lambda: parts.values)

@@ -325,6 +325,8 @@ def test_what_differs_by_rank_is_not_taken_from_rank_0(tmp_path):
     def save(rank):
         state = {**spread(weight, "rows-2"), "data": Position(rank), "clock": Position((7, 8))}
         with Checkpointer(tmp_path / "run") as checkpointer:
+            with pytest.raises(ValueError, match="4300 digits"):  # on both
+                checkpointer.save(2, {"data": Position(10**5000 if rank else 1)})
             checkpointer.save(3, state, wait=True)
 
     def load(rank):
