@@ -63,6 +63,13 @@ class _Only(TorchDispatchMode):
     """Shows one of torch's modes what may be kept, and nothing else. It counts operators, and those
     by which FSDP gathers what lies inside of a block are not as many in recomputation."""
 
+    supports_higher_order_operators = True  # flex_attention is one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's: what a block calls compiled, such as FlexAttention, stays so."""
+        return True
+
     def __init__(self, mode: Any) -> None:
         super().__init__()
         self._mode = mode

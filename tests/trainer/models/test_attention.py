@@ -61,14 +61,20 @@ def test_each_way_is_attention_inside_documents(way: str, ids: list[int]) -> Non
     torch.testing.assert_close(gradients, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_is_attention_inside_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is written, and as it is differentiated: its kernels are not for CPUs, and torch lets
-    no gradient through there, though what stands for the kernels has one."""
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as it is written, and as it is differentiated: its kernels are not for CPUs,
+    and torch lets no gradient through there, though what stands for the kernels has one."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     eager = (flex.flex_attention, flex.create_block_mask)
     monkeypatch.setattr(attention, "flex_kernels", lambda: eager)
     monkeypatch.setattr(attention, "capability", lambda _: (8, 0))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_is_attention_inside_documents(
+    flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.tensor([n // 13 for n in range(B * T)]).view(B, T)
     where = locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "auto")  # in float32
     assert where.way == "flex"
@@ -87,6 +93,12 @@ def test_flex_is_attention_inside_documents(monkeypatch: pytest.MonkeyPatch) -> 
 
 class Operators(TorchDispatchMode):
     """Notes what is called, with what, and the most elements of any result."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +208,19 @@ def test_attention_is_kept_by_selective_recomputation(
     with Operators() as seen:
         decoder(*packed(64)).backward()
     assert seen.count("perdure.varlen_attention.default") == times * len(layers)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("mode", "times"), [("full", 2), ("selective", 1)])
+def test_flex_too_is_kept(
+    flex_on_cpu: None, architecture: Architecture, mode: Any, times: int
+) -> None:
+    decoder = Decoder(architecture, "flex")
+    layers = apply_activation_checkpointing(decoder, list(decoder.blocks), mode)
+    with Operators() as seen:
+        decoder(*packed(256)).backward()
+    assert seen.count("flex_attention") == times * len(layers)
+    assert seen.count("flex_attention_backward") == len(layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
