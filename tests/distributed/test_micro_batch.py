@@ -1,15 +1,21 @@
 """batch.micro_batch: auto takes what fits, and less on all ranks once memory ran out on one."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from checkpointing import read_state
+from elastic import World
 from tests.distributed.jobs import ROOT, Forked, losses, soak
 from trainer.plan import predict
 from trainer.plan.search import ROOM, largest_micro_batch
 from trainer.plan.trace import read_blueprint
 from trainer.recipe import RecipeError, load_recipe
+from trainer.run.micro_batch import HalvedError, halving
 from trainer.tools.local_nodes import LocalNodes
 
 # 1 PiB: no address space holds it, so torch's allocator fails as it does when memory runs out.
@@ -70,6 +76,39 @@ def test_memory_that_ran_out_on_one_rank_halves_the_micro_batch_of_all(workspace
 
     assert "1 pass(es) x up to 4" in train(1, *auto, "run.steps=4")
     assert set(json.loads((run / "micro_batch.json").read_text())["sequences"].values()) == {1, 4}
+
+
+NCCL = (
+    "NCCL error in: NCCLUtils.cpp:101, {}, NCCL version 2.28.9\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 '{}'"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "halves"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (dist.DistBackendError(NCCL.format("unhandled cuda error", "out of memory")), True),
+        (dist.DistBackendError(NCCL.format("unhandled cuda error", "invalid argument")), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+    ],
+)
+def test_every_way_in_which_memory_runs_out_halves(tmp_path, workspace, error, halves):
+    overrides = ["batch.micro_batch=auto", f"run.dir={tmp_path}"]
+    recipe, noted = load_recipe(workspace / "recipe.yaml", overrides), tmp_path / "micro_batch.json"
+    fixed = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, micro_batch=4))
+    world = World(0, 0, 1, 1, 1, 0, 0, None, torch.device("cpu"))
+    run = SimpleNamespace(given=recipe, recipe=fixed, world=world, first_step=True)
+    with pytest.raises(HalvedError if halves else type(error)), halving(run):
+        raise error
+    assert noted.exists() == halves
+    if halves:
+        assert list(json.loads(noted.read_text())["sequences"].values()) == [2]
 
 
 def test_the_largest_that_leaves_room(workspace, monkeypatch):

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +82,10 @@ def halving(run: Run) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
+    """Whatever says so: torch's allocator, malloc, CUDA, cuBLAS, cuDNN or NCCL."""
     kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
+    words = r"(?i)out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
+    return isinstance(error, kinds) or re.search(words, str(error)) is not None
 
 
 def _planned(recipe: Recipe, world: World) -> int:
