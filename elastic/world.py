@@ -4,7 +4,8 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,9 @@ CAUSE = "PERDURE_CAUSE"
 
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables: where torch's process groups listen."""
+
+FREED_SECONDS = 10.0
+"""A device whose free memory still grows after that has others that come and go."""
 
 # A rank that goes on in place leaves a process group as garbage. What it forks (workers that read
 # data) has none of its threads, and would wait for their end, or abort, when it collects garbage.
@@ -82,6 +86,7 @@ def join_world(device: str, timeout_seconds: float) -> World:
     if device == "cuda":
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
+        wait_until_freed(lambda: torch.cuda.mem_get_info(place)[0])
     if local_world_size == world_size:
         for variable in INTERFACES:  # nobody on other machines needs to reach these ranks
             os.environ.setdefault(variable, "lo")
@@ -105,6 +110,21 @@ def join_world(device: str, timeout_seconds: float) -> World:
         cause=json.loads(read(CAUSE, "null")),
         device=place,
     )
+
+
+def wait_until_freed(free: Callable[[], int], pause: float = 0.05) -> None:
+    """Wait until the free memory of a device grows no more, for FREED_SECONDS at most: what was
+    killed a moment ago, or has inherited the device from it, gives back its own little by little.
+
+    Args:
+        free: how many bytes are.
+        pause: seconds between two looks.
+    """
+    until = time.monotonic() + FREED_SECONDS
+    before, now = -1, free()
+    while before < now and time.monotonic() < until:
+        time.sleep(pause)
+        before, now = now, free()
 
 
 def _store() -> dist.Store | None:

@@ -1,5 +1,6 @@
 """Which errors are another rank's, and how a rank leaves."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic import EXIT_FAILED, EXIT_PAUSED, EXIT_WRONG_INPUT
-from elastic.world import is_lost_peer, leave_world
+from elastic.world import is_lost_peer, leave_world, wait_until_freed
 
 SYSTEM_ERROR = (
     "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
@@ -47,6 +48,14 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_the_others(monkeypatch, code
     with pytest.raises(SystemExit, match=str(code)):
         leave_world(code)
     assert bool(destroyed) == together
+
+
+def test_memory_of_a_device_is_waited_for_until_it_grows_no_more(monkeypatch):
+    readings = iter([10, 20, 30, 30, 40])
+    wait_until_freed(lambda: next(readings), pause=0)
+    assert next(readings) == 40
+    monkeypatch.setattr("elastic.world.FREED_SECONDS", 0.05)
+    wait_until_freed(itertools.count().__next__, pause=0.01)  # others come and go: it ends
 
 
 FORKS_WITH_AN_OLD_GROUP = """
