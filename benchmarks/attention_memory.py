@@ -4,12 +4,17 @@ Layers as those of SmolLM2-135M (hidden 576, 9 query and 3 key/value heads of 64
 rank, without the output head. Documents have
 lengths as in C4 (median 300 tokens, mean 480). "bool mask" is the dense mask that trainers give to
 `scaled_dot_product_attention`. Each run is a process of its own; they take turns.
+
+`grid`: attention alone on one core, forward and backward, by length of sequences and documents: the
+loop over documents beside the additive mask, which is made once.
 """
 
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -17,13 +22,14 @@ import torch
 
 from benchmarks.support import arguments, report, run, spread
 from trainer.data.documents import cu_seqlens_of
-from trainer.models.attention import Documents
+from trainer.models.attention import Documents, attend, choose_attention, locate
 from trainer.models.decoder import Decoder
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory
 
 WAYS = {"varlen": "loop over documents", "sdpa": "one additive mask", "bool": "bool mask"}
-"""By word: name. `varlen` is what `model.attention: auto` takes."""
+"""By word: name. `varlen` is what `model.attention: auto` takes at this length."""
+HEADS, GROUPS, HEAD_DIM = 4, 2, 64  # of the grid
 
 
 def main() -> None:
@@ -100,8 +106,51 @@ def measure(way: str, tokens: int, layers: int) -> dict[str, Any]:
     }
 
 
+def grid(rounds: int = 9) -> None:
+    """Processor time of each way, in turns."""
+    torch.set_num_threads(1)
+    rows = []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    sizes = ((4, 256), (4, 512), (2, 1024))
+    for dtype, (batch, length), document in product(dtypes, sizes, (15, 50, 150, 480)):
+        generator = torch.Generator().manual_seed(0)
+        begins = torch.rand(batch, length, generator=generator) < 1 / document
+        ends = cu_seqlens_of(begins.cumsum(1))
+        shapes = [(batch, length, heads, HEAD_DIM) for heads in (HEADS, GROUPS, GROUPS)]
+        q, k, v = (torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)
+        made: list[float] = []
+        took: dict[Any, list[float]] = {"varlen": [], "sdpa": []}
+        for _ in range(rounds):
+            for way, times in took.items():
+                began = time.process_time()
+                where = locate(ends, (batch, length), dtype, HEAD_DIM, way)
+                located = time.process_time()
+                attend(q, k, v, where).sum().backward()
+                times.append(1e3 * (time.process_time() - located))
+            made.append(1e3 * (located - began))  # of the mask
+        loop, mask = median(took["varlen"]), median(took["sdpa"])
+        rows.append(
+            {
+                "dtype": str(dtype).removeprefix("torch."),
+                "sequences": f"{batch} x {length:,}",
+                "tokens a document": document,
+                "loop, ms": f"{loop:.1f}",
+                "mask, ms": f"{mask:.1f}",
+                "loop / mask": f"{loop / mask:.2f}",
+                "to make the mask, ms": f"{median(made):.1f}",
+                "auto": choose_attention("auto", dtype, HEAD_DIM, None, length),
+            }
+        )
+    title = (
+        f"{HEADS} query and {GROUPS} key/value heads of {HEAD_DIM}, one core; median of {rounds}"
+    )
+    report(title, rows, rows, None)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["measure"]:
+    if sys.argv[1:] == ["grid"]:
+        grid()
+    elif sys.argv[1:2] == ["measure"]:
         print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
     else:
         main()

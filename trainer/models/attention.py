@@ -8,7 +8,8 @@ know it from is made once per pass (`locate`) and shared by all layers:
   (Dao 2023); on the CPU one call of its flash kernel per document.
 - *flex*: a `BlockMask` for FlexAttention (Dong et al. 2024), for dtypes, heads and GPUs that varlen
   does not take. On CUDA only: torch has no backward pass of it for the CPU (2.13).
-- *sdpa*: one additive mask for `scaled_dot_product_attention`, which works everywhere.
+- *sdpa*: one additive mask for `scaled_dot_product_attention`, which works everywhere. On the CPU
+  short sequences in bf16 are faster with it.
 
 Where no documents are told apart, attention is SDPA's own causal one.
 
@@ -29,6 +30,11 @@ Way: TypeAlias = Literal["varlen", "flex", "sdpa"]
 Asked: TypeAlias = Literal["auto"] | Way
 Capability: TypeAlias = tuple[int, int]
 
+MASKED_ON_CPU = 256
+"""Tokens of a sequence up to which one masked call in bf16 is faster than one for each document. At
+512 it is slower, and so it is in float32 and fp16 (`python -m benchmarks.attention_memory grid`).
+"""
+
 
 class Documents(NamedTuple):
     """Where to look, made once per pass; see [Note: documents]."""
@@ -40,15 +46,16 @@ class Documents(NamedTuple):
 
 
 def choose_attention(
-    asked: Asked, dtype: torch.dtype, head_dim: int, capability: Capability | None
+    asked: Asked, dtype: torch.dtype, head_dim: int, capability: Capability | None, length: int
 ) -> Way:
-    """How documents are told apart: the first way that works, or the one that is asked for.
+    """How documents are told apart: the fastest way that works, or the one that is asked for.
 
     Args:
         asked: `model.attention` of the recipe.
         dtype: of the computation.
         head_dim: H.
         capability: of the GPU; None on the CPU.
+        length: T.
 
     Raises:
         ValueError: what is asked for cannot work; says why, and what to do.
@@ -58,6 +65,8 @@ def choose_attention(
         if asked in hindrances:
             raise ValueError(f"{asked} cannot work: {hindrances[asked]}; take auto")
         return asked
+    if capability is None and dtype == torch.bfloat16 and length <= MASKED_ON_CPU:
+        return "sdpa"
     ways: tuple[Way, ...] = ("varlen", "flex", "sdpa")
     return next(way for way in ways if way not in hindrances)
 
@@ -99,7 +108,7 @@ def locate(
         asked: see `choose_attention`, which may raise ValueError.
     """
     rows, length = shape
-    way = choose_attention(asked, dtype, head_dim, capability(cu_seqlens.device))
+    way = choose_attention(asked, dtype, head_dim, capability(cu_seqlens.device), length)
     if way == "varlen":
         return Documents(way, cu_seqlens)
     tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.device)

@@ -222,7 +222,7 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     if ring and (reason := hindrances_of(dtype, head_dim, known).get("varlen")):
         raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
     try:
-        choose_attention(recipe.model.attention, dtype, head_dim, known)
+        choose_attention(recipe.model.attention, dtype, head_dim, known, recipe.data.seq_len)
     except ValueError as error:
         raise RecipeError(f"model.attention: {error}") from error
 

@@ -149,6 +149,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ("asked", "dtype", "head_dim", "capability", "way"),
     [
         ("auto", BF16, 128, (9, 0), "varlen"),
+        ("auto", BF16, 64, None, "sdpa"),
+        ("auto", torch.half, 64, None, "varlen"),
         ("auto", FP32, 128, (9, 0), "flex"),
         ("auto", BF16, 12, (9, 0), "flex"),
         ("auto", BF16, 512, (9, 0), "flex"),
@@ -166,10 +168,14 @@ def test_the_first_way_that_works_is_taken(
     asked: Any, dtype: torch.dtype, head_dim: int, capability: Any, way: str
 ) -> None:
     if way in ("varlen", "flex", "sdpa"):
-        assert choose_attention(asked, dtype, head_dim, capability) == way
+        assert choose_attention(asked, dtype, head_dim, capability, 256) == way
     else:
         with pytest.raises(ValueError, match=way):
-            choose_attention(asked, dtype, head_dim, capability)
+            choose_attention(asked, dtype, head_dim, capability, 256)
+
+
+def test_a_longer_sequence_on_the_cpu_has_no_mask() -> None:
+    assert choose_attention("auto", BF16, 64, None, 257) == "varlen"
 
 
 def packed(length: int) -> tuple[Tensor, Tensor, Tensor]:
