@@ -2,7 +2,8 @@
 
 Of each it takes a checkout, puts it in front of PYTHONPATH, and has `perdure train` run the
 quickstart in fp32 on the same prepared data: on one rank, on two under DDP and under FULL_SHARD.
-A run saves twice. Under FULL_SHARD one of the ranks is killed after that, once.
+A run saves twice. Under FULL_SHARD one of the ranks is killed after that, once. The loss of an
+output head is timed alone, forward and backward: in chunks with a vocabulary of 151,936.
 
 Then it compares bits, without document masks, whose attention is computed in more than one way:
 losses, gradient norms and checkpoints of both, and of this tree from a checkpoint of the other's.
@@ -42,6 +43,7 @@ CASES = {
     "FULL_SHARD": ("--nproc-per-node=2",),
 }
 EXACT = {"exact": ("--nproc-per-node=2", "run.determinism=exact")}
+LOSS = "loss alone"
 RECIPE = (
     *("precision.dtype=fp32", f"run.steps={STEPS}", "run.log_every=1", "run.evaluate_every=0"),
     *(f"checkpoint.every={EVERY}", "elastic.snapshot_every=1", "schedule.warmup_steps=5"),
@@ -53,9 +55,34 @@ SHORT = (
     *("checkpoint.every=5", "schedule.warmup_steps=2", "data.document_mask=false"),
 )
 
+TIME_LOSS = """
+import json
+import time
+import torch
+from trainer.models.loss import head_cross_entropy
+
+found = {}
+sizes = (151936, 32, "float32"), (151936, 32, "bfloat16"), (4096, 256, "float32")
+for vocabulary, width, dtype in sizes:
+    times = []
+    for _ in range(4):
+        hidden, weight = torch.randn(1024, width), torch.randn(vocabulary, width) / 50
+        hidden, weight = (x.to(getattr(torch, dtype)).requires_grad_() for x in (hidden, weight))
+        labels = torch.randint(vocabulary, (1024,))
+        began = time.process_time()
+        head_cross_entropy(hidden, weight, labels).backward()
+        times.append(time.process_time() - began)
+    found[f"{vocabulary:,} x {width}, {dtype}"] = sorted(times[1:])[1]
+print(json.dumps(found))
+"""
+"""Processor seconds by vocabulary, width and format; 1,024 tokens."""
+
 
 def main() -> None:
-    options = arguments(__doc__ or "", commit="HEAD~1", rounds=3)
+    every = ",".join((*CASES, *EXACT, LOSS))
+    options = arguments(__doc__ or "", commit="HEAD~1", rounds=3, cases=every)
+    cases = options.cases.split(",")
+    runs = {case: choice for case, choice in CASES.items() if case in cases}
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     with workspace() as directory:
         trees = {options.commit: directory / "before", "this": directory / "after"}
@@ -67,12 +94,16 @@ def main() -> None:
             for number in range(options.rounds):
                 order = list(trees.items())
                 for name, tree in order if number % 2 else order[::-1]:
-                    for case, choice in CASES.items():
+                    if LOSS in cases:
+                        figures = time_loss(directory, tree)
+                        found.setdefault(LOSS, {}).setdefault(name, []).append(figures)
+                    for case, choice in runs.items():
                         figures = measure(directory, tree, choice, kill=case == "FULL_SHARD")
                         found.setdefault(case, {}).setdefault(name, []).append(figures)
             bits = [
                 {"run": case, **same_bits(directory, trees, choice)}
                 for case, choice in (CASES | EXACT).items()
+                if case in cases
             ]
         finally:
             for tree in trees.values():
@@ -93,8 +124,9 @@ def main() -> None:
             )
     if rows:
         report(f"This tree against {options.commit}; median (min-max)", rows, found, options.json)
-    heading(f"Bitwise as {options.commit}, ten steps without document masks")
-    print_table(bits)
+    if bits:
+        heading(f"Bitwise as {options.commit}, ten steps without document masks")
+        print_table(bits)
 
 
 def install(tree: Path) -> None:
@@ -107,6 +139,14 @@ def install(tree: Path) -> None:
     entries.read_dict(project["entry-points"])
     with (folder / "entry_points.txt").open("w") as file:
         entries.write(file)
+
+
+def time_loss(directory: Path, tree: Path) -> dict[str, float]:
+    """Of a tree's own code."""
+    found: dict[str, float] = json.loads(
+        run([sys.executable, "-P", "-c", TIME_LOSS], directory, {"PYTHONPATH": python_path(tree)})
+    )
+    return found
 
 
 def measure(
