@@ -183,6 +183,13 @@ def losses(folder: Path, run: str) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(folder, run) if "loss" in record}
 
 
+def starts(folder: Path, run: str) -> list[dict]:
+    """The attempts of a run, by its ledger."""
+    path = folder / run / "ledger.jsonl"
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [line for line in lines if line["kind"] == "start"]
+
+
 LAYOUT = "layout"
 """What a test records of one: (ranks, overrides of the recipe, what `assert_follows` returns)."""
 THIRTY = ("run.steps=30", "run.evaluate_every=15")

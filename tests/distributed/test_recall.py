@@ -1,6 +1,5 @@
 """The ranks that are left go on in place: the same processes, with what they have compiled."""
 
-import json
 import os
 import signal
 import time
@@ -8,7 +7,7 @@ import time
 import pytest
 
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, Forked, losses, soak
+from tests.distributed.jobs import ROOT, Forked, losses, soak, starts
 from trainer.tools.local_nodes import LocalNodes, children
 
 COMPILED = """
@@ -91,12 +90,6 @@ def reached(workspace, run):
 def go_on(workspace, run, node, steps, seconds=100):
     goal = reached(workspace, run) + steps
     assert until(lambda: reached(workspace, run) >= goal, seconds), node.text()
-
-
-def starts(workspace, run):
-    ledger = workspace / run / "ledger.jsonl"
-    lines = map(json.loads, ledger.read_text().splitlines() if ledger.exists() else [])
-    return [line for line in lines if line["kind"] == "start"]
 
 
 @soak  # without it: test_exact.py kills ranks, and the others go on in place

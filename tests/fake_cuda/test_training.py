@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import ROOT, losses, records, wait_for_memory, wait_for_step
+from tests.distributed.jobs import ROOT, losses, records, starts, wait_for_memory, wait_for_step
 from trainer.tools.local_nodes import LocalNodes
 
 SHORT = ("run.steps=6", "schedule={}", "checkpoint.every=2", "checkpoint.when_busy=wait")
@@ -174,6 +174,7 @@ def test_killed_and_gone_on_with_from_memory(workspace, start, copies, on_cpu):
 
 
 def test_a_rank_killed_under_torchrun(workspace, tmp_path, copies):
+    """The other goes on in place: its communicators are aborted, and its process stays."""
     run = f"torchrun-{copies}"
     arguments = (f"run.dir={run}", "run.device=cuda", "run.steps=60", "elastic.snapshot_every=1")
     with LocalNodes(
@@ -182,9 +183,11 @@ def test_a_rank_killed_under_torchrun(workspace, tmp_path, copies):
     ) as nodes:  # fmt: skip
         node = nodes.add()
         wait_for_memory(workspace / run, 10, 90)
-        os.kill(node.trainers()[1], signal.SIGKILL)
+        survivor, victim = node.trainers()
+        os.kill(victim, signal.SIGKILL)
         assert nodes.wait(150) == [0], node.text()
         output = node.text()
     assert "restored step" in output
     assert "did nothing" not in output
+    assert [start["pid"] for start in starts(workspace, run)] == [survivor, survivor]
     assert sorted(losses(workspace, run)) == list(range(1, 61))
