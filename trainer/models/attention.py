@@ -20,7 +20,7 @@ of the queries looks at head n // (N / K).
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from torch import Tensor
 Way: TypeAlias = Literal["varlen", "flex", "sdpa"]
 Asked: TypeAlias = Literal["auto"] | Way
 Capability: TypeAlias = tuple[int, int]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 MASKED_ON_CPU = 256
 """Tokens of a sequence up to which one masked call in bf16 is faster than one for each document. At
@@ -174,13 +175,17 @@ def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
     return documents is None and q.dtype != torch.float32 and gpu[0] >= 8
 
 
+def _constant(function: Function) -> Function:
+    """Have the compiler call a function as it is, and take the result for a constant.
+    torch.compiler.assume_constant_result does no more, but imports the compiler: over a second."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+@_constant
 def capability(device: torch.device) -> Capability | None:
     """Compute capability of a GPU; None for the CPU."""
     return None if device.type == "cpu" else torch.cuda.get_device_capability(device)
-
-
-# torch.compiler.assume_constant_result does no more, but imports the compiler: over a second.
-capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
@@ -197,9 +202,18 @@ def _varlen_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length:
 
     function: Any = varlen.varlen_attn
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if "enable_gqa" in function.__kwdefaults__:  # torch 2.11 groups heads unasked
+    if _groups_when_asked():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return function(q, k, v, cu_seqlens, cu_seqlens, length, length, **options)
+
+
+@_constant
+def _groups_when_asked() -> bool:
+    """Whether varlen_attn is to be told of shared heads; that of torch 2.11 shares unasked."""
+    from torch.nn.attention import varlen
+
+    function: Any = varlen.varlen_attn
+    return "enable_gqa" in function.__kwdefaults__
 
 
 # --- varlen on the CPU -----------------------------------------------------------------------

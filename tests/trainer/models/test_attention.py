@@ -142,6 +142,20 @@ def test_a_gpu_is_given_boundaries_and_shared_heads(
     ]  # fmt: skip
 
 
+def test_a_gpu_s_attention_is_compiled_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(B, T, N, H),)
+
+    monkeypatch.setattr(attention, "capability", attention._constant(lambda _: (8, 0)))
+    ends = torch.empty(9, dtype=torch.int32)
+    torch.compile(attend, backend=compiler)(*inputs(torch.bfloat16), Documents("varlen", ends))
+    (graph,) = graphs
+    assert "torch_attn._varlen_attn" in str(graph.code)
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
