@@ -6,6 +6,7 @@ that costs no more of the disk. An object store, or a node whose memory is read,
 often as it is asked for it.
 """
 
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,13 +24,13 @@ from benchmarks.support.checkpoint_rank import (
     timed,
 )
 from checkpointing import CheckpointOptions, TensorCheckpointer
-from checkpointing.format.layout import MODEL
+from checkpointing.format.layout import MODEL, step_name
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks
 from checkpointing.storage.filesystems import filesystem
 from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.steps import newest_checkpoint, open_step, stored_tensors
+from checkpointing.storage.steps import open_step, stored_tensors
 from elastic import leave_world
 
 COLUMNS, TENSOR_MB = 1024, 50
@@ -70,10 +71,11 @@ def _rank(rank: int, folder: str, ranks: int, size: int, rounds: int) -> None:
     with TensorCheckpointer(run, CheckpointOptions(slots=1), group) as checkpointer:
         checkpointer.save(1, model=model, optimizer={}, state={}, files={}, wait=True)
         checkpointer.wait()
-    step = open_step(newest_checkpoint(run))
+    path = run / step_name(1)
+    step = open_step(path)
     files = Files(
-        step.path,
-        lambda name: storage_of(step.path).open(step.path / name),
+        path,
+        lambda name: storage_of(path).open(path / name),
         stored_tensors(step, MODEL, verify=False),
         step.record.files,
     )
@@ -88,11 +90,11 @@ def _rank(rank: int, folder: str, ranks: int, size: int, rounds: int) -> None:
                 for target in targets.values():
                     target.zero_()
                 if kind == "cold" and rank == 0:
-                    drop_from_cache(step.path)
+                    drop_from_cache(path)
                 start_together()
                 before = read_bytes()
                 seconds = timed(
-                    lambda way=way: read_tensors(files, specs, targets, group, ways[way], threads=1)
+                    partial(read_tensors, files, specs, targets, group, ways[way], threads=1)
                 )
                 figures[way][kind].append(max(gather(seconds)))
                 figures[way]["bytes"].append(sum(gather(read_bytes() - before)))
