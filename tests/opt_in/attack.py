@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -193,6 +194,10 @@ def attack_network(host: str, port: str, stop: str, *listeners: str) -> Attack:
                     ours.recv(64)
 
             attack.attempt(f"{listener} was given {junk[:16]!r}", talk)
+        attack.attempt(
+            f"{listener} takes all of a first message that has no end",
+            lambda place=place, number=number: overlong(place, int(number)),
+        )
         for key in b"", b"\0" * 32, host.encode():
             attack.attempt(
                 f"{listener} takes the key {key!r}",
@@ -201,6 +206,18 @@ def attack_network(host: str, port: str, stop: str, *listeners: str) -> Attack:
                 ),
             )
     return attack
+
+
+def overlong(place: str, port: int) -> bool:
+    """Whether a writer takes what one who is not known has to say, however much it is."""
+    with socket.create_connection((place, port), timeout=5.0) as ours:
+        if ours.recv(4) != struct.pack("!i", 32):  # no writer: it does not speak first
+            return False
+        for part in bytes(32), bytes(16):  # a number and a MAC, as a caller sends
+            ours.sendall(struct.pack("!i", len(part)) + part)
+        ours.sendall(struct.pack("!i", 1 << 30))
+        ours.sendall(bytes(64 << 20))  # more than the kernel keeps for a process that does not read
+        return True
 
 
 def within(seconds: int, action: Callable[[], object]) -> object:
@@ -252,8 +269,16 @@ def hostile(step: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
         renamed = json.loads(json.dumps(record).replace(json.dumps(weights), json.dumps(other)))
         return lambda copy: (copy / "index.json").write_text(sealed(renamed))
 
-    def starts(data: bytes) -> Callable[[Path], None]:
-        return lambda copy: (copy / weights).write_bytes(data)
+    def holds(name: str, data: bytes, *, resealed: bool) -> Callable[[Path], None]:
+        there = {name: {"bytes": len(data), "crc32": [f"{crc32(data):08x}"]}}
+        forged = {**record, "files": {**record["files"], **there}}
+
+        def change(copy: Path) -> None:
+            (copy / name).write_bytes(data)
+            if resealed:
+                (copy / "index.json").write_text(sealed(forged))
+
+        return change
 
     def record_is(data: bytes) -> Callable[[Path], None]:
         return lambda copy: (copy / "index.json").write_bytes(data)
@@ -273,7 +298,13 @@ def hostile(step: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
         header(b'{"\x1b[2J": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}}')
         + bytes(16),
     ):
-        yield f"weights that begin {data[:24]!r}", starts(data)
+        yield f"weights that begin {data[:24]!r}", holds(weights, data, resealed=False)
+        yield f"resealed weights that begin {data[:24]!r}", holds(weights, data, resealed=True)
+    for name, data in (
+        *(("model.safetensors.index.json", data) for data in (b'{"weight_map": [1]}', NESTED)),
+        *(("trainer_state.json", data) for data in (b"[1]", NESTED)),
+    ):
+        yield f"a resealed {name} that begins {data[:24]!r}", holds(name, data, resealed=True)
 
 
 def header(text: bytes) -> bytes:
