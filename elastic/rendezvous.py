@@ -51,7 +51,6 @@ from elastic.group.membership import (
     Limits,
     Membership,
     room,
-    strange,
 )
 from elastic.group.secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
@@ -347,7 +346,7 @@ class PerdureRendezvous(RendezvousHandler):
                 member.ask(None)
                 return member.state
             state = member.state
-            if strange(state, name, self._identity):
+            if member.refused():
                 raise self._strange()
             here = here or name in state.arrived
             if state.closed and here:

@@ -90,6 +90,8 @@ class Member:
         self.wake = threading.Event()
         """There is something to do at once."""
         self._leases = Leases()
+        self._living: frozenset[str] = frozenset()
+        """Those of the watched nodes whose counter was seen to rise."""
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
         self._beats, self._next_beat, self._end = 0, 0.0, False
         self._ask: Ask | None = None
@@ -149,6 +151,13 @@ class Member:
             self._identity = ask.identity
         self._ask = ask
         self.wake.set()
+
+    def refused(self) -> bool:
+        """Whether this node does not get in: nodes that live train something else."""
+        state = self.state
+        return strange(state, self.name, self._identity) and not self._living.isdisjoint(
+            observers(state)
+        )
 
     def stand(self, alarm: int, text: str) -> None:
         """Say where the ranks of this node stand."""
@@ -213,9 +222,10 @@ class Member:
 
     def _observes(self, state: Membership) -> bool:
         """Whether this node changes the document for others. So does everybody while there are too
-        few."""
+        few, but for those who would train something else."""
         first = observers(state)
-        return self.name in first or len(first) < OBSERVERS
+        few = len(first) < OBSERVERS and not strange(state, self.name, self._identity)
+        return few or self.name in first
 
     def _follow(self) -> None:
         """One look at the store."""
@@ -243,9 +253,13 @@ class Member:
         text = self._open(key, data)
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
-        if self.name not in inside(best) and strange(best, self.name, self._identity):
-            self._see(best)  # and change nothing in what others train
-            return
+        if self.name not in inside(best):
+            # Members would have lost these observers by now: if all are silent, no member lives.
+            lapsed = inside(best) if set(observers(best)) <= set(lapsed) else []
+            joins = ask is not None and not ask.leaves
+            if strange(best, self.name, self._identity) and not (lapsed and joins):
+                self._see(best)  # and change nothing in what others train
+                return
         observes = self._observes(best)
         state = best
         for change in wanted:
@@ -361,12 +375,20 @@ class Member:
         if self._client.connections != self._connections or late:
             self._connections = self._client.connections
             self._leases.forgive()
-        patience = 1 if self.name in observers(self.state) else 2  # the observers are first
+        # The observers are first; nodes that are not in the document come last.
+        patience = 1 if self.name in observers(self.state) else 2
+        patience += self.name not in inside(self.state)
         now = time.monotonic()
         doubted = now < self._doubts_until
         leases = {
             node: patience * (self._lease or lease_seconds(beats[node], doubted)) for node in others
         }
+        seen = self._leases.seen
+        self._living = frozenset(
+            node
+            for node in others
+            if node in self._living or (node in seen and counters[node] > seen[node][0])
+        )
         lapsed = self._leases.lapsed({node: counters[node] for node in others}, now, leases)
         for node in lapsed:
             self._asks.pop(node, None)

@@ -26,7 +26,8 @@ for the length of a lease, on its own monotonic clock, takes that node out of th
 clocks are compared between machines.
 
 A node that would train something else, or runs another version of this code, reads the document to
-say so, and writes none.
+say so, and writes none while a node of it lives. Whoever is not in the document watches the
+observers for longer than a member would; if all are silent then, it loses all nodes at once.
 """
 
 import json

@@ -287,3 +287,20 @@ def test_a_node_of_another_version_reads_what_it_can_and_changes_nothing(nodes, 
 
     look(members, arrived)
     assert "an error of ours" not in caplog.text
+
+
+def test_only_nodes_that_live_refuse_one_that_would_train_something_else(nodes, monkeypatch):
+    monkeypatch.setattr("elastic.group.membership.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("elastic.group.member.beat_seconds", lambda nodes: 0.1)
+    members = [nodes(name, 5, identity="ours") for name in NAMES[:5]]
+    trained_by(members)
+    stranger, last = nodes("z", 1, identity="theirs"), members[-1]
+    look([stranger], lambda: stranger.state.identity == "ours")
+    assert not stranger.refused(), "nobody was seen to live yet"
+    # All observers are gone, and one node lives: it takes their place, and is not lost.
+    look([stranger, last], lambda: stranger.state.members == (last.name,))
+    assert stranger.refused()
+    again = nodes("y", 1, identity="theirs")
+    look([again], lambda: again.state.members == ("y",))
+    assert again.state.identity == "theirs"
+    assert not again.refused()
