@@ -4,15 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from elastic.group.batch_plan import most_ranks
-from trainer.parallel.mesh import replica_ranks
+from trainer.parallel.mesh import least_nodes, mesh_shape, replica_ranks
 from trainer.recipe.errors import known_errors, lines
 from trainer.run.worker import prepare
 
 
-def facts(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of `elastic.node.facts.Facts` for a recipe and its overrides."""
+def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    """The fields of `elastic.node.facts.Facts` for a recipe and its overrides, on a node of so many
+    ranks."""
     try:
         recipe, _, identity = prepare(arguments)
+        mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)
     except known_errors() as error:
         return {"error": "; ".join(lines(error))}
     batch = recipe.batch

@@ -637,7 +637,8 @@ class Node:
 
     def _ask(self) -> None:
         """For the facts; it answers when it is warm."""
-        self._tell({"describe": [self.program.package, *self.program.arguments]})
+        program = self.program
+        self._tell({"describe": [program.package, program.ranks, *program.arguments]})
 
     def _tell(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
         with suppress(OSError):  # it died, which the selector says in a moment

@@ -2,9 +2,9 @@
 
 [Note: facts] torchrun learns what a program is about only by running it, and by then its node is in
 the job. So the agent asks first: a package that torchrun starts with `-m PACKAGE ARGUMENT …` may
-have a module `facts` with a function `facts(arguments)`, which returns the fields of `Facts`. It is
-called in the node's zygote, once that is warm. Of a program without one nothing is known, and
-nothing is compared.
+have a module `facts` with a function `facts(arguments, ranks)`, which returns the fields of `Facts`
+for a node of so many ranks. It is called in the node's zygote, once that is warm. Of a program
+without one nothing is known, and nothing is compared.
 """
 
 import hashlib
@@ -89,9 +89,9 @@ def differences(
     return ", ".join(parts)
 
 
-def ask(package: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What `package` says of its job: the fields of `Facts`; empty if it says nothing. In the
-    zygote, which imports nothing of a package that has no such module."""
+def ask(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """What `package` says of its job on a node of so many ranks: the fields of `Facts`; empty if it
+    says nothing. In the zygote, which imports nothing of a package that has no such module."""
     if not package.isidentifier():
         return {}
     spec, here = find_spec(package), os.getcwd()
@@ -107,7 +107,9 @@ def ask(package: str, arguments: Sequence[str]) -> dict[str, Any]:
     folders = (spec and spec.submodule_search_locations) or []
     if not any((Path(folder) / "facts.py").is_file() for folder in folders):
         return {}
-    said: dict[str, Any] = importlib.import_module(f"{package}.facts").facts(tuple(arguments))
+    said: dict[str, Any] = importlib.import_module(f"{package}.facts").facts(
+        tuple(arguments), ranks
+    )
     return said
 
 

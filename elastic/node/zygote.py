@@ -6,10 +6,10 @@ milliseconds instead of the seconds that importing torch takes, at the start and
 failure, and the ranks of a node share the memory of the code.
 
 It is told what to do by the node's agent (agent.py) over a socket, one JSON object a message:
-`{"preload": [module]}`, `{"describe": [package, argument, …]}` (see facts.py), `{"spawn": key,
-"env": {…}}` with the file descriptors of a job (see `RankProgram`), and `{"kill": key}`; it answers
-`{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When the agent goes,
-so does it, and with it every process it forked.
+`{"preload": [module]}`, `{"describe": [package, ranks, argument, …]}` (see facts.py),
+`{"spawn": key, "env": {…}}` with the file descriptors of a job (see `RankProgram`), and
+`{"kill": key}`; it answers `{"facts": {…}}`, `{"started": key, "pid": …}` and
+`{"ended": key, "code": …}`. When the agent goes, so does it, and with it every process it forked.
 """
 
 import atexit
@@ -183,10 +183,10 @@ def _preload(module: str) -> None:
         sys.modules.pop(module, None)
 
 
-def _describe(package: str, *arguments: str) -> dict[str, Any]:
+def _describe(package: str, ranks: int, *arguments: str) -> dict[str, Any]:
     """What the program of the ranks says of its job."""
     try:
-        return ask(package, arguments)
+        return ask(package, ranks, arguments)
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{package}: {type(error).__name__}: {error}"}

@@ -32,7 +32,9 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
     node = Node(Group(), Program(package="trainer", arguments=arguments))
     node.start()
     try:
-        assert node.facts(60)
+        facts = node.facts(60)
+        assert facts
+        assert not facts.error
         for phase in ("staging", "save", "end"):
             assert node._hangs.times.limit(0, Progress(9, phase, 0.0, False)) > 1.2 * 90_000
     finally:

@@ -127,8 +127,13 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
 def test_an_agent_knows_how_many_ranks_have_work_and_how_many_hold_the_model(
     folder, key, size, ranks
 ):
-    known = facts((str(folder / "recipe.yaml"), f"strategy.{key}={size}"))
+    order = str(folder / "recipe.yaml"), f"strategy.{key}={size}"
+    known = facts(order, 2)
     assert (known["most_ranks"], known["unit"]) == (ranks, size)
+    # Before it joins, a node hears of groups that would cross it; a pipeline may.
+    refused = facts(order, 1).get("error", "")
+    crosses = f"groups of {size} ranks do not divide the 1 rank(s) of a node"
+    assert (crosses in refused) == (key in ("tp", "cp") and size > 1)
 
 
 @pytest.mark.parametrize(
