@@ -1,4 +1,4 @@
-"""What `elastic/` and `perdure train` rely on in torch's elastic agent, read from torch's source.
+"""What `elastic/`, `perdure train` and pipelines rely on in torch's private parts, read in its source.
 
 Checked for the installed torch, and for another one whose wheel was unpacked somewhere:
 `TORCH_SOURCE=DIR pytest tests/elastic/test_torch_contract.py` (nothing of it is imported).
@@ -106,3 +106,21 @@ def test_how_the_handler_is_found_and_the_agent_is_started(distributed: Path) ->
     # The handler takes SIGTERM itself, and tells torchrun so.
     signals = (distributed / "elastic/multiprocessing/api.py").read_text()
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" in signals
+
+
+def test_what_a_pipeline_takes_to_put_off_the_gradients_of_weights(distributed: Path) -> None:
+    backward = distributed / "pipelining/_backward.py"
+    of_inputs = definition(backward, "stage_backward_input")
+    given = ["stage_outputs_or_loss", "output_grads", "input_values", "weights"]
+    assert parameters(of_inputs) == given
+    assert isinstance(of_inputs, ast.FunctionDef)
+    assert of_inputs.returns
+    assert "list[dict[str, Any]]" in ast.unparse(of_inputs.returns), "groups come second"
+    of_weights = definition(backward, "stage_backward_weight")
+    assert parameters(of_weights)[:2] == ["weights", "param_groups"]
+    last = definition(
+        distributed / "fsdp/_fully_shard/_fsdp_state.py",
+        "FSDPState",
+        "_root_post_backward_final_callback",
+    )
+    assert parameters(last) == ["self"]
