@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, records, soak
@@ -22,7 +24,7 @@ from trainer.optim.exact import (
     snap_loss,
     square_sums,
 )
-from trainer.optim.optimizer import build_optimizer
+from trainer.optim.optimizer import build_optimizer, square_sum
 from trainer.parallel.fsdp import is_sharded
 from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
 from trainer.tools.local_nodes import LocalNodes
@@ -232,6 +234,9 @@ def test_the_norm_does_not_depend_on_how_gradients_are_cut(alone):
         whole[77] = bad
         assert square_sums([parameter(whole), parameter(torch.ones(3))], cpu).isnan().all()
     assert square_sums([parameter(torch.zeros(3))], cpu).tolist() == [0, 0, 0]
+    terms = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (1,)), [Partial()])
+    with pytest.raises(ValueError, match=r"gradient of a parameter of shape \(3,\) is Partial"):
+        square_sum([parameter(terms)], 1)
 
 
 def test_the_update_is_adamw_and_does_not_depend_on_how_weights_are_cut():

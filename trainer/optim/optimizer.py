@@ -109,7 +109,11 @@ def state_of(
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
     """This rank's share of the squared gradient norm: one float64 number, shape (1,), whose sum
     over so many `ranks` counts every element once, whatever the meshes and replicas.
-    `exact.square_sums` is the slower variant whose result depends on neither."""
+    `exact.square_sums` is the slower variant whose result depends on neither.
+
+    Raises:
+        ValueError: a gradient is Partial: its squares are not those of the sum.
+    """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -120,6 +124,11 @@ def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
             for size, placement in zip(
                 gradient.device_mesh.shape, gradient.placements, strict=True
             ):
+                if placement.is_partial():
+                    raise ValueError(
+                        f"the gradient of a parameter of shape {tuple(parameter.shape)} is "
+                        "Partial: each rank has a term of it; add them up before the norm"
+                    )
                 shards *= 1 if placement.is_replicate() else size
             gradient = local_tensor(gradient)
         gradient = gradient.reshape(1) if gradient.dim() == 0 else gradient
