@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
-from trainer.parallel.mesh import REPLICATE
+from trainer.parallel.mesh import REPLICATE, TENSOR
 from trainer.run.state import Run
 
 
@@ -42,11 +43,16 @@ def check_replicas(run: Run) -> None:
     """Name a rank whose replica of the weights differs from the others, if that is due. On all
     ranks."""
     every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
-    if not every or not run.due(every) or REPLICATE not in (mesh.mesh_dim_names or ()):
+    copied = [name for name in (REPLICATE, TENSOR) if name in (mesh.mesh_dim_names or ())]
+    if not every or not run.due(every) or not copied:
         return
-    ranks = diverged_ranks(
-        map(local_tensor, run.model.parameters.values()), mesh[REPLICATE].get_group()
-    )
+    weights = [*run.model.parameters.values()]
+    held = {REPLICATE: weights, TENSOR: [weight for weight in weights if _on_all(TENSOR, weight)]}
+    ranks = [
+        rank
+        for name in copied
+        for rank in diverged_ranks(map(local_tensor, held[name]), mesh[name].get_group())
+    ]
     flags = torch.zeros(run.world.world_size, device=mesh.device_type)
     flags[ranks] = 1  # other groups of replicas hold other shards
     dist.all_reduce(flags)
@@ -54,3 +60,11 @@ def check_replicas(run: Run) -> None:
         named = ", ".join(map(str, ranks))
         what = f"weights of rank {named} differ from those of its replicas"
         run.log.event(run.progress.step, "bad numbers", what)
+
+
+def _on_all(name: str, weight: torch.Tensor) -> bool:
+    """Whether the ranks along this dimension of the mesh hold the same of a weight."""
+    if not isinstance(weight, DTensor):
+        return False
+    names = weight.device_mesh.mesh_dim_names or ()
+    return name in names and weight.placements[names.index(name)].is_replicate()

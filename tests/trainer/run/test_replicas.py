@@ -1,10 +1,14 @@
 """A rank whose bits differ is named."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpointing.worlds import run_ranks
-from trainer.run.replicas import diverged_ranks
+from trainer.run.replicas import check_replicas, diverged_ranks
 
 
 def work(rank):
@@ -18,8 +22,32 @@ def work(rank):
     if rank == 1:
         tensors[1].view(torch.int16)[2] ^= 1  # the lowest bit of one number
     found.append(diverged_ranks(tensors, dist.group.WORLD))
-    return found
+    return found, events_of_tensor_parallel_ranks(rank)
+
+
+def events_of_tensor_parallel_ranks(rank):
+    """Each has a part of the first weight, and all of the second."""
+    mesh, events = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",)), []
+    whole = torch.arange(6.0)
+    weights = {
+        "cut": distribute_tensor(whole, mesh, [Shard(0)]),
+        "norm": distribute_tensor(whole, mesh, [Replicate()]),
+    }
+    run = SimpleNamespace(
+        recipe=SimpleNamespace(elastic=SimpleNamespace(check_replicas_every=1)),
+        due=lambda every: True,
+        mesh=SimpleNamespace(device_mesh=mesh),
+        model=SimpleNamespace(parameters=weights),
+        world=SimpleNamespace(world_size=3),
+        progress=SimpleNamespace(step=5),
+        log=SimpleNamespace(event=lambda step, name, text: events.append(text)),
+    )
+    for other in (0.0, 1.0):
+        weights["norm"].to_local()[2] += other * (rank == 1)
+        check_replicas(run)
+    return events
 
 
 def test_a_rank_with_one_other_bit_is_named_on_all_ranks(tmp_path):
-    assert run_ranks(3, work, tmp_path) == [[[], [1]]] * 3
+    event = "weights of rank 1 differ from those of its replicas"
+    assert run_ranks(3, work, tmp_path) == [([[], [1]], [event])] * 3
