@@ -1,4 +1,4 @@
-"""What `elastic/`, `perdure train` and pipelines rely on in torch's private parts, read in its source.
+"""What `elastic/`, `perdure train` and pipelines rely on in private parts of torch, by its source.
 
 Checked for the installed torch, and for another one whose wheel was unpacked somewhere:
 `TORCH_SOURCE=DIR pytest tests/elastic/test_torch_contract.py` (nothing of it is imported).
