@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 from weakref import WeakSet
@@ -100,25 +101,30 @@ class Checkpointer:
             The step; None if there is no checkpoint, and nothing was changed.
 
         Raises:
-            WrongModel: the checkpoint is of other objects, names, shapes or dtypes; nothing was
-                changed.
+            WrongModel: the checkpoint is of other objects, names, shapes, dtypes or parameter
+                groups; nothing was changed.
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read.
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
         parts, wanted = self.on_all(lambda: take_apart(state)), self._main(lambda: step)
+
+        def refuse(saved: Mapping[str, Any]) -> None:
+            refuse_values(state, self._own(saved), parts.groups, saved.get("groups", {}))
+
+        def restore(saved: Mapping[str, Any]) -> None:
+            refuse(saved)  # of other ranks than the first
+            put_back(state, self._own(saved))
+
         found = self._tensors.load(
-            model=parts.model,
-            optimizer=parts.optimizer,
-            step=wanted,
-            refuse=lambda saved: refuse_values(state, self._own(saved)),
+            model=parts.model, optimizer=parts.optimizer, step=wanted, refuse=refuse
         )
         if wanted is None:
             self._newest, self._looked = (int(found["step"]) if found else None), True
         if found is None:
             return None
-        self.on_all(lambda: put_back(state, self._own(found)))
+        self.on_all(lambda: restore(found))
         if self._tensors.newer_than_storage:  # memory may be lost with its machine
             self.save(found["step"], state)
         return int(found["step"])
@@ -143,6 +149,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
         """Begin to save; what is saved is what the state is now, whatever happens to it afterwards.
+        Buffers of modules become those of the first rank that has them, on all ranks.
 
         Args:
             step: names the checkpoint.
@@ -164,12 +171,13 @@ class Checkpointer:
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
-        def take() -> tuple[Parts, bytes]:
+        def take() -> tuple[Parts, bytes, tuple[int, bytes]]:
             parts = take_apart(state, self._guarded if guarded else ())
-            values = json.dumps(parts.values, sort_keys=True).encode()
-            return parts, hashlib.sha256(values).digest()
+            buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
+            nbytes = sum(one.nbytes for one in parts.buffers.values())
+            return parts, _digest([parts.values, parts.groups]), (nbytes, _digest(buffers))
 
-        parts, digest = self.on_all(take)
+        parts, digest, buffers = self.on_all(take)
         self._look()
         if self._newest is not None and step < self._newest:
             raise CheckpointError(
@@ -181,7 +189,7 @@ class Checkpointer:
             step,
             model=parts.model,
             optimizer=parts.optimizer,
-            state={**(metrics or {}), "step": step, **self._agreed(parts, digest)},
+            state={**(metrics or {}), "step": step, **self._agreed(parts, digest, buffers)},
             files=files or {},
             wait=wait,
         )
@@ -274,15 +282,26 @@ class Checkpointer:
 
         self._newest, self._looked = self._main(newest), True
 
-    def _agreed(self, parts: Parts, digest: bytes) -> dict[str, Any]:
-        """The values of all ranks, once where they are equal, as their digests tell."""
-        if len(set(self._ranks.together(lambda: digest))) == 1:
-            return {"values": parts.values}
-        ranks = self._ranks.together(lambda: parts.values)
-        differing = {key for key in parts.values if any(one[key] != ranks[0][key] for one in ranks)}
+    def _agreed(self, parts: Parts, digest: bytes, buffers: tuple[int, bytes]) -> dict[str, Any]:
+        """The values of all ranks, once where they are equal, as their digests tell, and their
+        parameter groups. Buffers become those of the first rank."""
+        told = self._ranks.together(lambda: (digest, buffers))
+        self._ranks.share(parts.buffers.values(), [held for _, held in told])
+        if len({of_values for of_values, _ in told}) == 1:
+            return {"values": parts.values, "groups": parts.groups}
+        ranks = self._ranks.together(lambda: (parts.values, parts.groups))
+        first = ranks[0][0]
+        differing = {key for key in first if any(one[key] != first[key] for one, _ in ranks)}
         return {
-            "values": {key: one for key, one in parts.values.items() if key not in differing},
-            "values_by_rank": {key: [one[key] for one in ranks] for key in sorted(differing)},
+            "values": {key: one for key, one in first.items() if key not in differing},
+            "values_by_rank": {key: [one[key] for one, _ in ranks] for key in sorted(differing)},
+            "groups": {
+                key: [
+                    list(dict.fromkeys(chain(*of_ranks)))
+                    for of_ranks in zip_longest(*(one[key] for _, one in ranks), fillvalue=())
+                ]
+                for key in parts.groups
+            },
         }
 
     def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,6 +325,11 @@ class Checkpointer:
         """work() on the first rank; its result, or its error, on all."""
         with failing_alike():
             return self._ranks.on_main(work)
+
+
+def _digest(value: Any) -> bytes:
+    """Of what JSON takes."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
 
 
 def _default_group() -> dist.ProcessGroup | None:

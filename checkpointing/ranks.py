@@ -3,7 +3,7 @@
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpointing.errors import RankFailure
 from checkpointing.format.plan import Layout, Nodes, TensorSpec, merge_specs
-from checkpointing.format.tensors import specs_of
+from checkpointing.format.tensors import broadcast, specs_of
 from checkpointing.storage.owners import machine
 
 T = TypeVar("T")
@@ -93,6 +93,20 @@ class Ranks:
         result: list[T] = []
         self.together(lambda: result.append(work()))
         return result[0]
+
+    def share(self, tensors: Iterable[Tensor], held: Sequence[tuple[int, bytes]]) -> None:
+        """Have ranks that hold the same tensors take over what the first of them has in its.
+
+        Args:
+            tensors: this rank's.
+            held: by rank: bytes of its tensors, and what stands for their names and shapes.
+        """
+        for one in dict.fromkeys(held):
+            nbytes, first = one[0], held.index(one)
+            if nbytes and held.count(one) > 1:
+                mine = held[self.place] == one
+                heard = tensors if mine else [torch.empty(nbytes, dtype=torch.uint8)]
+                broadcast(heard, first, self.group, torch.device("cpu"))
 
     def nodes(self) -> Nodes:
         """The ranks of each node: those that share a machine and an elastic agent (torchrun's

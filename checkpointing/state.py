@@ -49,6 +49,10 @@ class Parts:
     optimizer: dict[str, Tensor]
     values: dict[str, Any]
     """JSON, by what the object is called: all that is not in tensors."""
+    groups: dict[str, list[list[str]]]
+    """Names of the parameters in each group of an optimizer, by what that is called."""
+    buffers: dict[str, Tensor]
+    """Those of `model` that are buffers, whole on each rank that has them."""
 
 
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> Parts:
@@ -60,12 +64,19 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
     """
     model: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
+    groups: dict[str, list[list[str]]] = {}
+    buffers: dict[str, Tensor] = {}
     names: dict[Tensor, str] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
     for key, value in state.items():
         tensors: dict[str, Tensor] = {}
         if isinstance(value, nn.Module):
             tensors, extra = _of_module(key, value)
+            buffers |= {
+                name: tensor.detach()
+                for name, tensor in tensors.items()
+                if not isinstance(tensor, nn.Parameter | DTensor) and tensor not in names
+            }
             if extra:
                 values[key] = to_json(extra, key)
         elif isinstance(value, torch.optim.Optimizer):
@@ -89,15 +100,17 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
         own = _of_optimizer(key, value, names)
         if value in guarded:
             kept.update(_parameters(value))
+        groups[key] = [[names[one] for one in group["params"]] for group in value.param_groups]
         if isinstance(value, OF_VALUES):
-            values[key] = to_json(value.state_dict(), key)
+            kind = type(value).__name__
+            values[key] = to_json({"type": kind, **value.state_dict()}, key)
             continue
         if twice := sorted(own.keys() & optimizer.keys()):
             raise ValueError(f"{key}: another optimizer has state called {twice[0]}, too")
         optimizer |= own
         values[key] = to_json(_groups(value), key)
     live = {name: value if value in kept else value.detach() for name, value in model.items()}
-    return Parts(live, optimizer, values)
+    return Parts(live, optimizer, values, groups, buffers)
 
 
 @runtime_checkable
@@ -107,8 +120,19 @@ class Choosy(Protocol):
     def refuse_state(self, state_dict: dict[str, Any], /) -> None: ...
 
 
-def refuse_values(state: State, values: Mapping[str, Any]) -> None:
-    """Require that values are of the objects of a state, and change nothing.
+def refuse_values(
+    state: State,
+    values: Mapping[str, Any],
+    groups: Mapping[str, list[list[str]]],
+    saved_groups: Mapping[str, list[list[str]]],
+) -> None:
+    """Require that what was saved is of the objects of a state, and change nothing.
+
+    Args:
+        state: whose objects they are to be.
+        values: that were saved.
+        groups: see `Parts`; those of the state.
+        saved_groups: those that were saved; older checkpoints have none.
 
     Raises:
         WrongModel: they are of others, or of other parameter groups.
@@ -131,22 +155,39 @@ def refuse_values(state: State, values: Mapping[str, Any]) -> None:
         target = state[key]
         if isinstance(target, Choosy):
             target.refuse_state(from_json(value))
-        if not isinstance(target, torch.optim.Optimizer) or isinstance(target, OF_VALUES):
-            continue
-        if len(value) != len(target.param_groups):
-            raise WrongModel(
-                f"{key} has {len(target.param_groups)} parameter groups, and {len(value)} in the "
-                "checkpoint: make it as it was saved"
-            )
+        if isinstance(target, torch.optim.Optimizer) and (
+            problem := _misfit(target, value, groups[key], saved_groups.get(key, groups[key]))
+        ):
+            raise WrongModel(f"{key} {problem}: make it as it was saved")
+
+
+def _misfit(
+    optimizer: torch.optim.Optimizer, value: Any, own: list[list[str]], saved: list[list[str]]
+) -> str | None:
+    """Why the values of an optimizer are not those of this one; None if they may be."""
+    kind = type(optimizer).__name__
+    of_values = isinstance(optimizer, OF_VALUES)
+    found = value.get("type", kind) if isinstance(value, dict) else "another optimizer"
+    if of_values != isinstance(value, dict) or (of_values and found != kind):
+        return f"is {kind}, and the checkpoint has the state of {found}"
+    there = value["param_groups"] if of_values else value
+    if len(own) != len(there):
+        return f"has {len(own)} parameter groups, and {len(there)} in the checkpoint"
+    for number, (names, others) in enumerate(zip(own, saved, strict=False)):
+        here = f"parameter group {number}"
+        if of_values and len(names) != (size := len(there[number]["params"])):
+            return f"has {len(names)} parameters in {here}, and {size} in the checkpoint"
+        mine, known = set(names), set(others)
+        if odd := [name for name in names if name not in known]:
+            return f"has {odd[0]} in {here}, and not so in the checkpoint"
+        if of_values and names != [name for name in others if name in mine]:
+            return f"has the parameters of {here} in another order than in the checkpoint"
+    return None
 
 
 def put_back(state: State, values: Mapping[str, Any]) -> None:
-    """Give the objects of a state their values; the tensors have theirs.
-
-    Raises:
-        WrongModel: as `refuse_values`; nothing was changed.
-    """
-    refuse_values(state, values)
+    """Give the objects of a state their values, which `refuse_values` has not refused; the tensors
+    have theirs."""
     for key, value in values.items():
         target, found = state[key], from_json(value)
         if isinstance(target, torch.optim.Optimizer) and not isinstance(target, OF_VALUES):

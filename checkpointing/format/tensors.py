@@ -1,9 +1,10 @@
 """torch's side of the plan: tensors and DTensors → specs, and the bytes of a box."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -92,6 +93,26 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+@torch.no_grad()
+def broadcast(
+    tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Give all ranks of a group what one has in its tensors, in one message. On all of them.
+
+    Args:
+        tensors: plain, or DTensors, of which this rank's parts count; as many bytes on each rank.
+        source: rank in the group.
+        group: None: the default one.
+        device: of what the group carries.
+    """
+    # From large elements to small ones: so each begins at a multiple of its size.
+    parts = sorted(map(local_tensor, tensors), key=lambda part: -part.itemsize)
+    message = torch.cat([as_bytes(part).to(device) for part in parts])
+    dist.broadcast(message, group=group, group_src=source)
+    for part, data in zip(parts, message.split([part.nbytes for part in parts]), strict=True):
+        part.copy_(data.view(part.dtype).view(part.shape))
+
+
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, Tensor]:
@@ -128,25 +149,29 @@ def optimizer_tensors(
     }
 
 
+PORTION_BYTES = 1 << 30
+"""Of parameters, whole ones, that get their state at once, beyond a single one: meanwhile there are
+a copy and a gradient of each."""
+
+
 @torch.no_grad()
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its state by a step that changes nothing, and set it to zero."""
+    """Have the optimizer make its state by a step over nothing, and set it to zero. Parameters,
+    gradients and groups stay as they are, whatever that step does to them."""
     if any(optimizer.state.values()):
         raise ValueError(
             "some parameters have optimizer state and some have none; take a step that gives every "
             "trained parameter a gradient, or freeze the others (requires_grad)"
         )
-    rates = [(group, group["lr"]) for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.grad is not None for p in parameters):
-        raise ValueError("ask for the optimizer's tensors before the first backward pass")
-    for group, _ in rates:
-        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], Tensor) else 0.0
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+    groups = optimizer.param_groups
+    given = groups.copy()
+    gradients = {p: p.grad for group in given for p in group["params"]}
+    for parameter in gradients:
+        parameter.grad = None
     try:
-        optimizer.step()
+        for portion in _portions(given):
+            groups[:] = portion
+            _step_over_nothing(optimizer)
     except (RuntimeError, TypeError) as error:
         optimizer.state.clear()
         raise ValueError(
@@ -154,13 +179,52 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
             "choose an optimizer that steps by dense gradients alone"
         ) from error
     finally:
-        optimizer.zero_grad(set_to_none=True)
-        for group, rate in rates:
-            group["lr"] = rate
-    for state in optimizer.state.values():
-        for tensor in _tensors(state).values():
-            tensor.zero_()
-    _begin_at_first_step(optimizer)
+        groups[:] = given
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    made = [tensor for state in optimizer.state.values() for tensor in _tensors(state).values()]
+    for tensor in made:
+        tensor.zero_()
+    if made:
+        _begin_at_first_step(optimizer)
+
+
+def _portions(groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Copies of parameter groups, with a learning rate of 0 and the parameters that are trained, in
+    portions of about PORTION_BYTES. The same on all ranks, which may have to step together."""
+    portion: list[dict[str, Any]] = []
+    room = PORTION_BYTES
+    for group in groups:
+        rate = group["lr"]
+        still = {**group, "lr": torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0}
+        part: list[torch.nn.Parameter] = []
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            if portion and parameter.nbytes > room:
+                yield portion
+                portion, room, part = [], PORTION_BYTES, []
+            if not part:
+                portion.append({**still, "params": part})
+            part.append(parameter)
+            room -= parameter.nbytes
+    if portion:
+        yield portion
+
+
+def _step_over_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """A step by gradients of zero, after which the parameters are what they were: not every decay
+    of weights is multiplied by the learning rate."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [local_tensor(parameter).clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    finally:
+        for parameter, values in zip(parameters, before, strict=True):
+            local_tensor(parameter).copy_(values)
+            parameter.grad = None
 
 
 def _begin_at_first_step(optimizer: torch.optim.Optimizer) -> None:

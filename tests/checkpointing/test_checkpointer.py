@@ -18,6 +18,7 @@ from checkpointing import (
     tensor_checkpointer,
 )
 from checkpointing.format.values import from_json, to_json
+from checkpointing.state import refuse_values, take_apart
 from tests.checkpointing.worlds import run_ranks, same_bits, spread
 
 
@@ -176,6 +177,94 @@ def test_what_changes_a_guarded_parameter_besides_the_optimizer_is_never_half_sa
     assert "was changed while it was being copied" in (outcomes[2].error or "changed") or (
         not outcomes[2].error
     )
+
+
+def test_buffers_become_those_of_the_first_rank_that_has_them(tmp_path):
+    """As with DDP: they differ from rank to rank, and a checkpoint is of one of them. Ranks 2 and 3
+    stand for another stage of a pipeline."""
+
+    def work(rank):
+        def made():
+            model = nn.Sequential(*(nn.BatchNorm1d(3 + rank // 2) for _ in range(4)))
+            return {("model", "stage")[rank // 2]: model}, model
+
+        state, model = made()
+        for number in range(rank + 1):
+            torch.manual_seed(8 * rank + number)
+            model(torch.randn(5, 3 + rank // 2))
+        found = [bits(model)]
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(1, state, wait=True)
+            found.append(bits(model))
+            state, model = made()
+            checkpointer.load(state)
+        return [*found, bits(model)]
+
+    ranks = run_ranks(4, work, tmp_path)
+    for rank, (before, after, loaded) in enumerate(ranks):
+        first = ranks[rank - rank % 2][0]
+        assert same(before, first) == (rank % 2 == 0)
+        assert same(after, first)
+        assert same(loaded, first)
+
+
+def test_an_optimizer_of_another_kind_or_other_groups_is_refused_with_nothing_changed(tmp_path):
+    def made(make, seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleList(nn.Embedding(3, 2, sparse=True) for _ in range(2))
+        return {"model": model, "optimizer": make(*model.parameters())}
+
+    kinds = torch.optim.SGD, torch.optim.LBFGS, torch.optim.SparseAdam
+    sgd, lbfgs, sparse = (lambda *all, kind=kind: kind(all, lr=0.1) for kind in kinds)
+    cases = (
+        (
+            lambda a, b: torch.optim.AdamW([{"params": a}, {"params": b, "lr": 3.0}]),
+            lambda a, b: torch.optim.AdamW([{"params": b, "lr": 3.0}, {"params": a}]),
+            "has 1.weight in parameter group 0, and not so in the checkpoint",
+        ),
+        (sgd, lbfgs, "is LBFGS, and the checkpoint has the state of another optimizer"),
+        (lbfgs, sgd, "is SGD, and the checkpoint has the state of LBFGS"),
+        (lbfgs, sparse, "is SparseAdam, and the checkpoint has the state of LBFGS"),
+        (
+            sparse,
+            lambda a, b: torch.optim.SparseAdam([{"params": [a]}, {"params": [b]}]),
+            "has 2 parameter groups, and 1 in the checkpoint",
+        ),
+        (
+            lambda a, _: torch.optim.SparseAdam([a]),
+            sparse,
+            "has 2 parameters in parameter group 0, and 1 in the checkpoint",
+        ),
+        (
+            sparse,
+            lambda a, b: torch.optim.SparseAdam([b, a]),
+            "has the parameters of parameter group 0 in another order",
+        ),
+    )
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, (saved, asked, why) in enumerate(cases):
+            checkpointer.save(step, made(saved, 0), wait=True)
+            other = made(asked, 1)
+            before = bits(other["model"])
+            with pytest.raises(WrongModel, match=f"^optimizer {why}"):
+                checkpointer.load(other)
+            assert same(bits(other["model"]), before), why
+    parts = take_apart(made(sgd, 0))
+    refuse_values(made(sgd, 0), parts.values, parts.groups, {})  # older ones do not name them
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_optimizer_without_state_needs_no_load_before_it_is_saved(tmp_path, guarded):
+    model = nn.Linear(4, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with Checkpointer(tmp_path) as checkpointer:
+        if guarded:
+            checkpointer.guard(state["optimizer"])
+        for step in (1, 2):
+            model(torch.ones(1, 4)).sum().backward()
+            state["optimizer"].step()
+            assert checkpointer.save(step, state, wait=True)
+            assert model.weight.grad.eq(step).all()
 
 
 def test_several_of_each_kind(tmp_path):

@@ -4,6 +4,7 @@ optimizer of torch."""
 import pytest
 import torch
 
+import checkpointing.format.tensors
 from checkpointing import CheckpointOptions, TensorCheckpointer, optimizer_tensors
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread
 
@@ -90,6 +91,37 @@ def test_an_update_does_not_tell_that_its_state_was_asked_for_saved_or_loaded(na
         check(parameters, optimizer, tensors)
         for path in tmp_path.glob("step-00000002/index.json"):
             path.unlink()
+
+
+class Decaying(torch.optim.Optimizer):
+    """Decays by a factor that no learning rate is in, and counts its steps in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 0.1)
+                parameter.mul_(0.9).sub_(mean, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("portion", [1 << 30, 1])
+def test_asking_changes_neither_weights_nor_gradients_nor_groups(portion, monkeypatch):
+    monkeypatch.setattr(checkpointing.format.tensors, "PORTION_BYTES", portion)
+    ends = []
+    for asked in (False, True):
+        parameters, _ = start("SGD")
+        groups = [{"params": [one], "lr": one.norm().item()} for one in parameters.values()]
+        optimizer = Decaying(groups, {"steps": 0})
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        tensors = optimizer_tensors(optimizer, parameters) if asked else {}
+        assert len(tensors) == 2 * asked
+        optimizer.step()
+        ends.append(everything(parameters, optimizer))
+        assert all(group["steps"] == 1 for group in optimizer.param_groups)
+    assert all(same_bits(ends[0][key], ends[1][key]) for key in ends[0])
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
