@@ -34,6 +34,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         gradient_as_bucket_view=True,
         bucket_cap_mb=min(BUCKET_BYTES, half) / 2**20,
         find_unused_parameters=some_unused,
+        broadcast_buffers=False,  # see ParallelModel.share_buffers
     )
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
     if not some_unused:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointing.format.tensors import optimizer_tensors
+from checkpointing.format.tensors import broadcast, optimizer_tensors
 from trainer.models.stacks import apart
 from trainer.optim.exact import use_exact_kernels
 from trainer.optim.groups import moments
@@ -101,6 +101,9 @@ class ParallelModel:
     draw_weights: Callable[[], None]
     """Gives parameters and buffers their initial values, unless the model came with its own. For
     whoever has nothing to load: it takes long for large models."""
+    share_buffers: Callable[[], None]
+    """Gives all replicas the persistent buffers of the first: its forward passes count. On all
+    ranks."""
     pipeline: "Pipeline | None" = None
     """Whose stages this rank has, instead of all blocks."""
     context: "Context | None" = None
@@ -133,13 +136,15 @@ class ParallelModel:
         """
         if self.pipeline:
             self.pipeline.run(inputs, compute, train)
-            return
-        for number, batch in enumerate(inputs):
-            if train:
+        elif train:
+            for number, batch in enumerate(inputs):
                 with self._accumulate(last=number == len(inputs) - 1):
                     torch.autograd.backward(compute(number, batch, self))
-            else:
+        else:
+            for number, batch in enumerate(inputs):
                 compute(number, batch, self)
+        if train:
+            self.share_buffers()
 
     @property
     def beside_loss(self) -> Sequence[str]:
@@ -285,6 +290,14 @@ def parallelize(
         if fill:
             _fill({**parameters, **buffers}, fill, cores)
 
+    replicas = mesh.data_mesh
+    # Those of the bundled models change between steps alone, and alike on all ranks.
+    drifting = (recipe.model.factory or recipe.model.family) and replicas.size() > 1
+
+    def share_buffers() -> None:
+        for name in (replicas.mesh_dim_names or ()) if buffers and drifting else ():
+            broadcast(buffers.values(), 0, replicas.get_group(name), device)
+
     gathers_8_bits = recipe.precision.matmul == "fp8_tensorwise" and strategy.offload == "none"
     if gathers_8_bits and sharded_by_fsdp:
         from trainer.parallel.float8 import gather_in_8_bits  # others get by without
@@ -299,7 +312,7 @@ def parallelize(
     pipeline = Pipeline(stages, mesh, recipe, dtype, context) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, recipe, autocast,
-        draw_weights, pipeline, context, stacks,
+        draw_weights, share_buffers, pipeline, context, stacks,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What a single rank makes of a model: where its tensors are, and how they get their values."""
 
+import copy
 from threading import Barrier
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from elastic import World
+from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import RECIPE
 from trainer.models import init_parameter
 from trainer.parallel import parallelize as parallelizing
@@ -62,6 +64,43 @@ def test_a_single_rank_shards_only_what_needs_it(world, recipe, overrides, by_fs
     assert list(made.parameters) == names
     assert bool(fsdp_units(made.module)) == by_fsdp
     assert all(isinstance(p, DTensor) == by_fsdp for p in made.parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, ["strategy.sharding=FULL_SHARD"]),
+        (2, ["strategy.name=ddp"]),
+        (4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
+    ],
+)
+def test_buffers_of_replicas_are_those_of_the_first(recipe, tmp_path, ranks, overrides):
+    """They would differ: each normalises over its own samples."""
+    own = recipe("model.architecture=null", "model.factory=a:model", *overrides)
+
+    def work(rank):
+        world = World(
+            rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, nodes=1, round=0,
+            generation=0, cause=None, device=CPU,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        alone = copy.deepcopy(model)
+        made = parallelize(model, [], build_mesh(own, world), own, CPU, None)
+        for step in range(2):
+            torch.manual_seed(8 * step + rank)
+            inputs = [{"input": torch.randn(5, 3)} for _ in range(2)]
+            made.run(inputs, lambda _, batch, call: call.module(**batch).sum(), train=True)
+            for batch in inputs:
+                alone(**batch)
+        return made.buffers, dict(alone.named_buffers())
+
+    found = run_ranks(ranks, work, tmp_path)
+    first = found[0][1]
+    assert len({str(alone) for _, alone in found}) == ranks
+    for buffers, _ in found:
+        assert buffers.keys() == first.keys()
+        assert all(torch.equal(buffers[name], first[name]) for name in first)
 
 
 def test_offload_to_the_host_leaves_buffers_on_the_device(world, recipe):

@@ -121,7 +121,7 @@ def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe)
     def step(function, first):
         pulse.report(1, "step")
         model = ParallelModel(
-            Of(function), {}, {}, {}, None, None, False, nullcontext, lambda: None
+            Of(function), {}, {}, {}, None, None, False, nullcontext, lambda: None, lambda: None
         )
         with refusing_misfits(recipe, pulse, lambda: first):
             model(BATCH)
