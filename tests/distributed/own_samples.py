@@ -33,7 +33,10 @@ class Regression(nn.Module):
         found = self.layers[1](torch.tanh(self.layers[0](point))).squeeze(1)
         squares, count = (found - target) ** 2, weight.sum()
         error = ((found - target).abs() * weight).sum() / count
-        return {"loss": (squares * weight).sum() / count, "count": count, "error": error}
+        means = {"loss": (squares * weight).sum() / count, "error": error, "ten": 10.0}
+        if target.sum() > 0:  # names count, not their order
+            means = dict(reversed(means.items()))
+        return {**means, "count": count}
 
 
 def regression() -> nn.Module:

@@ -72,7 +72,6 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     total: torch.Tensor | None = None
-    names = ["loss", *model.beside_loss]  # as ranks without the end of a pipeline are not told
     modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
@@ -82,7 +81,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     some: list[tuple[range, dict[str, torch.Tensor]]] = []
 
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-        nonlocal total, names
+        nonlocal total
         pulse.report(step, "evaluate")
         found = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
         if not isinstance(found, dict):
@@ -90,8 +89,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
         means, cut = dict(found), some[number][0]
         usual = batch.get(COUNTED, len(cut))
         weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
-        names = list(means)
-        sums = torch.stack([mean.double() for mean in means.values()])
+        sums = torch.stack([mean.double() for mean in run.validated.in_order(means)])
         part = torch.cat([sums, sums.new_ones(1)]) * weight
         total = part if total is None else total + part
         return sums
@@ -109,6 +107,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
             module.training = training
         if leaving:
             return None
+        names = run.validated.agree(["loss", *model.beside_loss], run.mesh.group)
         if total is None:
             total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=run.mesh.group)

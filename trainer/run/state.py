@@ -13,6 +13,7 @@ from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
+from trainer.run.means import Names
 from trainer.run.metrics import Log
 from trainer.tasks.task import Task
 
@@ -59,6 +60,10 @@ class Run:
     log: Log
     pulse: Pulse
     recall: Recall
+    trained: Names = field(default_factory=Names)
+    """What the model returns in training."""
+    validated: Names = field(default_factory=Names)
+    """What it returns in validation."""
 
     @property
     def first_step(self) -> bool:

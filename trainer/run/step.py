@@ -156,11 +156,11 @@ def gradients(
     usual = plan.global_batch * run.task.usual_count
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     counted: float | torch.Tensor = 0.0
-    recorded = {name: torch.zeros_like(loss_sum) for name in model.beside_loss}
+    recorded: list[torch.Tensor] = []
     micro_batches = list(plan.micro_batches(mesh.dp_rank, progress.sequences))
 
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-        nonlocal loss_sum, counted
+        nonlocal loss_sum, counted, recorded
         micro_batch = micro_batches[number]
         pulse.report(step, "step")  # again: a pass is what takes always as long
         on_device = {
@@ -182,9 +182,9 @@ def gradients(
         marks.append((began, mark(device)))
         loss_sum += snap_loss(loss.detach())
         counted += snap_loss(count.detach()) if isinstance(count, torch.Tensor) else count
-        for name, mean in means.items():
-            part = snap_loss(mean.detach() * (count / usual))
-            recorded[name] = recorded[name] + part if name in recorded else part
+        ordered = run.trained.in_order(means)
+        parts = [snap_loss(mean.detach() * (count / usual)) for mean in ordered]
+        recorded = list(map(torch.add, recorded, parts)) if recorded else parts
         return loss * progress.loss_scale.value
 
     model.run(inputs, forward, train=True)
@@ -193,11 +193,13 @@ def gradients(
     # whether any rank is asked to pause, and what all have consumed and counted.
     model.collect_gradients()
     pulse.report(step, "reduce")
+    names = run.trained.agree(model.beside_loss, mesh.group)
+    recorded = recorded or [torch.zeros_like(loss_sum)] * len(names)
     if recipe.exact:
         squares = square_sums(model.counted, device)
     else:
         squares = square_sum(model.counted, mesh.holders).to(device)
-    sums = [part.reshape(1) for part in (loss_sum, *recorded.values())]
+    sums = [part.reshape(1) for part in (loss_sum, *recorded)]
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
     told = (counted, pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
@@ -208,13 +210,13 @@ def gradients(
     word = torch.cat([*sums, squares, *flags])
     dist.all_reduce(word, group=mesh.group)
     mean_loss, *rest = received(word)
-    *square_parts, count_sum, saving, pausing, samples, contents = rest[len(recorded) :]
+    *square_parts, count_sum, saving, pausing, samples, contents = rest[len(names) :]
     # Sums of numbers below 2**32 are exact in float64.
     everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     undivided = usual / count_sum if count_sum else 1.0
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
     compute = sum(seconds_between(*pair) for pair in marks) / plan.passes
-    further = {name: undivided * value for name, value in zip(recorded, rest, strict=False)}
+    further = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
         mean_loss * undivided, further, norm, undivided, saving > 0, pausing, everything,
         loss_sum, compute,
