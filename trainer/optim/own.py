@@ -34,6 +34,7 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return _called(given, options)
 
+    _try_steps(parameters, options)
     if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return build(parameters)
     with _stepping(options):
@@ -41,20 +42,29 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
     return SliceOptimizer(parameters, build) if by_slices else build(parameters)
 
 
-def try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
+def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
     """Let the optimizer make a few steps with small stand-ins of its parameters.
 
     Raises:
-        RecipeError: as `build_own`, or a step fails for what is wrong, with the user's line.
+        RecipeError: as `build_own`; a step fails for what is wrong, with the user's line; or it
+            keeps something in its parameter groups.
     """
     draw = torch.Generator().manual_seed(0)
     tried = {name: stand_in(parameter, draw) for name, parameter in parameters.items()}
     optimizer = _called(tried, options)
+    before = [_settings(group) for group in optimizer.param_groups]
     with _stepping(options):
         for _ in range(3):
             for one in tried.values():
                 one.grad = torch.randn(one.shape, generator=draw).to(one.dtype)
             optimizer.step()
+    for group, settings in zip(optimizer.param_groups, before, strict=True):
+        changed = [key for key, value in _settings(group).items() if settings.get(key) != value]
+        if changed:
+            raise RecipeError(
+                f"optimizer.factory: a step of {options.factory} changes {changed[0]} of its "
+                "parameter groups, which no checkpoint holds; keep it in the parameters' state"
+            )
 
 
 def _stepping(options: Optimizer) -> AbstractContextManager[None]:
@@ -82,7 +92,6 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
         raise RecipeError(
             f"optimizer.factory: {name} {what}; give it all parameters of the groups, as they are"
         )
-    before = [_settings(group) for group in optimizer.param_groups]
     try:
         tensors = optimizer_tensors(optimizer, parameters)
     except Exception as error:
@@ -94,13 +103,6 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
         sharded = any(isinstance(parameter, DTensor) for parameter in given)
         hint = "; the parameters are sharded: strategy.name=ddp shards none" if sharded else ""
         raise RecipeError(f"optimizer.factory: {error}{hint}") from error
-    for group, settings in zip(optimizer.param_groups, before, strict=True):
-        changed = [key for key, value in _settings(group).items() if settings.get(key) != value]
-        if changed:
-            raise RecipeError(
-                f"optimizer.factory: a step of {name} changes {changed[0]} of its parameter "
-                "groups, which no checkpoint holds; keep it in the state of the parameters"
-            )
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
             raise RecipeError(

@@ -82,10 +82,6 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
         parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
         with refusals:
             state_of(parameters, options)
-            if recipe.optimizer.factory:
-                from trainer.optim.own import try_steps
-
-                try_steps(parameters, options)
         with refusals:
             _check_pass(recipe, task, world_size)
     refusals.tell()

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.optim.own import try_steps
+from trainer.optim.own import build_own
 from trainer.optim.schedule import build_schedule
+from trainer.optim.slices import is_elementwise
 from trainer.recipe import Optimizer, RecipeError, Schedule
 from trainer.recipe.factory import call_factory
 
@@ -106,8 +107,31 @@ def test_a_step_that_fails_is_told_before_anything_starts(folder, broken, told):
     (folder / "mine.py").write_text(OPTIMIZER.replace("BREAK", broken))
     parameters = {"weight": torch.nn.Parameter(torch.zeros(3, 2))}
     with pytest.raises(RecipeError) as error:
-        try_steps(parameters, Optimizer(lr=1.0, factory="mine:Mine"))
+        build_own(parameters, Optimizer(lr=1.0, factory="mine:Mine"))
     assert f"the step of mine:Mine fails at {folder}/mine.py:14: {told}" in str(error.value)
+
+
+def test_what_it_keeps_in_its_groups_is_refused(folder):
+    (folder / "mine.py").write_text(OPTIMIZER.replace("BREAK", "group['seen'] = self.steps"))
+    parameters = {"weight": torch.nn.Parameter(torch.ones(3, 2))}
+    with pytest.raises(RecipeError, match="a step of mine:Mine changes seen of its parameter gr"):
+        build_own(parameters, Optimizer(lr=1.0, factory="mine:Mine"))
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "elementwise"),
+    [(0.0, 20.0, False), (0.02, 1e9, False), (0.0, 1e9, True)],
+)
+def test_a_matrix_that_is_clipped_by_its_own_norm_is_not_cut(least, most, elementwise):
+    class Clipping(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                norm = parameter.grad.norm()
+                parameter.sub_(parameter.grad * norm.clamp(least, most) / norm, alpha=1e-3)
+
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(40, 20))}
+    assert is_elementwise(parameters, lambda p: Clipping(p.values(), {"lr": 0.1})) == elementwise
 
 
 @pytest.mark.parametrize(
