@@ -71,6 +71,8 @@ class SampleStream(Dataset):
         self._order = Order([self.sequences], [1.0], seed)
         self.fingerprint = ""
         """Set by whoever knows where it is from."""
+        self.shifted = False
+        """Whether the model predicts each label from what is before it; set by who knows that."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample) of each position, (N,) int64 each; there is one source, 0."""
@@ -99,10 +101,10 @@ class SampleStream(Dataset):
                 + (str(error) if isinstance(error, DataError) else f"collate {failure(error)}")
                 + f" (samples {_some(samples)})"
             ) from error
-        count = count_of(batch, len(items))
+        count = count_of(batch, len(items), shifted=self.shifted)
         if not count:  # the mean over nothing is NaN in most models, also times its weight, 0
             batch["labels"] = batch["labels"].clone()
-            batch["labels"].view(-1)[:1] = 0
+            batch["labels"].view(-1)[-1:] = 0
         batch[COUNTED] = count
         return batch
 
@@ -200,13 +202,13 @@ def _checked(batch: Any) -> Batch:
     return dict(batch)
 
 
-def count_of(batch: Mapping[str, torch.Tensor], samples: int) -> int:
+def count_of(batch: Mapping[str, torch.Tensor], samples: int, *, shifted: bool = False) -> int:
     """Over how many things the mean loss of a batch is taken: its `labels`, if they are integers,
-    without IGNORED_LABEL; else its samples."""
+    without IGNORED_LABEL and, if `shifted`, the first of each sample; else its samples."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return samples
-    return int((labels != IGNORED_LABEL).sum())
+    return int((labels[..., 1 if shifted else 0 :] != IGNORED_LABEL).sum())
 
 
 def fingerprint(name: str, options: Mapping[str, Any], size: int, of_data: str | None) -> str:

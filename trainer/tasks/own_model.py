@@ -50,6 +50,16 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
         ) from error
 
 
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model of transformers is given its own inputs as labels, and predicts each from
+    what is before it: its forward pass calls `loss_function`, and that is the one that does so."""
+    passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
+    codes = (getattr(one, "__code__", None) for one in passes)
+    if not any("loss_function" in code.co_names for code in codes if code):
+        return False
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
 def check_forward(
     recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor]
 ) -> list[str]:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from trainer.data.loader import Documents, TokenStream
+from trainer.data.sample_stream import count_of
 from trainer.data.shards import read_index
-from trainer.data.stream import COUNTED, Stream
+from trainer.data.stream import Stream
 from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.model import KGAT, Adjacency, initial_tensor
 from trainer.kgat.stream import GraphStream, UserStream
@@ -25,7 +26,7 @@ from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory, refusing
 from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
-from trainer.tasks.own_model import check_signature
+from trainer.tasks.own_model import check_signature, shifts_labels
 
 if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
@@ -190,8 +191,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill]":
 def _build_on_samples(recipe: Recipe) -> Task:
     """A model on the user's own data. No speed in FLOPs: what a sample costs is not known."""
     stream, held_out = open_samples(recipe)
-    batch = first_batch(stream)
-    count, inputs = batch[COUNTED], inputs_of(batch)
+    inputs = inputs_of(first_batch(stream))
     rows = max(1, len(next(iter(inputs.values()), ())))
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -202,6 +202,8 @@ def _build_on_samples(recipe: Recipe) -> Task:
     if recipe.model.factory:
         model, blocks = _call_factory(recipe)
         name = type(model).__name__
+        for one in filter(None, (stream, held_out)):
+            one.shifted = shifts_labels(model)
     else:
         model, fill = _decoder(recipe)
         architecture, family = model.model.architecture, model.family
@@ -214,6 +216,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
     for names in (inputs, *([inputs_of(first_batch(held_out))] if held_out else [])):
         check_signature(recipe, model, names)
     validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
+    count = count_of(inputs, rows, shifted=stream.shifted)
     return Task(
         name, model, blocks, fill, stream, validation, files, 0.0,
         sum(p.numel() for p in model.parameters()),

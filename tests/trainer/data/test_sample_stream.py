@@ -131,9 +131,12 @@ def test_labels_that_are_ignored_do_not_count():
     assert count_of({"labels": labels.float()}, 2) == 2, "numbers to be predicted: samples"
     assert count_of({"label": labels}, 2) == 2
     assert count_of({"labels": torch.tensor([3, 4, 0])}, 3) == 3
-    nothing = stream([{"labels": [-100, -100]}] * 3).fetch(range(2))
+    assert count_of({"labels": labels}, 2, shifted=True) == 1
+    made = stream([{"labels": [7, -100]}] * 3)
+    made.shifted = True
+    nothing = made.fetch(range(2))
     assert nothing[COUNTED] == 0
-    assert (nothing["labels"] != -100).sum() == 1, "the mean over nothing would be NaN"
+    assert (nothing["labels"][:, 1:] != -100).sum() == 1, "the mean over nothing would be NaN"
 
 
 def test_stack_keeps_what_has_a_format():

@@ -6,15 +6,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from elastic import Pulse
 from elastic.node.progress import ProgressPage
 from tests.distributed.jobs import RECIPE
+from trainer.data.sample_stream import count_of
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.factory import OwnCodeError
-from trainer.tasks.own_model import check_forward, check_signature, refusing_misfits
+from trainer.tasks.own_model import (
+    check_forward,
+    check_signature,
+    refusing_misfits,
+    shifts_labels,
+)
 
 BATCH = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "labels": torch.zeros(1, 8).long()}
 
@@ -112,6 +119,31 @@ def test_a_forward_that_is_called_with_something_else_is_told(recipe):
     with pytest.raises(RecipeError, match=r"forward\(tokens, labels\) is called with input_ids=,"):
         check_signature(recipe, Names(), [*BATCH, "document_ids"])
     check_signature(recipe, Of(branches), BATCH)
+
+
+def test_models_that_shift_labels_themselves_are_known():
+    """What is counted of each is what its mean is over."""
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    llama = transformers.LlamaConfig(**sizes, num_attention_heads=1)
+    gpt2 = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+    bart = transformers.BartConfig(
+        vocab_size=9, d_model=8, decoder_layers=1, decoder_ffn_dim=8, decoder_attention_heads=1
+    )
+    ids = torch.arange(12).reshape(2, 6) % 9
+    labels = torch.where(torch.arange(6) < torch.tensor([[6], [2]]), ids, -100)
+    for model, shifts in (
+        (transformers.LlamaForCausalLM(llama), True),
+        (transformers.GPT2LMHeadModel(gpt2), True),
+        (transformers.BartForCausalLM(bart), False),
+    ):
+        assert shifts_labels(model) == shifts
+        losses, counts = [], []
+        for rows in (slice(2), slice(1), slice(1, 2)):
+            losses.append(model.eval()(input_ids=ids[rows], labels=labels[rows]).loss.item())
+            counts.append(count_of({"labels": labels[rows]}, 2, shifted=shifts))
+        whole, *parts = (loss * count for loss, count in zip(losses, counts, strict=True))
+        assert sum(parts) == pytest.approx(whole, rel=1e-6)
+    assert not shifts_labels(Of(branches))
 
 
 def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe):
