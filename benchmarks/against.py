@@ -232,7 +232,7 @@ def steps(metrics: Path) -> Mapping[int, dict[str, Any]]:
 
 
 def busiest_rank(launcher: int) -> int:
-    """Of all processes below the launcher the forked rank with most CPU time."""
+    """The forked rank with most CPU time, among all processes below the launcher."""
     parents: dict[int, list[int]] = {}
     spent = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -76,7 +76,7 @@ WARM_UP = 15.0  # CUDA contexts, libraries, kernels of the first step, in every 
 REPAIR_DAYS = 1.0
 
 DCP = "dcp.async_save (reused stager)"
-"""Of DCP's ways to save, the one that costs training least."""
+"""The way of DCP to save that costs training least."""
 
 
 def communicators(gpus: int) -> float:

@@ -27,7 +27,7 @@ class Case:
     bpr_mf: list[str]
     """Overrides of the first run, besides those of any BPR-MF."""
     steps: int
-    """Of BPR-MF."""
+    """Steps of BPR-MF."""
     more: int
     """CF steps among those of KGAT."""
     kgat_steps: int

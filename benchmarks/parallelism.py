@@ -138,7 +138,7 @@ def micro_batches(recipe: Recipe, number: int) -> Sequence[Mapping[str, Tensor]]
 
 
 def architecture_of(recipe: Recipe) -> Architecture:
-    """Of the model, which the recipe has."""
+    """The model's architecture, which the recipe has."""
     assert recipe.model.architecture
     return recipe.model.architecture
 
@@ -176,7 +176,7 @@ def our_step(recipe: Recipe, world: World) -> Any:
 
 
 def torchs_step(recipe: Recipe, layout: str) -> tuple[Any, str]:
-    """The same of torch, and what it is made of."""
+    """A step of torch's own parts, and what they are."""
     from benchmarks.peers import torch_layouts as peers
 
     lr = recipe.optimizer.lr

@@ -110,7 +110,7 @@ class System:
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout: float = 0.0
-    """Of the process group, in seconds; 0: the default."""
+    """Seconds that a collective may take; 0: torch's default."""
     hang_limit: float = 60.0
     """Seconds to wait for the end of a hang."""
     recovery: str = "in_place"

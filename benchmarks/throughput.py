@@ -64,14 +64,14 @@ TURN = 1.0
 """Seconds."""
 
 TOKENS = 8 * 256
-"""Of a step."""
+"""Tokens of a step."""
 
 PERDURE = "perdure"
 
 METRICS = "runs/quickstart/metrics.jsonl"
 
 Round = dict[str, dict[str, Any]]
-"""Of this trainer and of every peer that did not fail, by word: `seconds` per step, peak_memory,
+"""By word of this trainer and of every peer that did not fail: `seconds` per step, peak_memory,
 and what else it tells."""
 
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.driver import ROOT, Machine, Plan, State, identify, run_case
 from benchmarks.gpu.report import PAGE, before, page, read_results, results_file, take_in
 
 LOG_BYTES = 100_000
-"""Of each case, in --out."""
+"""Bytes of each case's log, in --out."""
 
 
 def main() -> None:

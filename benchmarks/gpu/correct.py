@@ -12,7 +12,7 @@ OVERFLOWING = 2.0**40
 
 
 def losses(setting: Setting, name: str, **sections: Any) -> list[float]:
-    """Of the small model."""
+    """The small model's losses."""
     return train(setting, name, recipe(setting, "small", **sections)).losses()
 
 

@@ -42,7 +42,7 @@ class Machine:
     size: Size
 
     def key(self, case: Case) -> str:
-        """Of a result in the state."""
+        """Key of a result in the state."""
         of_case = case.name, source(case.function)
         return " | ".join((*of_case, self.code, self.torch, self.gpu, self.size))
 
@@ -62,7 +62,7 @@ class State:
         write_json(self.path, self.entries)
 
     def figures(self, machine: Machine) -> dict[str, Figures]:
-        """Of the cases that were done on a machine, by name."""
+        """Figures of the cases that were done on a machine, by name."""
         like = asdict(machine).items()
         return {
             entry["case"]: entry["figures"]
@@ -84,7 +84,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Of the sources that results depend on."""
+    """Digest of the sources that results depend on."""
     digest = hashlib.sha256()
     for path in sorted(p for folder in CODE for p in (root / folder).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -232,13 +232,13 @@ def children() -> list[int]:
 
 
 def last_line(log: Path) -> str:
-    """Of what a case printed."""
+    """The last line that a case printed."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 
 
 def commit() -> str:
-    """Of the tree, where it has one."""
+    """The tree's commit, where it has one."""
     command = ["git", "rev-parse", "--short=10", "HEAD"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -60,7 +60,7 @@ def write_speed(setting: Setting) -> float:
 
 
 def seconds(work: Callable[[], object], times: int = 10) -> float:
-    """Of one call, the mean of `times` after two that warm up; on a GPU by its own clock."""
+    """Seconds of a call: the mean of `times` after two that warm up; on a GPU by its own clock."""
     for _ in range(2):
         work()
     if not torch.cuda.is_initialized():  # then nothing of it is on a GPU

@@ -58,7 +58,7 @@ other code gave before.
 
 
 def slug(gpu: str) -> str:
-    """Of a GPU's name, for a file: NVIDIA H100 80GB HBM3 → h100."""
+    """A GPU's name in that of a file: NVIDIA H100 80GB HBM3 → h100."""
     words = re.findall(r"[A-Za-z0-9]+", gpu)
     kept = [w for w in words if not re.fullmatch(r"NVIDIA|AMD|GeForce|Tesla|\d+GB|HBM\w*", w)]
     return "-".join(kept).lower()
@@ -131,7 +131,7 @@ def page(folder: Path = RESULTS) -> str:
 
 
 def row(cells: Sequence[str]) -> str:
-    """Of a table."""
+    """A row of a table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

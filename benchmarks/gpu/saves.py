@@ -24,12 +24,12 @@ from checkpointing import CheckpointOptions, TensorCheckpointer
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 BYTES = 4 * len(KINDS)
-"""Of a parameter."""
+"""Bytes of a parameter."""
 LAYERS = 36
 ROOM = 1.05
-"""Of memory, over the tensors' own."""
+"""Memory there must be, over the tensors' own."""
 LAST = 3
-"""Of the saves; it is the one that is measured."""
+"""The last of the saves is the one that is measured."""
 BASE_STEPS = 20
 INTERVAL = 60.0
 """Seconds between checkpoints that a stall is held against."""

@@ -105,7 +105,7 @@ class Setting:
 
 
 def architecture(setting: Setting, name: str) -> dict[str, Any]:
-    """Of a model: a key of QWEN3, or `small`."""
+    """A model's architecture. `name`: a key of QWEN3, or `small`."""
     if setting.toy:
         return {**_COMMON, **TOY}
     return {**_COMMON, **(SMALL if name == "small" else QWEN3[name])}
@@ -148,11 +148,11 @@ class Trained:
     output: str
 
     def records(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl."""
+        """Records of metrics.jsonl."""
         return read_records(self.directory)
 
     def losses(self) -> list[float]:
-        """Of every step, in order."""
+        """Losses of every step, in order."""
         return [record["loss"] for record in self.records() if "loss" in record]
 
     def first_step_seconds(self) -> float:
@@ -170,7 +170,7 @@ def read_records(run: Path) -> list[dict[str, Any]]:
 
 
 def job_environment(setting: Setting) -> dict[str, str]:
-    """Of what a case starts: this tree on its path, and as many threads as there are cores."""
+    """Environment of what a case starts: this tree on its path, as many threads as cores."""
     threads = 1 if setting.toy else usable_cores()
     return {**environment(), "OMP_NUM_THREADS": str(threads)}
 

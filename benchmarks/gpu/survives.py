@@ -181,7 +181,7 @@ def job(
 
 
 def records(setting: Setting, name: str) -> list[dict[str, Any]]:
-    """Of a run, while it goes on."""
+    """Records of a run, while it goes on."""
     return read_records(setting.scratch / name)
 
 

@@ -194,7 +194,7 @@ def _when_done(future: Future[Any]) -> Callable[[], float | None]:
 
 
 class DcpAdapter(Dcp):
-    """The same by checkpointing.adapters.dcp."""
+    """`dcp.save` and `dcp.load` of checkpointing.adapters.dcp."""
 
     def _path(self, number: int) -> Path:
         return self._directory / f"step-{number:08}"

@@ -93,7 +93,7 @@ FIELDS = {
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
     "tie_word_embeddings", "initializer_range",
 }  # fmt: skip
-"""Of an architecture, called alike there."""
+"""Fields of an architecture that have the same names there."""
 
 if __name__ == "__main__":
     run_peer(train)

@@ -33,7 +33,7 @@ class Task:
     save_every: int
     """Steps between checkpoints."""
     directory: str
-    """Of the checkpoints."""
+    """Where the checkpoints go."""
     timeout: float = 0.0
     """Seconds that a collective may take; 0: torch's default."""
 

@@ -52,7 +52,7 @@ def torchrun(ranks: int, *worker: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a job that is started now: this package on its path, one thread per rank."""
+    """Environment of a job that starts now: this package on its path, one thread per rank."""
     paths = {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **paths, "PERDURE_LAUNCHED_AT": str(time.time())}
 

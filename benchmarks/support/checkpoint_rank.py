@@ -23,7 +23,7 @@ from benchmarks.support.sharded_state import ShardedState
 BASE_STEPS = 20
 RAW_WRITE = 8 << 20
 ROWS = 96
-"""Of a proxy step's batch: 70 to 100 ms a step on a core of 2025."""
+"""Rows of a proxy step's batch: 70 to 100 ms a step on a core of 2025."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Task:
     engine: str
     gigabytes: float
     directory: str
-    """Of the engine's files."""
+    """Where the engine writes."""
     times: int
     result: str
     """The file of the result: JSON."""
@@ -67,7 +67,7 @@ class Proxy:
         self._optimizer.zero_grad(set_to_none=False)
 
     def seconds(self) -> float:
-        """Of one whole step."""
+        """Seconds of one whole step."""
         started = time.monotonic()
         self.compute()
         self.update()

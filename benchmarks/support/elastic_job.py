@@ -90,7 +90,7 @@ class Job:
         self.highest = 0
         """Newest step ever done."""
         self.ranks = 0
-        """Of the newest attempt."""
+        """Ranks of the newest attempt."""
         self.step_times: list[float] = []
         """Unix time of every step, those done again included."""
         self._main: LocalNode | None = None
@@ -261,7 +261,7 @@ class Job:
         )
 
     def _phases(self) -> dict[str, float]:
-        """Of the newest attempt, from the ledger, which has more digits than the console."""
+        """Phases of the newest attempt, from the ledger, which has more digits than the console."""
         if self._ledger is None or not self._ledger.exists():
             return {}
         lines = map(json.loads, self._ledger.read_text().splitlines())

@@ -117,7 +117,7 @@ class Scenario:
     taken: int = 0
     """Ranks that the fault takes out of the job, the spares among them; 0: those of its node."""
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    """Of the recipe; only Perdure has it."""
+    """`strategy` of the recipe; only Perdure has it."""
 
 
 SCENARIOS = {

@@ -44,7 +44,7 @@ class MemoryGroup:
         self._path = path
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The same command, run in the group."""
+        """`command`, so that it runs in the group."""
         enter = 'echo $$ > "$0" && exec "$@"'
         return ["sh", "-c", enter, str(self._path / "cgroup.procs"), *command]
 

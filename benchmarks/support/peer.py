@@ -37,7 +37,7 @@ class Job:
 
     @property
     def architecture(self) -> Architecture:
-        """Of the model."""
+        """The model's architecture."""
         if self.recipe.model.architecture is None:
             raise ValueError("the recipe has no model.architecture")
         return self.recipe.model.architecture
@@ -131,7 +131,7 @@ class Clock:
     note: str = ""
     """Where the peer differs from the recipe, for the reader of the table."""
     loss: float | None = None
-    """Of the last micro-batch that was told."""
+    """Loss of the last micro-batch that was told."""
     steps: int = 0
 
     def step(self, loss: Tensor | None = None) -> None:

@@ -25,7 +25,7 @@ class Place(Protocol):
         """A neighbour."""
 
     def absolute(self) -> Self:
-        """The same, wherever this process is working."""
+        """This place by a path that holds in any working directory."""
 
 
 P = TypeVar("P", bound=Place)

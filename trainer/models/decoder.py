@@ -46,6 +46,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., size) → (..., size)."""
         # Under autocast x may be bf16 and the weight float32; the fused kernel wants one dtype.
         weight = self.weight
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).type_as(x)
@@ -77,8 +78,15 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
     ) -> Tensor:
+        """(B, T, D) → (B, T, D).
+
+        Args:
+            x: may be a part of the sequence where ranks share it.
+            rope: cosines and sines (T, H / 2), see `rope_table`.
+            documents: see `locate`; None: each sequence is one.
+        """
         q = self.q_proj(x)
-        heads = (*q.shape[:2], -1, self.head_dim)  # x may have part of the sequence only
+        heads = (*q.shape[:2], -1, self.head_dim)  # q may have more of the sequence than x
         q = self.q_norm(q.view(heads))  # (B, T, N, H)
         k = self.k_norm(self.k_proj(x).view(heads))  # (B, T, K, H)
         v = self.v_proj(x).view(heads)  # (B, T, K, H)
@@ -97,6 +105,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -114,6 +123,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
     ) -> Tensor:
+        """The residual stream (B, T, D) → (B, T, D); the rest as `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 

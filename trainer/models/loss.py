@@ -46,6 +46,7 @@ class HeadLoss(nn.Module):
         self._fused = torch.compile(_pointwise, *arguments, **options)
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """hidden (..., D), weight (V, D), labels (...) int64 → the mean, a float32 scalar."""
         return head_cross_entropy(hidden, weight, labels, fused=self._fused)
 
 
@@ -125,7 +126,8 @@ def logits_in(memory: float) -> int:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to a float32 sum; on a GPU without rounding it to the format of its factors."""
+    """Add left (R, S) @ right (S, C) to `total` (R, C) float32, in place; on a GPU without rounding
+    the product to the format of its factors."""
     if on_gpu(left):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:

@@ -53,7 +53,8 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
 
 
 def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """The same, each with the `Method` of its parameters and what that reads."""
+    """The trained parameters in groups of one learning rate, weight decay and `Method`, with what
+    the method reads."""
     muon = options.muon or Muon()
     settings = {
         ADAMW: {"betas": options.betas, "eps": options.eps},

@@ -76,8 +76,12 @@ def update_muon(
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """U V^T of a bfloat16 matrix U S V^T, up to singular values of about 0.5 to 1.5, by
-    Newton-Schulz iterations of a quintic polynomial."""
+    """U V^T of a matrix U S V^T (rows, columns), both bfloat16, up to singular values of about 0.5
+    to 1.5, by Newton-Schulz iterations of a quintic polynomial.
+
+    Args:
+        group: `ns_coefficients`, `ns_eps` and `ns_steps` of its parameter group.
+    """
     a, b, c = group["ns_coefficients"]
     dtype = _product_dtype(matrix.device.type)
 

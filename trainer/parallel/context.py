@@ -299,7 +299,13 @@ def look(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]
 def look_back(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block; `out` and `sums` are those over all blocks."""
+    """Gradients of q, k and v from one block, of their shapes.
+
+    Args:
+        gradient: of `out`, (n, N, H).
+        q: (n, N, H); k and v: (m, K, H).
+        out: (n, N, H), and `sums` (N, n): those over all blocks.
+    """
     if on_gpu(q):
         drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
         return torch.ops.aten._flash_attention_backward(

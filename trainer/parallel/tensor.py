@@ -218,7 +218,7 @@ class Together:
         return mine
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """The sum over the ranks, of the shape of x. On all of them."""
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total

@@ -119,6 +119,7 @@ class MoEBlock(Block):
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
+        """(the residual stream (B, T, D), statistics (3, B, E) of `MoE.forward`)."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         found, statistics = self.mlp(self.post_attention_layernorm(x))
         return x + found, statistics
