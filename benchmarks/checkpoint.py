@@ -82,7 +82,7 @@ def main() -> None:
                 loading = loaders if ranks == 2 else []
                 loads = _load(loading, size, options.rounds, Path(scratch))
                 _print_loads(loads)
-                figures.append({"rounds": rounds, "summary": summary, "loads": loads})
+                figures.append({"summary": summary, "loads": loads})
                 write_json(TITLE, figures, options.json)
 
 
@@ -177,6 +177,7 @@ def _summary(rounds: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
         saved = [(r, raw) for r, raw in zip(results, raws, strict=True) if "saves" in r]
         if saved:
             summary[name] |= {
+                "state_bytes": saved[0][0]["state_bytes"],
                 "setup": [r["setup_seconds"] for r, _ in saved],
                 "first": _figures([(r["saves"][0], raw) for r, raw in saved]),
                 "later": _figures([(save, raw) for r, raw in saved for save in r["saves"][1:]]),

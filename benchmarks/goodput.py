@@ -229,7 +229,7 @@ def _per_byte(engines: Sequence[Any], engine: str, kind: str) -> float:
     """Seconds that a save takes from training per byte of a rank; the worse of the sizes."""
     return max(
         median(figures["summary"][engine]["later"][kind])
-        / (figures["rounds"][0][engine]["state_bytes"] / 2)
+        / (figures["summary"][engine]["state_bytes"] / 2)
         for figures in engines
         if engine in figures["summary"]
     )

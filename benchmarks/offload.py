@@ -32,7 +32,7 @@ SETTINGS = (
     *("checkpoint.every=0", "elastic.snapshot_every=0"),
 )
 NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
-LIMIT_MIB = 440
+LIMIT_MIB = 512
 TIERS: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("none", (), 0),
     ("cpu", ("strategy.offload=cpu",), 0),

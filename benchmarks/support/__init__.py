@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -115,7 +116,13 @@ def write_json(title: str, figures: Any, json_file: Path | None) -> None:
     """Write the figures, and when and where they were taken, if there is a file to write to."""
     if json_file:
         content = {"title": title, "date": _today(), "machine": _machine(), "figures": figures}
-        json_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        # What holds nothing else is on one line.
+        text = re.sub(
+            r"[\[{][^\[\]{}]*[\]}]",
+            lambda inner: re.sub(r"\n\s*", " ", inner[0]),
+            json.dumps(content, indent=2),
+        )
+        json_file.write_text(text + "\n", encoding="utf-8")
 
 
 def _today() -> str:
