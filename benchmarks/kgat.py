@@ -44,7 +44,7 @@ CASES = {
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", case="lastfm", seeds=5, first=0, graph="")
+    options = arguments(__doc__ or "", case="lastfm", seeds=5, first=0, graph="", shorter=1)
     case = CASES[options.case]
     graph = Path(options.graph or ROOT / "data" / case.folder).resolve()
     figures: dict[str, list[dict[str, float]]] = {}
@@ -53,6 +53,7 @@ def main() -> None:
 
         def train(name: str, seed: int, steps: int, *overrides: str) -> str:
             """Returns the last checkpoint."""
+            steps = -(-steps // options.shorter)
             command = [sys.executable, "-m", "trainer.cli", "train", "--nproc-per-node", "1"]
             settings = [f"run.dir={name}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
             settings += [f"data.graph.path={graph}", f"data.graph.split_seed={seed}"]

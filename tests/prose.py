@@ -1,8 +1,15 @@
 """What stands in a Markdown page: sentences, commands, links, paths."""
 
+import itertools
 import re
+from collections.abc import Iterable
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+PYTHON = re.compile(r"(?<! -->\n)^```python\n(.*?)^```", re.M | re.S)
+"""A block that is not made from a file of examples/."""
+PROGRAMS = ("SOAK=1", "docker", "git", "hf", "make", "perdure", "pip", "python", "sbatch", "source")
+PROGRAMS += ("torchrun", "unzip")
+PLACEHOLDER = re.compile(r"[A-Z]+(\.\w+)?")
 
 
 def sentences(text: str) -> list[str]:
@@ -55,6 +62,35 @@ def code(text: str) -> list[str]:
     """What stands between backticks in running text and tables."""
     found = re.findall(r"`([^`]+)`", FENCE.sub("", text))
     return [" ".join(span.replace("\\|", "|").split()) for span in found]
+
+
+def typed(text: str) -> list[str]:
+    """The commands in running text and tables: a program, and what it is told."""
+    return [span for span in code(text) if " " in span and span.split()[0] in PROGRAMS]
+
+
+def stands_for(span: str, commands: Iterable[str]) -> bool:
+    """Whether a command in running text is short for some of `commands`: it names no more than a
+    subcommand, or has RECIPE, [and more], this|that or … in the place of what they have there."""
+    words = re.sub(r" \[.*?\]", "", span).split()
+    named = all(re.fullmatch(r"[a-z][a-z-]*", word) for word in words) and words[0] == "perdure"
+    if not named and not any(
+        PLACEHOLDER.fullmatch(w) or "…" in w or "|" in w for w in span.split()
+    ):
+        return False
+    ways = itertools.product(*(word.split("|") for word in words))
+    return all(any(_within(way, command.split()) for command in commands) for way in ways)
+
+
+def _within(words: Iterable[str], command: Iterable[str]) -> bool:
+    """Whether the words stand in a command, in that order."""
+    rest = iter(command)
+    return all(any(re.fullmatch(_pattern(word), other) for other in rest) for word in words)
+
+
+def _pattern(word: str) -> str:
+    parts = (r"\S+" if PLACEHOLDER.fullmatch(part) else re.escape(part) for part in word.split("…"))
+    return r"\S*".join(parts)
 
 
 def paths(text: str) -> list[str]:

@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import zipfile
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -40,13 +42,19 @@ SHORT, LONG, ELSEWHERE = (
     for table in ("short", "long", "elsewhere")
 )
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
-BLOCKS = [(page, block) for page, text in PAGES.items() for block in prose.blocks(text)]
+SHOWN = [(page, block) for page, text in PAGES.items() for block in prose.blocks(text)]
+SAID = {command: page for page, text in PAGES.items() for command in prose.typed(text)}
+for command in chain(*(block for _, block in SHOWN)):
+    SAID.pop(command, None)
+BLOCKS = [*SHOWN, *((page, [command]) for command, page in SAID.items())]
+"""Commands that are shown together, and each by itself that only a sentence has."""
 SCRIPTS = dict.fromkeys(
     "\n".join(LONG[command].get("run", command) for command in block if command in LONG)
     for _, block in BLOCKS
     if set(block) & set(LONG)
 )
 """What the soak runs: the long commands of each block, each such script once."""
+PYTHON = [(page, block) for page, text in PAGES.items() for block in prose.PYTHON.findall(text)]
 ML100K = "recbole/dataset_example/ml-100k/ml-100k"
 
 
@@ -54,8 +62,8 @@ ML100K = "recbole/dataset_example/ml-100k/ml-100k"
 def test_sentences_are_short(page):
     found = prose.sentences(PAGES[page])
     longest = max(found, key=prose.words)
-    assert prose.words(longest) <= (35 if page == "README.md" else 40), longest
-    assert sum(map(prose.words, found)) / len(found) <= 18
+    assert prose.words(longest) <= 35, longest
+    assert sum(map(prose.words, found)) / len(found) <= 15
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -112,12 +120,80 @@ def test_rooms_in_a_circle_are_refused():
     }  # fmt: skip
 
 
+def test_every_table_of_benchmarks_says_what_was_measured():
+    """By which command, when and at which commit, and its output; or it is of the same run."""
+    said = re.compile(r"`[^`]+`,\s\d+ \w+ 20\d\d,\scommit [0-9a-f]{7}\s\(\[.*results/", re.S)
+    above = ""
+    for before, line in pairwise(PAGES["docs/benchmarks.md"].splitlines()):
+        if line.startswith("|") and not before.startswith("|"):
+            assert said.search(above) or "The same run" in above, above + line
+        above = "" if line.startswith(("|", "#")) else f"{above}{line}\n"
+
+
+def test_readme_shows_figures_of_benchmarks():
+    page, rows = PAGES["docs/benchmarks.md"], {}
+    for cells in re.findall(r"^\|(.*)\|$", page, flags=re.M):
+        fault, *figures = cells.replace("*", "").split(" | ")
+        rows.setdefault(fault, figures)
+    shown = PAGES["README.md"].partition("## Measured\n")[2].partition("## ")[0]
+    for cells in re.findall(r"^\| (a .*)\|$", shown, flags=re.M):
+        fault, *figures = cells.replace("*", "").split(" | ")
+        pairs = zip(figures, rows[f" {fault}"], strict=False)
+        assert all(whole.startswith(part.strip()) for part, whole in pairs), cells
+    (source,) = re.findall(r"^`python -m benchmarks.*commit \w+", shown, flags=re.M)
+    assert source in page
+
+
+def test_commits_are_there():
+    """Those that pages name."""
+    named = set(re.findall(r"commit ([0-9a-f]{7})", "".join(PAGES.values())))
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    if git(["git", "rev-parse", "--is-shallow-repository"]).stdout.strip() != "false":
+        pytest.skip("this checkout has no history")
+    found = git(["git", "cat-file", "--batch-check"], input="\n".join(named)).stdout
+    assert [line for line in found.splitlines() if " commit " not in line] == []
+
+
+def test_every_output_is_shown_or_read():
+    """`benchmarks/results/` has no others."""
+    programs = [ROOT / "Makefile", ROOT / "benchmarks/goodput.py"]
+    readers = [*PAGES.values(), *(path.read_text() for path in programs)]
+    for path in (ROOT / "benchmarks/results").iterdir():
+        assert any(path.name in text or f'"{path.stem}"' in text for text in readers), path
+
+
+def test_docstrings_stand_alone():
+    """Without the line above, or another docstring."""
+    for package in (*rooms.PACKAGES, "benchmarks"):
+        for path in (ROOT / package).rglob("*.py"):
+            found = re.findall(r'^ *"""(?:Of|The same,) .*', path.read_text(), flags=re.M)
+            assert found == [], path
+
+
 def test_every_command_is_run_somewhere():
-    stated = [command for _, block in BLOCKS for command in block]
-    known = [entry["command"] for table in COMMANDS.values() for entry in table]
-    assert set(stated) - set(known) == set(), "in no table: nothing runs it"
-    assert set(known) - set(stated) == set(), "in no page any more"
+    stated = {command for _, block in BLOCKS for command in block}
+    known = [*SHORT, *LONG, *ELSEWHERE]
+    run = [line for table in (SHORT, LONG) for entry in table.values() for line in lines(entry)]
+    benchmarks = [path.stem for path in (ROOT / "benchmarks").glob("*.py")]
+    assert [name for name in benchmarks if f"benchmarks.{name} " not in " ".join(run)] == []
+    unknown = {one for one in stated - set(known) if not prose.stands_for(one, run)}
+    assert unknown == set(), "in no table: nothing runs it"
+    assert set(known) - stated == set(), "in no page any more"
     assert len(known) == len(set(known)), "in two tables"
+
+
+def lines(entry: dict[str, str]) -> list[str]:
+    """What is run for a command, one by one."""
+    return re.split(r"\n| && ", entry.get("run", entry["command"]))
+
+
+def test_every_block_of_python_is_run_as_it_stands():
+    """Those of examples/ are run by tests of their own."""
+    known = [entry["block"] for entry in COMMANDS["python"]]
+    assert sorted(known) == sorted(block.partition("\n")[0] for _, block in PYTHON)
+    shown = {file for text in PAGES.values() for _, file in included.SHOWN.findall(text)}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert [file for file in shown if Path(file).stem not in tests] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -128,8 +204,10 @@ def test_blocks_say_what_they_are(page):
 
 
 def test_what_is_run_elsewhere_is_there():
-    for entry in ELSEWHERE.values():
-        maker, _, target = entry["where"].partition(" ")
+    for command, entry in ELSEWHERE.items():
+        where = entry.get("where", entry.get("needs"))
+        assert where not in (None, command), entry
+        maker, _, target = entry.get("where", "Makefile").partition(" ")
         assert target in TARGETS if maker == "make" else (ROOT / maker).exists(), entry
 
 
@@ -137,6 +215,8 @@ def test_what_is_run_elsewhere_is_there():
 def test_commands_in_sentences_are_known(page):
     """Their subcommands, options, targets and modules exist."""
     for span in prose.code(PAGES[page]):
+        if "commit" in ELSEWHERE.get(span, {}).get("needs", ""):
+            continue  # of code that is no more
         if found := re.fullmatch(r"make ([a-z][\w-]*).*", span):
             assert found[1] in TARGETS, span
         elif found := re.match(r"python -m benchmarks\.(\w+)", span):
@@ -171,7 +251,8 @@ def help_of(names: list[str]) -> str:
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
     """A checkout with what the pages speak of, all of it tiny."""
-    for name in ("examples", "recipes", "tests", "Makefile", "pyproject.toml", ".venv"):
+    linked = ("benchmarks", "docs", "examples", "recipes", "tests", "Makefile", "pyproject.toml")
+    for name in (*linked, ".venv"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
@@ -194,15 +275,15 @@ def test_short_commands(scratch, monkeypatch, capsys):
         write_checkpoint(path, step, model, state={"recipe": {"checkpoint": {"keep": 2}}})
     Path("ds_config.json").write_text('{"train_batch_size": 64, "bf16": {"enabled": true}}')
     for page, block in BLOCKS:
-        for command in block if set(block) <= set(SHORT) else []:
-            typed = SHORT[command].get("run", command)
+        entries = [SHORT[command] for command in block if set(block) <= set(SHORT)]
+        for typed in chain(*map(lines, entries)):
             monkeypatch.setattr(sys, "argv", shlex.split(typed))
             with pytest.raises(SystemExit) as end:
                 main()
             printed = capsys.readouterr()
-            wrong = "lrr" in command
-            assert end.value.code == (2 if wrong else 0), (page, command, printed)
-            assert not wrong or printed.err in PAGES[page]
+            wrong = "lrr" in typed
+            assert end.value.code == (2 if wrong else 0), (page, typed, printed)
+            assert not wrong or printed.err in PAGES["README.md"]
 
 
 @soak
@@ -216,9 +297,12 @@ def test_long_commands(script, scratch):
 
 
 @soak
-def test_python_of_the_plan_s_page(scratch):
-    (block,) = re.findall(r"```python\n(.*?)```", PAGES["docs/plan.md"], flags=re.S)
-    bash(f"python -c {shlex.quote(block)}")
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=[page for page, _ in PYTHON])
+def test_python(page, block, scratch):
+    Path("block.py").write_text(block)
+    (entry,) = (one for one in COMMANDS["python"] if block.startswith(one["block"] + "\n"))
+    write_what_readers_have(entry["run"])
+    bash(entry["run"], BLOCK="block.py")
 
 
 def write_what_readers_have(script: str) -> None:
@@ -254,10 +338,11 @@ def write_what_readers_have(script: str) -> None:
 def bash(script: str, **environment: str) -> None:
     """Run it with this environment's commands first on the path; it must end well."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    here = {"CHECKOUT": str(ROOT), "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         ["bash", "-euc", script],
         check=False,  # but below, with what was printed
-        env={**os.environ, "PATH": path, **environment},
+        env={**os.environ, "PATH": path, **here, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:]

@@ -40,7 +40,11 @@ def add_train_command(commands: Commands) -> None:
     """Add the command to a parser."""
     train = add_command(commands, "train", "train a recipe, or go on with it", TRAIN_EXAMPLES)
     add_recipe(train)
-    train.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the recipe and its inputs, print all of it, and stop",
+    )
     train.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="nodes (default 1)")
     train.add_argument(
         "--nproc-per-node",
