@@ -61,7 +61,7 @@ class RankFailure:
 
     @staticmethod
     def of(rank: int, error: Exception) -> "RankFailure":
-        """Of an error on this rank."""
+        """A report of an error on this rank."""
         if isinstance(error, OSError):
             return RankFailure(rank, StorageError, explain(error))
         if isinstance(error, CheckpointError):
