@@ -142,7 +142,7 @@ def install(tree: Path) -> None:
 
 
 def time_loss(directory: Path, tree: Path) -> dict[str, float]:
-    """Of a tree's own code."""
+    """Processor seconds of a tree's own code."""
     found: dict[str, float] = json.loads(
         run([sys.executable, "-P", "-c", TIME_LOSS], directory, {"PYTHONPATH": python_path(tree)})
     )

@@ -328,7 +328,7 @@ class Checkpointer:
 
 
 def _digest(value: Any) -> bytes:
-    """Of what JSON takes."""
+    """Digest of what JSON takes."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
 
 

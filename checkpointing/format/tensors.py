@@ -150,7 +150,7 @@ def optimizer_tensors(
 
 
 PORTION_BYTES = 1 << 30
-"""Of parameters, whole ones, that get their state at once, beyond a single one: meanwhile there are
+"""Bytes of whole parameters that get their state at once, beyond a single one: meanwhile there are
 a copy and a gradient of each."""
 
 

@@ -10,7 +10,7 @@ from checkpointing.storage.place import Place
 from checkpointing.storage.reading import reading
 
 MOST_BYTES, MOST_FILES = 128 << 20, 256
-"""Of all together: they are kept in memory, and written into every checkpoint."""
+"""Bytes of all together: they are kept in memory, and written into every checkpoint."""
 OURS = {COMMIT_RECORD, LATEST, TRAINER_STATE}
 """What a checkpoint of ours has of its own."""
 _WEIGHTS = {

@@ -66,7 +66,7 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
 
 SCALES = 1e-3, 1.0, 1e3
-"""Of the gradients that stand-ins get: elements may depend on each other beyond a threshold alone.
+"""Scales of the gradients that stand-ins get: elements may depend on each other beyond a threshold alone.
 One that these do not cross is not seen."""
 
 

@@ -37,7 +37,8 @@ class Mesh:
     holders: int
     """Ranks over which whatever parameters this one has are spread: all those of its stage."""
     place: int = 0
-    """Of this rank among those that compute its share together; the first is of the last stage."""
+    """This rank's number among those that compute its share together; the first is of the last
+    stage."""
     together: int = 1
     """How many these are."""
     experts: DeviceMesh | None = None

@@ -47,8 +47,8 @@ class Refusals:
 
 
 def lines(error: Exception) -> list[str]:
-    """Of such an error, each of which is one thing to mend. What names and values in it, of files
-    or the command line, would do to a terminal is written out."""
+    """The lines of such an error, each of which is one thing to mend. What names and values in
+    it, of files or the command line, would do to a terminal is written out."""
     return [printable(line) for line in str(error).splitlines()]
 
 
