@@ -8,17 +8,21 @@ import re
 from dataclasses import dataclass
 
 MIB = 1 << 20
-PART = re.compile(r"\b(MIG|Laptop|D)\b")
-"""In the name of what has less than the GPU that its name begins with: a slice of it, or another
-chip. By how much the name does not tell."""
+MAKER = r"(?:NVIDIA |AMD |Tesla |GeForce |Instinct )*"
+"""Words before a device's own name."""
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One GPU, by its data sheet."""
 
+    device: str
+    """What torch.cuda.get_device_name and nvidia-smi call it, without MAKER: a regular expression
+    for the whole name. A slice of a GPU, or the chip of that name in a laptop, has more words."""
     tflops: float
     """Peak of bf16 and fp16 products with float32 sums, dense: without sparsity."""
+    fp8_tflops: float | None
+    """That of 8-bit products, likewise; None: it has none."""
     sold_as: float
     """Memory on the data sheet: decimal gigabytes, or binary ones, as the vendor likes."""
     memory: float
@@ -30,7 +34,7 @@ class Gpu:
     pcie: float
     """Bytes/s to the host, one way; NVLink-C2C where it has that."""
     source: str
-    """The vendor's document, and the page by which tflops, bandwidth and links were checked."""
+    """The vendor's document."""
     bf16_tflops: float | None = None
     """Before compute capability 8.0 tensor cores know no bf16: as fast as fp32 without them. They
     have no flash attention either."""
@@ -41,79 +45,75 @@ class Gpu:
         return self.bf16_tflops is None
 
 
-BLACKWELL = (
-    "NVIDIA Blackwell Architecture Technical Brief; glennklockwood.com/garden/processors/B200, "
-    "acecloud.ai/blog/nvidia-b200-vs-h200-h100-a100"
-)
-HOPPER = (
-    "NVIDIA H100 Tensor Core GPU data sheet; acecloud.ai/blog/nvidia-b200-vs-h200-h100-a100, "
-    "hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200"
-)
-H200 = (
-    "NVIDIA H200 Tensor Core GPU data sheet; anandtech.com/show/21136, and NVIDIA's entries in "
-    "github.com/mlcommons/inference_results_v4.1"
-)
-AMPERE = "NVIDIA A100 Tensor Core GPU data sheet; glennklockwood.com/garden/processors/A100"
-ADA = (
-    "NVIDIA Ada GPU architecture whitepaper; "
-    "hmc-tech.com/gpus/nvidia-geforce-rtx-4090-vs-nvidia-rtx-pro-5000-blackwell"
-)
-GRACE_HOPPER = "NVIDIA GH200 data sheet; not confirmed"
-T4 = "NVIDIA T4 data sheet; hmc-tech.com/gpu/nvidia-t4-vs-nvidia-v100-sxm"
-VOLTA = "NVIDIA V100 data sheet; hmc-tech.com/gpu/nvidia-t4-vs-nvidia-v100-sxm"
+BLACKWELL = "NVIDIA Blackwell Architecture Technical Brief"
+H100 = "NVIDIA H100 Tensor Core GPU data sheet"
+H200 = "NVIDIA H200 Tensor Core GPU data sheet"
+A100 = "NVIDIA A100 Tensor Core GPU data sheet"
+V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 
-# Of the names that are words of a device's name, the first counts. Data sheets that state peaks
-# with sparsity are halved. A100 is the SXM one; the PCIe one of 80 GB has 1.94 TB/s.
+# The figures of the vendors' documents that `source` names, as remembered: the documents could not
+# be opened. Those that state peaks with sparsity are halved.
 #
-# Checked on 23 November 2026 against the pages named, which quote the vendors' documents; these
-# themselves could not be read. No page confirmed the following, which stand from memory: GH200,
-# all; tflops and NVLink bridge of H200 NVL; tflops of H100 NVL; pcie of B200 and GB200; link of
-# V100; and what devices report as memory, but for B200, of which a provider tells 179 GiB
-# (docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview).
+# Tests hold them against each other. Peaks are multiprocessors x boost clock x operations a clock;
+# GB200, H100 NVL and H200 NVL have no published clock that would tell, and that of B200 is a web
+# page's. 8-bit peaks are twice the others. Bandwidths are bus width x rate of a pin; those of
+# Blackwell, GH200, H200, H100 PCIe and H100 NVL are unchecked. Nothing checks links and pcie. Of
+# `memory`, that of H100 and H200 was read off such machines.
 GPUS = {
     # Two GPUs share 900 GB/s to one Grace, both ways together.
-    "GB200": Gpu(2500, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL),
-    "B200": Gpu(2250, 180, 183359 * MIB, 8e12, 900e9, 64e9, BLACKWELL),
-    "GH200": Gpu(989, 96, 97871 * MIB, 4e12, 450e9, 450e9, GRACE_HOPPER),
-    "H200 NVL": Gpu(835, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
-    "H200": Gpu(989, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
-    "H100 PCIe": Gpu(756, 80, 81559 * MIB, 2.0e12, 64e9, 64e9, HOPPER),
-    "H100 NVL": Gpu(835, 94, 95830 * MIB, 3.9e12, 64e9, 64e9, HOPPER),
-    "H100": Gpu(989, 80, 81559 * MIB, 3.35e12, 450e9, 64e9, HOPPER),
-    "A100 40GB": Gpu(312, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, AMPERE),
-    "A100": Gpu(312, 80, 81920 * MIB, 2.04e12, 300e9, 32e9, AMPERE),
-    "L40S": Gpu(
-        362, 48, 46068 * MIB, 0.864e12, 32e9, 32e9,
-        "NVIDIA L40S data sheet; mullet.se/product.html?product_id=355414",
+    "GB200": Gpu("GB200", 2500, 5000, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL),
+    "B200": Gpu("B200", 2250, 4500, 180, 183359 * MIB, 8e12, 900e9, 64e9, BLACKWELL),
+    "GH200": Gpu(
+        r"GH200 (?:120|480)GB", 989, 1979, 96, 97871 * MIB, 4e12, 450e9, 450e9,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet",
     ),
-    "L4": Gpu(
-        121, 24, 23034 * MIB, 0.3e12, 32e9, 32e9,
-        "NVIDIA L4 data sheet; grokipedia.com/page/NVIDIA_L4_vs_L40S",
-    ),
+    "H200 NVL": Gpu("H200 NVL", 835, 1671, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
+    "H200": Gpu("H200", 989, 1979, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
+    "H100 PCIe": Gpu("H100 PCIe", 756, 1513, 80, 81559 * MIB, 2.0e12, 64e9, 64e9, H100),
+    "H100 NVL": Gpu("H100 NVL", 835, 1671, 94, 95830 * MIB, 3.9e12, 64e9, 64e9, H100),
+    "H100": Gpu("H100 80GB HBM3", 989, 1979, 80, 81559 * MIB, 3.35e12, 450e9, 64e9, H100),
+    "A100": Gpu("A100-SXM4-80GB", 312, None, 80, 81920 * MIB, 2.039e12, 300e9, 32e9, A100),
+    "A100 40GB": Gpu("A100-SXM4-40GB", 312, None, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, A100),
+    "A100 PCIe": Gpu("A100 80GB PCIe", 312, None, 80, 81920 * MIB, 1.935e12, 32e9, 32e9, A100),
+    "A100 PCIe 40GB": Gpu("A100-PCIE-40GB", 312, None, 40, 40960 * MIB, 1.555e12, 32e9, 32e9, A100),
+    "L40S": Gpu("L40S", 362, 733, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40S data sheet"),
+    "L4": Gpu("L4", 121, 242.5, 24, 23034 * MIB, 0.3e12, 32e9, 32e9, "NVIDIA L4 data sheet"),
+    # Sums in float32 halve the rate of GeForce cards; their headlines are of sums in fp16.
     "RTX 5090": Gpu(
-        209.5, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,  # 838 with sparsity and fp16 sums
-        "NVIDIA RTX Blackwell GPU whitepaper; spheron.network/blog/nvidia-rtx-5090-specs",
+        "RTX 5090", 209.5, 419, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,
+        "NVIDIA RTX Blackwell GPU Architecture whitepaper",
     ),
-    "RTX 4090": Gpu(165.2, 24, 24564 * MIB, 1.008e12, 32e9, 32e9, ADA),
+    "RTX 4090": Gpu(
+        "RTX 4090", 165.2, 330.3, 24, 24564 * MIB, 1.008e12, 32e9, 32e9,
+        "NVIDIA Ada GPU Architecture whitepaper",
+    ),
     # Seven links of 64 GB/s, one way.
     "MI300X": Gpu(
-        1307.4, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
-        "AMD Instinct MI300X data sheet; emergentmind.com/topics/amd-mi300x-gpu, "
-        "docs.vultr.com/inference-cookbook/rocm/getting-started/hardware-requirements",
+        r"MI300X(?: OAM| VF)?", 1307.4, 2614.9, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
+        "AMD Instinct MI300X Accelerator data sheet",
     ),
-    "V100-PCIE": Gpu(112, 16, 16160 * MIB, 0.9e12, 16e9, 16e9, VOLTA, bf16_tflops=14),
-    "V100 32GB": Gpu(125, 32, 32510 * MIB, 0.9e12, 150e9, 16e9, VOLTA, bf16_tflops=15.7),
-    "V100": Gpu(125, 16, 16160 * MIB, 0.9e12, 150e9, 16e9, VOLTA, bf16_tflops=15.7),
-    "T4": Gpu(65, 16, 15360 * MIB, 0.32e12, 16e9, 16e9, T4, bf16_tflops=8.1),
+    "V100-PCIE": Gpu(
+        "V100-PCIE-16GB", 112, None, 16, 16160 * MIB, 0.9e12, 16e9, 16e9, V100, bf16_tflops=14
+    ),
+    "V100-PCIE 32GB": Gpu(
+        "V100-PCIE-32GB", 112, None, 32, 32510 * MIB, 0.9e12, 16e9, 16e9, V100, bf16_tflops=14
+    ),
+    "V100 32GB": Gpu(
+        "V100-SXM2-32GB", 125, None, 32, 32510 * MIB, 0.9e12, 150e9, 16e9, V100, bf16_tflops=15.7
+    ),
+    "V100": Gpu(
+        "V100-SXM2-16GB", 125, None, 16, 16160 * MIB, 0.9e12, 150e9, 16e9, V100, bf16_tflops=15.7
+    ),
+    "T4": Gpu(
+        "T4", 65, None, 16, 15360 * MIB, 0.32e12, 16e9, 16e9,
+        "NVIDIA T4 Tensor Core GPU data sheet", bf16_tflops=8.1,
+    ),
 }  # fmt: skip
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """The GPU that a device's name tells of; None where it is not known, or has less than the name
-    says."""
-    if PART.search(name):
-        return None
-    return next((GPUS[known] for known in GPUS if re.search(rf"\b{known}\b", name)), None)
+    """The GPU of a device's name; None where that is not known."""
+    return next((gpu for gpu in GPUS.values() if re.fullmatch(MAKER + gpu.device, name)), None)
 
 
 def peak_tflops(gpu: Gpu, dtype: str) -> float | None:
