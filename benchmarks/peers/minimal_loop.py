@@ -24,8 +24,8 @@ def train(job: Job, clock: Clock) -> None:
             model.model.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False)
     blocks = list(model.blocks)
     if recipe.strategy.compile:
-        for block in blocks:
-            block.compile()
+        for part in (*blocks, *model.compiled_beside_blocks):
+            part.compile()
     module: Any = model
     if job.sharded:
         shard(module, blocks, job)

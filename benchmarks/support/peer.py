@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic import usable_cores
 from trainer.data.documents import cu_seqlens_of
 from trainer.models import Decoder, init_parameter
 from trainer.recipe import Recipe, load_recipe
@@ -75,11 +77,16 @@ class Job:
 
     def model(self) -> Decoder:
         """The decoder on the CPU with the initial weights that the trainer draws."""
-        model = Decoder(self.architecture)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                shape = tuple(parameter.shape)
-                parameter.copy_(init_parameter(name, shape, self.architecture, 0))
+        with torch.device("meta"):
+            model = Decoder(self.architecture)
+        model.to_empty(device="cpu")
+
+        def draw(name: str, parameter: nn.Parameter) -> None:
+            shape = tuple(parameter.shape)
+            parameter.data.copy_(init_parameter(name, shape, self.architecture, 0))
+
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            list(pool.map(draw, *zip(*model.named_parameters(), strict=True)))
         return model
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
