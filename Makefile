@@ -61,7 +61,7 @@ transformers4: $(DEV)  ## the Hugging Face tests once more, under transformers 4
 	PYTHONPATH=.venv/transformers4 $(BIN)/python -m pytest tests/distributed/test_hugging_face.py tests/trainer/models
 
 fakecuda: $(FAKE)/.installed  ## train on a fake CUDA runtime, with torch's CUDA build in a venv of its own (4.6 GB, g++)
-	SOAK=1 VENV=$(FAKE) FAKE_CUDA_TABLE=$(FAKE_TABLE) tests/fake_cuda/run.sh python -m pytest -n 2 --dist worksteal tests/fake_cuda tests/distributed/test_hidden_costs.py
+	SOAK=1 VENV=$(FAKE) FAKE_CUDA_TABLE=$(FAKE_TABLE) tests/fake_cuda/run.sh python -m pytest -n 2 --dist worksteal tests/fake_cuda tests/gpu tests/distributed/test_hidden_costs.py
 
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
 	tests/opt_in/slurm.sh

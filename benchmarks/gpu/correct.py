@@ -1,12 +1,27 @@
 """Slice 1: a GPU computes what a CPU does, on every way through the code. Losses of 20 steps."""
 
 import json
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.gpu.setting import Sections, Setting, difference, recipe, train
+import torch
+
+from benchmarks.gpu.setting import (
+    Setting,
+    Trained,
+    UnsupportedError,
+    difference,
+    recipe,
+    train,
+)
+from benchmarks.gpu.sharded import units
+from trainer.parallel.float8 import CAPABILITY
 
 BF16 = {"precision": {"dtype": "bf16"}}
-SHARDINGS = ("NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+FULL_SHARD = {"name": "fsdp", "sharding": "FULL_SHARD"}
+BY_FSDP = ("SHARD_GRAD_OP", "FULL_SHARD")
+"""On one rank NO_SHARD does what SHARD_GRAD_OP does, and HYBRID_SHARD what FULL_SHARD does."""
 OVERFLOWING = 2.0**40
 """A loss scale at which fp16 overflows at first."""
 
@@ -14,6 +29,14 @@ OVERFLOWING = 2.0**40
 def losses(setting: Setting, name: str, **sections: Any) -> list[float]:
     """The small model's losses."""
     return train(setting, name, recipe(setting, "small", **sections)).losses()
+
+
+def fsdp(
+    setting: Setting, name: str, program: Sequence[str] = ("trainer",), /, **sections: Any
+) -> Trained:
+    """The small model under FSDP2, although this rank is alone."""
+    sharded = ("benchmarks.gpu.sharded", *program)
+    return train(setting, name, recipe(setting, "small", **sections), sharded)
 
 
 def fp32(setting: Setting) -> dict[str, Any]:
@@ -32,6 +55,10 @@ def bf16(setting: Setting) -> dict[str, Any]:
 def float8(setting: Setting) -> dict[str, Any]:
     """Products in 8 bits against bf16, eager and compiled."""
     setting.need_gpu("products in 8 bits")
+    if find_spec("torchao") is None:
+        raise UnsupportedError("no torchao")
+    if torch.cuda.get_device_capability() < CAPABILITY["fp8_rowwise"]:
+        raise UnsupportedError("this GPU multiplies no 8-bit numbers")
     reference, found = losses(setting, "bf16", **BF16), {}
     for matmul in ("fp8_rowwise", "fp8_tensorwise"):
         for on in (False, True):
@@ -45,25 +72,34 @@ def float8(setting: Setting) -> dict[str, Any]:
 
 
 def strategies(setting: Setting) -> dict[str, Any]:
-    """Every sharding on one rank against DDP, in float32."""
-    reference = losses(setting, "ddp")
-    found = {}
-    for sharding in SHARDINGS:
-        ours = losses(setting, sharding, strategy={"name": "fsdp", "sharding": sharding})
-        found[sharding.lower()] = difference(ours, reference)
-    return {"difference": max(found.values()), **found}
+    """ZeRO-1, and FSDP2 on one rank with and without resharding, against DDP, in float32."""
+    reference, found = losses(setting, "ddp"), {}
+    zero1 = losses(setting, "zero1", strategy={"name": "fsdp", "sharding": "OPTIMIZER_STATE"})
+    found["optimizer_state"] = difference(zero1, reference)
+    runs = {
+        sharding.lower(): fsdp(setting, sharding, strategy={"name": "fsdp", "sharding": sharding})
+        for sharding in BY_FSDP
+    }
+    found |= {name: difference(run.losses(), reference) for name, run in runs.items()}
+    least = min(units(run.output) for run in runs.values())
+    return {"difference": max(found.values()), "fsdp_units": least, **found}
 
 
 def compiled(setting: Setting) -> dict[str, Any]:
-    """Compiled blocks against eager ones, in bf16, under DDP and FULL_SHARD."""
-    found = {}
-    for name in ("ddp", "fsdp"):
-        ours, eager = (
-            losses(setting, f"{name}-{on}", strategy={"name": name, "compile": on}, **BF16)
-            for on in (True, False)
-        )
-        found[name] = difference(ours, eager)
-    return {"difference": max(found.values()), **found}
+    """Compiled blocks against eager ones, in bf16, under DDP and under FSDP2 on one rank."""
+    ddp, eager_ddp = (
+        losses(setting, f"ddp-{on}", strategy={"name": "ddp", "compile": on}, **BF16)
+        for on in (True, False)
+    )
+    sharded, eager_sharded = (
+        fsdp(setting, f"fsdp-{on}", strategy={**FULL_SHARD, "compile": on}, **BF16)
+        for on in (True, False)
+    )
+    found = {
+        "ddp": difference(ddp, eager_ddp),
+        "fsdp": difference(sharded.losses(), eager_sharded.losses()),
+    }
+    return {"difference": max(found.values()), "fsdp_units": units(sharded.output), **found}
 
 
 def attention(setting: Setting) -> dict[str, Any]:
@@ -104,25 +140,24 @@ def exact(setting: Setting) -> dict[str, Any]:
 
 def offload(setting: Setting) -> dict[str, Any]:
     """To host memory and to files, against the device alone."""
-    fsdp = {"name": "fsdp", "sharding": "FULL_SHARD"}
-    reference = losses(setting, "none", strategy=fsdp)
+    reference = losses(setting, "none")
     nvme = {"offload": "nvme", "offload_directory": str(setting.scratch / "offload")}
     found = {
-        way: difference(losses(setting, way, strategy={**fsdp, **more}), reference)
+        way: difference(losses(setting, way, strategy={**FULL_SHARD, **more}), reference)
         for way, more in (("cpu", {"offload": "cpu"}), ("nvme", nvme))
     }
     return {"difference": max(found.values()), **found}
 
 
 def synchronisations(setting: Setting) -> dict[str, Any]:
-    """Times a step makes the host wait for the device, as torch reports them."""
+    """Times a step of FSDP2 makes the host wait for the device, as torch reports them."""
     setting.need_gpu("torch's report of synchronisations")
-    fsdp = {"name": "fsdp", "sharding": "FULL_SHARD"}
-    found = {}
-    for name, more in (("plain", {}), ("offloaded", {"offload": "cpu"})):
-        sections: Sections = recipe(setting, "small", strategy={**fsdp, **more}, **BF16)
+    found, made = {}, []
+    for name, offload in (("plain", "none"), ("offloaded", "cpu")):
         counts = setting.scratch / f"{name}.json"
-        train(setting, name, sections, ("tests.distributed.counted", str(counts)))
+        program = ("tests.distributed.counted", str(counts))
+        run = fsdp(setting, name, program, strategy={**FULL_SHARD, "offload": offload}, **BF16)
         steps = json.loads(counts.read_text(encoding="utf-8"))[2:]
         found[name] = max(step["synchronised"] for step in steps)
-    return found
+        made.append(units(run.output))
+    return {**found, "fsdp_units": min(made)}

@@ -23,11 +23,19 @@ from typing import Any
 from benchmarks.gpu.cases import Case, Figures, Size
 
 ROOT = Path(__file__).parents[2]
-CODE = ("trainer", "elastic", "checkpointing", "benchmarks/peers")
+CODE = (
+    *("trainer", "elastic", "checkpointing", "benchmarks/peers", "benchmarks/support"),
+    *(
+        f"benchmarks/gpu/{name}.py"
+        for name in ("setting", "forked", "sharded", "sharing", "synthetic")
+    ),
+)
 """What results depend on, besides the module of the case."""
 MARGIN = 5.0
 """Seconds at the end of the budget for the summary."""
-TOY_SECONDS = 30.0
+TOY_SECONDS, TOY_LIMIT = 30.0, 300.0
+"""What a case of toy size needs at most to be begun, and what it has at least until it is killed:
+a CPU may be busy, and compile slowly."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,9 @@ def write_json(path: Path, content: Any) -> None:
 def code_digest(root: Path = ROOT) -> str:
     """Digest of the sources that results depend on."""
     digest = hashlib.sha256()
-    for path in sorted(p for folder in CODE for p in (root / folder).rglob("*.py")):
+    paths = [root / name for name in CODE]
+    files = [p for path in paths for p in ([path] if path.is_file() else path.rglob("*.py"))]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -133,11 +143,12 @@ def run_cases(cases: Sequence[Case], plan: Plan) -> Iterator[tuple[Case, str]]:
         key = plan.machine.key(case)
         known = plan.state.entries.get(key)
         left = plan.deadline - time.monotonic() - MARGIN
-        limit = min(case.limit, left)
+        toy = plan.machine.size == "toy"
+        limit = min(max(case.limit, TOY_LIMIT) if toy else case.limit, left)
         if known and not ((plan.retry and known["status"] != "done") or cut_short(known, limit)):
             yield case, f"known: {known['status']}"
             continue
-        needed = case.seconds if plan.machine.size == "full" else min(TOY_SECONDS, case.seconds)
+        needed = min(TOY_SECONDS, case.seconds) if toy else case.seconds
         if left < needed:
             yield case, f"skipped: it takes {needed:.0f} s, {max(0.0, left):.0f} s are left"
             continue

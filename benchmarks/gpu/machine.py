@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.setting import Setting, device_memory
+from benchmarks.gpu.setting import Setting, command, device_memory, run_command
 from elastic import usable_cores
 from trainer.plan.gpus import Gpu, named_gpu
 
@@ -23,7 +23,7 @@ PORTION = 64 << 20
 
 
 def host(setting: Setting) -> dict[str, Any]:
-    """Software, memory, disk."""
+    """Software, memory, disk, and whether a forked rank's allocator grows its segments."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,8 +42,14 @@ def host(setting: Setting) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "cudnn": torch.backends.cudnn.version(),
+            "expandable_segments": segments_grow(setting),
         }
     return found
+
+
+def segments_grow(setting: Setting) -> int:
+    """1 if they do in a forked rank, else 0."""
+    return int(run_command(setting, command("benchmarks.gpu.forked")).split()[-1])
 
 
 def write_speed(setting: Setting) -> float:
@@ -79,12 +85,28 @@ def seconds(work: Callable[[], object], times: int = 10) -> float:
 
 
 def matmul(setting: Setting) -> dict[str, Any]:
-    """bf16, 8192 x 8192 x 8192, of random numbers."""
+    """bf16, 8192 x 8192 x 8192, of random numbers, and in 8 bits where the device can."""
     size, device = (256 if setting.toy else 8192), setting.place()
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     tflops = 2 * size**3 / seconds(lambda: left @ right) / 1e12
-    gpu = data_sheet(setting)
-    return {"tflops": tflops, "share_of_peak": tflops / gpu.tflops if gpu else None}
+    gpu, fp8 = data_sheet(setting), None
+    try:
+        fp8 = 2 * size**3 / seconds(in_8_bits(left, right)) / 1e12
+    except RuntimeError as error:
+        print(f"8 bits: {error}")
+    return {
+        "tflops": tflops,
+        "share_of_peak": tflops / gpu.tflops if gpu else None,
+        "fp8_tflops": fp8,
+        "fp8_share_of_peak": fp8 / gpu.fp8_tflops if fp8 and gpu and gpu.fp8_tflops else None,
+    }
+
+
+def in_8_bits(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    """Their product, (M, K) by (N, K), all of one scale, as a function."""
+    left, right = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
+    one = torch.ones((), device=left.device)
+    return lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
 def data_sheet(setting: Setting) -> Gpu | None:
@@ -174,17 +196,18 @@ def register(setting: Setting) -> dict[str, Any]:
 
 
 def attention(setting: Setting) -> dict[str, Any]:
-    """Milliseconds of forward and backward of causal attention with grouped heads, by backend of
-    scaled_dot_product_attention; None: it refuses."""
+    """Milliseconds of forward and backward of causal attention, 16 heads over 8 of keys and
+    values, by backend of scaled_dot_product_attention; None: it refuses."""
     device, length = setting.place(), 64 if setting.toy else 4096
-    shape = (2, 16, length, 128)
     q, k, v = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
+        torch.randn(
+            (2, heads, length, 128), device=device, dtype=torch.bfloat16, requires_grad=True
+        )
+        for heads in (16, 8, 8)
     )
 
     def both() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
 
     found: dict[str, Any] = {}
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):

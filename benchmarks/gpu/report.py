@@ -34,6 +34,9 @@ else is missing from `.gpu/wheels` and puts it into `.gpu/site`. Nothing else on
 changes. Take the folder `.gpu` along, and bring it back: `.gpu/state.json` holds each result at
 once. A case that fails, dies or hangs leaves the others alone.
 
+Slices 0, 1, 3 and 5 run first: three calls of 520 seconds, by the estimates of their cases. The
+others take four more. A case that no longer fits is left to the next call.
+
 | option of `python -m benchmarks.gpu` | |
 |---|---|
 | `--budget SECONDS` | a case is begun only if the time left is enough for it |
@@ -48,6 +51,10 @@ once. A case that fails, dies or hangs leaves the others alone.
 | 0 | all that was asked passes |
 | 1 | something falls short |
 | 3 | nothing falls short, but not everything is measured |
+
+One rank has nobody to shard with, and the trainer then leaves FSDP out. Cases that ask for FSDP2 on
+one rank put it back ([`sharded.py`](../benchmarks/gpu/sharded.py)); `fsdp_units` says that it ran.
+Collectives between ranks are slice 2's.
 
 The data are synthetic documents as long as those of C4: median 300 tokens, mean 480, vocabulary
 151,936. The minimal loop, [`minimal_loop.py`](../benchmarks/peers/minimal_loop.py), has the same

@@ -1,6 +1,7 @@
 """Slice 4: what a checkpoint of a large model costs the steps beside it. The model is its tensors:
 weights and two moments of AdamW, in float32, of random numbers that can be drawn again."""
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ INTERVAL = 60.0
 
 def save(setting: Setting, model: str, to_disk: bool) -> dict[str, Any]:
     """Save beside steps, change nothing, wipe the tensors, load them again and compare."""
-    parameters = LAYERS << 16 if setting.toy else PARAMETERS[model]
+    parameters = LAYERS << 16 if setting.toy else PARAMETERS.get(model) or largest(setting)
     need_room(setting, BYTES * parameters, to_disk)
     state, step = State(parameters, setting.place()), Step(setting)
     options = CheckpointOptions(keep=1, slots=1, max_shard_size="2 GB")
@@ -72,6 +73,12 @@ def save(setting: Setting, model: str, to_disk: bool) -> dict[str, Any]:
         "loaded_from_memory": int(checkpointer.loaded_from == "memory"),
         "wrong_tensors": len(state.wrong()),
     }
+
+
+def largest(setting: Setting) -> int:
+    """Parameters whose tensors fit on the GPU, and their copy into shared memory: up to 8B."""
+    room = min(free_host_memory(), device_memory() if setting.on_gpu() else math.inf)
+    return min(PARAMETERS["8B"], int(room / ROOM / BYTES))
 
 
 def need_room(setting: Setting, nbytes: int, to_disk: bool) -> None:

@@ -111,7 +111,7 @@ def architecture(setting: Setting, name: str) -> dict[str, Any]:
     return {**_COMMON, **(SMALL if name == "small" else QWEN3[name])}
 
 
-def recipe(setting: Setting, model: str, **sections: Mapping[str, Any]) -> Sections:
+def recipe(setting: Setting, model: str, /, **sections: Mapping[str, Any]) -> Sections:
     """A recipe for a model on synthetic data, with `sections` over the defaults here: 20 steps of 8
     sequences of 512 tokens, in float32, without checkpoints.
 

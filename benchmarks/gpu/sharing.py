@@ -29,7 +29,7 @@ REFUSALS = ("not implemented", "not supported", "unsupported", "gloo")
 """Words of gloo, and of torch about it, when it cannot do something."""
 
 
-def two_ranks(setting: Setting, **strategy: str) -> dict[str, Any]:
+def two_ranks(setting: Setting, **strategy: Any) -> dict[str, Any]:
     """Losses of two ranks against those of one, in float32."""
     sections = recipe(setting, "small", strategy=strategy)
     return {"difference": difference(together(setting, sections), losses(setting, "alone"))}

@@ -25,9 +25,10 @@ from benchmarks.gpu.setting import (
     write_recipe,
 )
 from benchmarks.support import ROOT, torchrun
-from trainer.models.loss import head_cross_entropy
+from trainer.models.loss import HeadLoss
 
-LOG_EVERY = 4
+LOG_EVERY = {"0.6B": 4, "1.7B": 2, "4B": 2, "8B": 2}
+"""Steps of a log interval."""
 WARM, MEASURED = 3, 5
 """Log intervals."""
 SEQ_LEN = {"0.6B": 2048, "1.7B": 2048, "4B": 2048, "8B": 4096}
@@ -50,7 +51,7 @@ def sections_of(
     return recipe(
         setting,
         model,
-        run={"log_every": LOG_EVERY},
+        run={"log_every": LOG_EVERY[model]},
         data={"seq_len": SEQ_LEN[model], "document_mask": mask},
         batch={"global_batch": BATCH[model], "micro_batch": micro_batch},
         strategy={
@@ -92,7 +93,8 @@ def peer(
     if missing := [package for package in PEERS[peer] if not find_spec(package)]:
         raise UnsupportedError(f"{' and '.join(missing)} not installed")
     sections = sections_of(setting, model, micro_batch, mask, recompute)
-    sections["run"]["steps"] = (WARM + MEASURED) * LOG_EVERY
+    first, last = WARM * LOG_EVERY[model], (WARM + MEASURED) * LOG_EVERY[model]
+    sections["run"]["steps"] = last
     path = write_recipe(setting, peer, sections)
     file = str(ROOT / "benchmarks" / "peers" / f"{peer}_loop.py")
     output = run_command(setting, torchrun(1, file, str(path)))
@@ -100,7 +102,6 @@ def peer(
     if failed := [line["failed"] for line in lines if "failed" in line]:
         raise RunFailedError(failed[0])
     told = {line["step"]: line["at"] for line in lines if "at" in line}
-    first, last = WARM * LOG_EVERY, (WARM + MEASURED) * LOG_EVERY
     batch, length = sections["batch"]["global_batch"], sections["data"]["seq_len"]
     final = next(line for line in reversed(lines) if "peak_memory" in line)
     return {
@@ -112,7 +113,8 @@ def peer(
 
 def loss(setting: Setting, model: str) -> dict[str, Any]:
     """Milliseconds of forward and backward of head and loss, and gigabytes on top of their inputs:
-    this project's, and those of Liger and cut-cross-entropy where they are installed."""
+    this project's, eager and compiled, and those of Liger and cut-cross-entropy where they are
+    installed."""
     shape = architecture(setting, model)
     rows, device = 256 if setting.toy else 16_384, setting.place()
     size = shape["vocab_size"], shape["hidden_size"]
@@ -132,8 +134,11 @@ def loss(setting: Setting, model: str) -> dict[str, Any]:
 
         return linear_cross_entropy(hidden, weight, labels)
 
-    found: dict[str, Any] = {"rows": rows}
-    for name, function in (("perdure", head_cross_entropy), ("liger", liger), ("cut", cut)):
+    compiled = HeadLoss()
+    compiled.compile()
+    ways = {"perdure": HeadLoss(), "perdure_compiled": compiled, "liger": liger, "cut": cut}
+    found: dict[str, Any] = {f"{name}_ms": None for name in ways}  # on the page these come first
+    for name, function in ways.items():
 
         def both(function: Any = function) -> Tensor:
             hidden.grad = weight.grad = None
@@ -144,10 +149,9 @@ def loss(setting: Setting, model: str) -> dict[str, Any]:
         try:
             found[f"{name}_loss"] = both().item()
         except Exception as error:  # a peer's kernels may not know this torch, or this device
-            if name == "perdure":
+            if function not in (liger, cut):
                 raise
             print(f"{name}: {error}")
-            found[f"{name}_ms"] = None
             continue
         if setting.on_gpu():
             before = torch.cuda.memory_allocated()
@@ -155,4 +159,4 @@ def loss(setting: Setting, model: str) -> dict[str, Any]:
         found[f"{name}_ms"] = seconds(both) * 1e3
         if setting.on_gpu():
             found[f"{name}_gb"] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    return found
+    return {**found, "rows": rows}

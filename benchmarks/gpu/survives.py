@@ -16,6 +16,7 @@ from benchmarks.gpu.setting import (
     RunFailedError,
     Sections,
     Setting,
+    UnsupportedError,
     device_memory,
     job_environment,
     read_records,
@@ -28,10 +29,14 @@ from checkpointing.load.memory import token
 from checkpointing.save.manifest import read_manifest
 from checkpointing.storage.folders import of_run
 from elastic.group.secret import SECRET_FILE, make_secret
+from trainer.plan import predict
+from trainer.recipe import load_recipe
 from trainer.tools.local_nodes import LocalNode, LocalNodes
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient, two moments."""
+STATE, PEAK = 0.6, 0.75
+"""Shares of a GPU's memory."""
 EXACT = {"determinism": "exact"}
 KILLS = 2
 
@@ -61,27 +66,12 @@ def differing(setting: Setting, one: str, other: str, step: int) -> list[str]:
 def kill(setting: Setting, model: str, workers: int) -> dict[str, Any]:
     """kill -9 of the training process, twice; seconds to the first new step.
 
-    `model` `large` is the largest whose state takes no more than 0.6 of the GPU's memory.
+    `model` `large` is the largest whose state leaves room, with sequences that fill the GPU.
     """
+    memory, micro_batch = device_memory() if setting.on_gpu() else 0, 8
     if model == "large":
-        fitting = [
-            name
-            for name, count in PARAMETERS.items()
-            if setting.toy or BYTES_PER_PARAMETER * count <= 0.6 * device_memory()
-        ]
-        model = fitting[-1]
-    small = model == "0.6B"
-    sections = recipe(
-        setting,
-        model,
-        run={"steps": 100_000},
-        data={"seq_len": 2048, "workers": workers},
-        batch={"global_batch": 8, "micro_batch": 8 if small else 1},
-        precision={"dtype": "bf16"},
-        # While a large state is copied many steps pass, and there is memory for one copy.
-        checkpoint={"every": 0, "slots": 2 if small else 1},
-        elastic={"snapshot_every": 1 if small else 20},
-    )
+        model, micro_batch = filling(setting, 80 << 30 if setting.toy else memory)
+    sections = killed(setting, model, workers, micro_batch)
     seconds, redone = [], []
     with job(setting, "killed", sections) as node:
         for _ in range(KILLS):
@@ -94,12 +84,46 @@ def kill(setting: Setting, model: str, workers: int) -> dict[str, Any]:
     check(setting, "killed")
     return {
         "model": model,
+        "micro_batch": micro_batch,
         "seconds": max(seconds),
         "all_seconds": seconds,
         "steps_redone": max(redone),
-        "share_of_memory": peak / device_memory() if setting.on_gpu() else None,
+        "share_of_memory": peak / memory if memory else None,
         "out_of_memory": len(re.findall("out of memory", text, re.IGNORECASE)),
     }
+
+
+def killed(setting: Setting, model: str, workers: int, micro_batch: int) -> Sections:
+    """What is killed."""
+    small = model == "0.6B"
+    return recipe(
+        setting,
+        model,
+        run={"steps": 100_000},
+        data={"seq_len": 2048, "workers": workers},
+        batch={"global_batch": 8, "micro_batch": micro_batch},
+        precision={"dtype": "bf16"},
+        # While a large state is copied some steps pass, and there is memory for one copy.
+        checkpoint={"every": 0, "slots": 2 if small else 1},
+        elastic={"snapshot_every": 1 if small else 5},
+    )
+
+
+def filling(setting: Setting, memory: int) -> tuple[str, int]:
+    """For a GPU of so many bytes the largest model whose state takes no more than STATE of them,
+    and the largest micro-batch whose predicted peak takes no more than PEAK. Half empty, the GPU
+    would bear a successor beside a killed rank that still has its memory."""
+    most = STATE * memory / BYTES_PER_PARAMETER
+    fitting = [name for name, count in PARAMETERS.items() if count <= most]
+    if not fitting:
+        raise UnsupportedError(f"no model's state takes 0.6 of {memory / 1e9:.0f} GB, or less")
+    model = fitting[-1]
+    for micro_batch in (8, 4, 2):
+        path = write_recipe(setting, "tried", killed(setting, model, 0, micro_batch))
+        found = predict(load_recipe(str(path), []), 1, 1, device="cuda", gpu_memory=memory)
+        if found.peak <= PEAK * memory:
+            return model, micro_batch
+    return model, 1
 
 
 def in_place(setting: Setting) -> dict[str, Any]:

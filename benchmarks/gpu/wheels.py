@@ -15,8 +15,10 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 WITH_WHAT_THEY_NEED = ("isal", "tenacity", "pydantic")
-ALONE = ("torchdata", "liger-kernel", "cut-cross-entropy")
-"""Without what they need, as that is torch, or there; the last two are compared with."""
+ALONE = ("torchdata",)
+"""Without what they need, as that is torch, or there."""
+OPTIONAL = ("torchao>=0.18,<0.19", "liger-kernel", "cut-cross-entropy")
+"""Alone, too: for products in 8 bits, and to compare with. A case that misses one says so."""
 FROM_TRANSFORMERS = ("numpy", "safetensors", "tokenizers", "tqdm", "yaml")
 MODULES = ("isal", "tenacity", "pydantic", "torchdata", *FROM_TRANSFORMERS)
 """What this project does not start without, besides torch. wandb is not among them: it is large,
@@ -47,6 +49,10 @@ def make(folder: Path, python: str) -> None:
     download += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"]
     run([*download, *WITH_WHAT_THEY_NEED])
     run([*download, "--no-deps", *ALONE])
+    for package in OPTIONAL:
+        asked = [*download, "--no-deps", package]
+        if subprocess.run(asked, capture_output=True, check=False).returncode:
+            print(f"{package} cannot be had")
     with TemporaryDirectory() as scratch:  # setuptools leaves files beside the sources
         copy = Path(scratch, "perdure")
         for name in ("trainer", "elastic", "checkpointing", "recipes"):

@@ -1,6 +1,8 @@
 """The fake itself: what is wrong on a GPU must be wrong here."""
 
 import os
+import subprocess
+import sys
 import time
 from itertools import pairwise
 
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.distributed.jobs import FORKS
+from tests.distributed.jobs import FORKS, ROOT
 
 
 def test_late_copies_are_missed_by_who_does_not_wait(monkeypatch):
@@ -58,6 +60,17 @@ def copy_across(rank):
 
 def test_unwritten_memory_is_no_number():
     assert torch.empty(1 << 20, device="cuda").isnan().all()
+
+
+@pytest.mark.parametrize(("options", "grow"), [("", "1"), ("expandable_segments:False", "0")])
+def test_a_forked_rank_sees_whether_segments_grow(options, grow):
+    """Its options are set when torch has long been imported."""
+    environment = {**os.environ, **({"PYTORCH_ALLOC_CONF": options} if options else {})}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.forked"], cwd=ROOT, env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split()[-1:] == [grow], done.stderr
 
 
 def test_host_synchronisation_is_told(recwarn):
