@@ -66,8 +66,8 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
 
 SCALES = 1e-3, 1.0, 1e3
-"""Scales of the gradients that stand-ins get: elements may depend on each other beyond a threshold alone.
-One that these do not cross is not seen."""
+"""Scales of the gradients that stand-ins get: elements may depend on each other beyond a threshold
+alone. One that these do not cross is not seen."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
