@@ -110,7 +110,7 @@ def test_rounds_of_many_nodes_are_changes_by_few(job):
 def test_where_ranks_stand_is_known_to_the_first_node_alone(job):
     first, *rest = job["a"].state.members
     swaps.clear()
-    job[rest[-1]].change(lambda state: raise_alarm(state, 1, 0))
+    job[rest[-1]].change(lambda state: raise_alarm(state, state.round, 0))
     job.until(lambda state: state.alarm)
     alarm = job[first].state.alarm
     for name in rest:
