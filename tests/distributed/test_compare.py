@@ -227,7 +227,8 @@ def test_layouts(workspace):
         planned = found["predicted"]
         assert len(found["ranks"]) == 2
         assert found["difference"] < 1e-5
-        assert found["peak"] == pytest.approx(planned["peak"], rel=0.1)
+        # Of 1 MB; 4 % under cp2 when this was written.
+        assert found["peak"] == pytest.approx(planned["peak"], rel=0.05), found["name"]
         assert (found["bubble"] is not None) == found["name"].startswith("pp2")
         if found["bubble"] is None:
             sent = planned["communication_bytes"]
@@ -236,6 +237,29 @@ def test_layouts(workspace):
             assert 0 < found["bubble"] < 1
             assert f" {found['bubble']:.1%} ({planned['bubble']:.1%}, " in output
     assert_nothing_left(workspace / "layouts/runs")
+
+
+@soak
+def test_experts_apart(workspace):
+    """Each token goes to all of them, so that no rank has more rows than the plan thinks."""
+    options = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    moe = [f"model.architecture.options={{{', '.join(f'{k}: {v}' for k, v in options.items())}}}"]
+    moe += ["model.architecture.model_type=qwen3_moe"]
+    process = perdure_compare(
+        workspace, "--strategies", "zero2,ep2", "--steps", "4", "--out", "experts", *moe
+    )
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    result = json.loads((workspace / "experts/compare.json").read_text())
+    whole, apart = result["strategies"]
+    for found in (whole, apart):
+        planned = found["predicted"]
+        assert found["difference"] < 1e-5
+        assert found["peak"] == pytest.approx(planned["peak"], rel=0.03), found["name"]
+        sent = planned["communication_bytes"]
+        assert found["communication_bytes"] == pytest.approx(sent, rel=0.01), found["name"]
+    assert apart["parameters"] == apart["predicted"]["parameters"] == whole["parameters"]
+    assert_nothing_left(workspace / "experts/runs")
 
 
 @soak

@@ -12,8 +12,8 @@ from checkpointing import read_state
 from elastic import World
 from tests.distributed.jobs import ROOT, Forked, losses, soak
 from trainer.plan import predict
+from trainer.plan.blueprint import read_blueprint
 from trainer.plan.search import ROOM, largest_micro_batch
-from trainer.plan.trace import read_blueprint
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.micro_batch import HalvedError, halving
 from trainer.tools.local_nodes import LocalNodes

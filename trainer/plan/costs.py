@@ -3,6 +3,7 @@
 Every assumption is a constant of this file, and printed with the figures.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -10,9 +11,11 @@ from dataclasses import dataclass, replace
 
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind, Order, Simulation, simulate
+from trainer.plan.blueprint import Shape, Stage, parts_of
 from trainer.plan.gpus import GPUS, Gpu, peak_tflops
-from trainer.plan.memory import Layout, parts_of
-from trainer.plan.trace import Shape, Stage, Trace, Work
+from trainer.plan.layout import Layout
+from trainer.plan.tape import Trace
+from trainer.plan.work import Work
 from trainer.recipe import Recipe, RecipeError
 
 PEAK_SHARE = 0.7
@@ -220,7 +223,7 @@ def collectives_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> l
     roots = [shape for stage in stages for shape in stage.units[0]]
     found = []
     for part in parts_of(shapes):  # experts that are divided lie over fewer ranks
-        ep = part[0].ep
+        ep, ranks = part[0].ep, part[0].over(shards)
         whole = sum(shape.gathered(shards) for shape in part)
         root = sum(shape.gathered(shards) for shape in roots if shape.ep == ep)
         # What stays gathered for the backward pass does for the next pass, too. What is in no block
@@ -231,9 +234,8 @@ def collectives_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> l
         if not recipe.gathers_twice:
             gathered = often * whole
         reduction = layout.reductions * reduced * whole
-        payload, ranks = compute * gathered + reduction, max(1, shards // ep)
-        replica = strategy.tp * strategy.pp * shards
-        found.append(Collective(payload, 1, ranks, strategy.tp * ep))
+        payload, replica = compute * gathered + reduction, strategy.tp * strategy.pp * shards
+        found.append(Collective(payload, 1, ranks, ep if ep > 1 else strategy.tp))
         found.append(Collective(reduction // ranks, 2, layout.replicas, replica))
     return found
 
@@ -323,7 +325,7 @@ def times_of(
         return each[0]
     slowest = max(each, key=lambda times: times.step)
     within = layout.passes * max(
-        sum(sum(_together_seconds(trace, machine)) for trace in pieces.of_rank(rank)[1])
+        sum(sum(_together_seconds(trace, recipe, machine)) for trace in pieces.of_rank(rank)[1])
         for rank in ranks
     )
     hop = messages_of(
@@ -376,12 +378,12 @@ def _times_of_rank(
     tied = tied_gradients_of(stages, recipe, layout)
     sent = (*collectives, messages, tied)
     crossing = sum(c.seconds(machine) for c in sent if c.crosses(machine))
-    together = (
-        layout.passes
-        * sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)
-        / _link(machine)
-    )
-    exposed += layout.passes * sum(sum(_together_seconds(trace, machine)) for trace in traces)
+    halves, ep = [half for trace in traces for half in trace.sent], recipe.strategy.ep
+    to_experts = [exchange_seconds(half.ep, ep, machine) for half in halves]
+    together = sum(half.tp + half.cp for half in halves) / _link(machine)
+    together = layout.passes * (together + sum(map(max, to_experts)))
+    crossing += layout.passes * sum(across for _, across in to_experts)
+    exposed += layout.passes * sum(sum(_together_seconds(t, recipe, machine)) for t in traces)
     exposed += tied.seconds(machine)  # after the last backward pass, before the norm
     communication = shared + together + messages.seconds(machine) + tied.seconds(machine)
     return Times(compute, update, transfers, communication, crossing, exposed)
@@ -392,35 +394,41 @@ def _link(machine: Machine) -> float:
     return machine.gpu.link * NETWORK_SHARE
 
 
-def _together_seconds(trace: Trace, machine: Machine) -> tuple[float, float]:
+def exchange_seconds(nbytes: float, ranks: int, machine: Machine) -> tuple[float, float]:
+    """How long each of `ranks` neighbours sends so many bytes, as many to any other: those within
+    nodes, and those between them. All GPUs of a node do so, and share its network."""
+    inside = math.gcd(ranks, machine.gpus_per_node)
+    across = nbytes * (ranks - inside) / max(1, ranks - 1)
+    network = machine.net * NETWORK_SHARE / machine.gpus_per_node
+    return (nbytes - across) / _link(machine), across / network
+
+
+def _together_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
     """What tensor, context and expert parallelism wait for in a pass: forward, backward."""
     arithmetic = machine.peak_flops * PEAK_SHARE
     forward, backward = (
-        (half.tp + half.ep) / _link(machine)
+        half.tp / _link(machine)
+        + max(exchange_seconds(half.ep, recipe.strategy.ep, machine))
         + max(0.0, half.cp / _link(machine) - half.attention / arithmetic)
         for half in trace.sent
     )
     return forward, backward
 
 
-def simulated(pieces: Pieces, machine: Machine | None) -> Simulation:
+def simulated(pieces: Pieces, recipe: Recipe, machine: Machine | None) -> Simulation:
     """A step of a pipeline whose stages cost what was traced: seconds, or on a machine of which
     nothing is known operations."""
     costs: dict[int, dict[Kind, float]] = {}
     for trace in pieces.traces:
         if id(trace) in costs:
             continue
+        works = trace.forward, trace.backward, trace.weights
         if machine:
-            arithmetic = machine.peak_flops * PEAK_SHARE
-            forward, backward = (work_seconds(w, machine) for w in (trace.forward, trace.backward))
-            waits = _together_seconds(trace, machine)
+            forward, backward, weights = (work_seconds(w, machine) for w in works)
+            waits = _together_seconds(trace, recipe, machine)
         else:
-            arithmetic, waits = 1.0, (0.0, 0.0)
-            forward, backward = (
-                sum(w[0] for w in half) for half in (trace.forward, trace.backward)
-            )
-        # The gradients of weights are as many products as forward has, but for attention.
-        weights = min(backward / 2, forward - trace.sent[0].attention / arithmetic)
+            forward, backward, weights = (sum(w[0] for w in work) for work in works)
+            waits = 0.0, 0.0
         costs[id(trace)] = {
             "F": forward + waits[0],
             "B": backward + waits[1],

@@ -34,7 +34,7 @@ class LiveTensors(TorchDispatchMode):
         if operator.namespace == "prim":  # asks for a tensor's device, and the like
             return operator(*args, **(kwargs or {}))
         given = {_key(storage) for storage in _storages((args, kwargs))}
-        result = operator(*args, **(kwargs or {}))
+        result = self.compute(operator, args, kwargs or {})
         for storage in _storages(result):
             known = self._made.get(_key(storage))
             # A view of what was given is not new, whether or not that was made in here.
@@ -43,6 +43,10 @@ class LiveTensors(TorchDispatchMode):
         self.alive = self.total()
         self.peak = max(self.peak, self.alive)
         return result
+
+    def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """What an operator gives."""
+        return operator(*args, **kwargs)
 
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:
         """Bytes alive now: all, or those with a label; without the storages of some tensors."""

@@ -1,39 +1,31 @@
 """What one recipe needs on one machine: the numbers behind `perdure plan` and `perdure compare`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from elastic.group.batch_plan import plan_batch
-from trainer.parallel.fsdp import gathers_ahead_on_cpu
-from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import DTYPES, check_parallel
 from trainer.parallel.schedules import Order, bubble_formula, schedule
+from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of
 from trainer.plan.costs import (
     Machine,
     Pieces,
+    Times,
     collectives_of,
     messages_of,
     simulated,
     tied_gradients_of,
     times_of,
 )
-from trainer.plan.memory import Layout, Memory, memory_of
-from trainer.plan.trace import (
-    USUAL_GPU,
-    Blueprint,
-    Cut,
-    Stage,
-    Trace,
-    read_blueprint,
-    stage_of,
-    trace,
-)
-from trainer.recipe import Recipe, RecipeError
+from trainer.plan.layout import Layout, layout_of
+from trainer.plan.memory import Memory, memory_of
+from trainer.plan.tape import Trace
+from trainer.plan.trace import USUAL_GPU, Cut, trace
+from trainer.recipe import Recipe
 
 HOW = {
     "shapes": (
@@ -79,19 +71,19 @@ class Prediction(Memory):
     its stages cost; messages take none."""
     bubble_formula: float
     """The same if all stages cost as much, and backward twice as much as forward."""
-    checkpoint_seconds: float | None
-    seconds_per_step: float | None
-    communication_seconds: float | None
+    checkpoint_seconds: float | None = None
+    seconds_per_step: float | None = None
+    communication_seconds: float | None = None
     """Per step, as if nothing overlapped."""
-    network_seconds: float | None
+    network_seconds: float | None = None
     """What of it is between nodes; the rest is within them."""
-    transfer_seconds: float | None
+    transfer_seconds: float | None = None
     """Per step, between host and device, as if nothing overlapped."""
-    exposed_seconds: float | None
+    exposed_seconds: float | None = None
     """What of communication and transfers no computation hides."""
-    tokens_per_second: float | None
+    tokens_per_second: float | None = None
     """All ranks together."""
-    mfu: float | None
+    mfu: float | None = None
     """Share of the peak FLOP/s, as `perdure train` reports it."""
 
 
@@ -123,102 +115,134 @@ def predict(
     if device is None:
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
-    strategy, batch = recipe.strategy, recipe.batch
-    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
-    shares = world_size // strategy.together
-    try:
-        plan = plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
-        raise RecipeError(f"batch.global_batch: {error}") from error
-    by_fsdp = is_sharded_by_fsdp(recipe, world_size)
-    reductions = plan.passes if strategy.reduce_every_pass else 1
-    layout = Layout(
-        replicas,
-        shards,
-        by_fsdp,
-        gathers_ahead_on_cpu(recipe, device),
-        plan.passes,
-        reductions,
-        plan.micro_batch,
-    )
-    flash = machine is None or machine.gpu.flash_attention
+    strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
+    check_parallel(recipe, blueprint.model, layout.shards)
     if gpu_memory is None:
         gpu_memory = machine.gpu.memory if machine else USUAL_GPU
-    keep = by_fsdp or (world_size == plan.passes == 1)  # no bucket, nothing to be added to
-    cut = Cut(strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.ep)
-    stages = [
-        stage_of(blueprint, run, strategy.tp, strategy.ep)
-        for run in _runs(blueprint, recipe, shards, local_world_size)
-    ]
-    of_stage = partial(
-        trace, blueprint, plan.micro_batch, strategy.activation_checkpointing,
-        DTYPES[recipe.precision.dtype], not by_fsdp, device, flash, gpu_memory, keep, cut,
-    )  # fmt: skip
-    traces: dict[Stage, Trace] = {}
-    for stage in stages:
-        traces[stage] = traces.get(stage) or of_stage(stage=stage)
+    traced = partial(
+        trace,
+        blueprint,
+        layout.micro_batch,
+        device=device,
+        flash=machine is None or machine.gpu.flash_attention,
+        gpu_memory=gpu_memory,
+        # A single rank has no bucket, and in a single pass nothing that gradients are added to.
+        keep_gradients=layout.by_fsdp or world_size == layout.passes == 1,
+    )
+    pieces = _pieces(blueprint, recipe, layout, traced)
+    ranks = [pieces.of_rank(rank) for rank in range(strategy.pp)]
+    memory = _memory(ranks, pieces.orders, recipe, layout, device, blueprint)
+    on_host = memory.host + (memory.peak if device == "cpu" else 0)
+    of_node = _of_node(recipe, blueprint, world_size, local_world_size, on_host, memory.disk)
+    simulation = simulated(pieces, recipe, machine) if pieces.orders else None
+    seconds = {}
+    if machine:
+        times = times_of(pieces, recipe, layout, machine, simulation)
+        seconds = _seconds(times, recipe, blueprint, machine, world_size)
+        if machine.storage:
+            seconds["checkpoint_seconds"] = of_node["checkpoint_bytes"] / machine.storage
+    return Prediction(
+        **dataclasses.asdict(memory),
+        world_size=world_size,
+        passes=layout.passes,
+        micro_batch=layout.micro_batch,
+        communication_bytes=max(_sent(*rank, recipe, layout) for rank in ranks),
+        bubble=simulation.bubble if simulation else 0.0,
+        bubble_formula=bubble_formula(
+            strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, layout.passes
+        ),
+        **of_node,
+        **seconds,
+    )
+
+
+def _pieces(
+    blueprint: Blueprint, recipe: Recipe, layout: Layout, traced: Callable[..., Trace]
+) -> Pieces:
+    """What each stage computes; `traced` gives a trace, told what is not the layout's."""
+    strategy, runs = recipe.strategy, [range(blueprint.block_count)]
     orders: Sequence[Order] = ()
     if strategy.pp > 1:
-        per_rank = strategy.pp_stages_per_rank
-        orders = schedule(strategy.pp_schedule, strategy.pp, per_rank, plan.passes)
-    pieces = Pieces(stages, [traces[stage] for stage in stages], orders)
-    memories = [
-        memory_of(
-            *pieces.of_rank(rank), recipe, layout, device, blueprint.buffers,
-            orders[rank] if orders else None,
+        from trainer.parallel.pipeline import runs_of  # others get by without
+
+        runs, per_rank = runs_of(blueprint.model, recipe), strategy.pp_stages_per_rank
+        orders = schedule(strategy.pp_schedule, strategy.pp, per_rank, layout.passes)
+    stages = [stage_of(blueprint, run, strategy.tp, strategy.ep) for run in runs]
+    traces = {
+        stage: traced(
+            recompute=strategy.activation_checkpointing,
+            dtype=DTYPES[recipe.precision.dtype],
+            autocast=not layout.by_fsdp,
+            cut=Cut(strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.ep),
+            stage=stage,
+            in_two=strategy.pp_schedule == "zero_bubble",
         )
-        for rank in range(strategy.pp)
-    ]  # fmt: skip
-    memory = max(memories, key=lambda memory: memory.peak)
-    sums = ("parameters", "gradients", "optimizer_state", "activations", "host", "disk")
-    most = {name: max(getattr(of_rank, name) for of_rank in memories) for name in sums}
+        for stage in dict.fromkeys(stages)
+    }
+    return Pieces(stages, [traces[stage] for stage in stages], orders)
+
+
+def _memory(
+    ranks: Sequence[tuple[Sequence[Stage], Sequence[Trace]]],
+    orders: Sequence[Order | None],
+    recipe: Recipe,
+    layout: Layout,
+    device: Literal["cpu", "cuda"],
+    blueprint: Blueprint,
+) -> Memory:
+    """The moment of the rank with the largest peak, and of each kind the most that a rank has."""
+    memories, each = [], orders or [None]
+    for (stages, traces), order in zip(ranks, each, strict=True):
+        buffers = blueprint.buffers
+        if order:  # they are in blocks
+            buffers = buffers * sum(stage.blocks for stage in stages) // blueprint.block_count
+        memories.append(memory_of(stages, traces, recipe, layout, device, buffers, order))
+    kinds = "parameters", "gradients", "optimizer_state", "buffers", "activations", "host", "disk"
+    most = {kind: max(getattr(memory, kind) for memory in memories) for kind in kinds}
+    return dataclasses.replace(max(memories, key=lambda memory: memory.peak), **most)
+
+
+def _of_node(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    world_size: int,
+    local_world_size: int,
+    on_host: int,
+    on_disk: int,
+) -> dict[str, Any]:
+    """Fields of a checkpoint, and of a node whose ranks each have so many bytes."""
     saved = sum(shape.saved_bytes for unit in blueprint.units for shape in unit)
     checkpoint = saved + blueprint.buffers
     slot = checkpoint * local_world_size // world_size
-    on_host = most["host"] + (memory.peak if device == "cpu" else 0)
-    node_memory, node_disk = local_world_size * on_host, local_world_size * most["disk"]
+    memory, disk = local_world_size * on_host, local_world_size * on_disk
     if recipe.checkpoint.slot_directory is not None:
-        node_disk += slot
+        disk += slot
     else:
         peer = recipe.checkpoint.peer_copy and world_size > local_world_size
-        node_memory += 2 * slot if peer else slot
-    seconds = communication = network = transfer = exposed = rate = mfu = writing = None
-    formula = 0.0
-    simulation = simulated(pieces, machine) if orders else None
-    if orders:
-        formula = bubble_formula(strategy.pp_schedule, strategy.pp, per_rank, plan.passes)
-    if machine:
-        times = times_of(pieces, recipe, layout, machine, simulation)
-        seconds, exposed = times.step, times.exposed
-        communication, transfer, network = times.communication, times.transfers, times.network
-        tokens = batch.global_batch * recipe.data.seq_len
-        rate = tokens / seconds
-        arithmetic = blueprint.flops_per_token * tokens
-        mfu = arithmetic / (seconds * machine.peak_flops * world_size)
-        writing = checkpoint / machine.storage if machine.storage else None
-    return Prediction(
-        world_size=world_size,
-        passes=plan.passes,
-        micro_batch=plan.micro_batch,
-        **dataclasses.asdict(memory) | most,
-        communication_bytes=max(
-            _sent(*pieces.of_rank(rank), recipe, layout) for rank in range(strategy.pp)
-        ),
-        bubble=simulation.bubble if simulation else 0.0,
-        bubble_formula=formula,
-        checkpoint_bytes=checkpoint,
-        node_memory=node_memory,
-        node_disk=node_disk,
-        slot_bytes=slot,
-        checkpoint_seconds=writing,
-        seconds_per_step=seconds,
-        communication_seconds=communication,
-        network_seconds=network,
-        transfer_seconds=transfer,
-        exposed_seconds=exposed,
-        tokens_per_second=rate,
-        mfu=mfu,
-    )
+        memory += 2 * slot if peer else slot
+    return {
+        "checkpoint_bytes": checkpoint,
+        "node_memory": memory,
+        "node_disk": disk,
+        "slot_bytes": slot,
+    }
+
+
+def _seconds(
+    times: Times, recipe: Recipe, blueprint: Blueprint, machine: Machine, world_size: int
+) -> dict[str, Any]:
+    """Fields of a step."""
+    tokens = recipe.batch.global_batch * recipe.data.seq_len
+    arithmetic = blueprint.flops_per_token * tokens
+    return {
+        "seconds_per_step": times.step,
+        "communication_seconds": times.communication,
+        "network_seconds": times.network,
+        "transfer_seconds": times.transfers,
+        "exposed_seconds": times.exposed,
+        "tokens_per_second": tokens / times.step,
+        "mfu": arithmetic / (times.step * machine.peak_flops * world_size),
+    }
 
 
 def _sent(
@@ -230,29 +254,3 @@ def _sent(
     tied = tied_gradients_of(stages, recipe, layout).sent
     together = sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)
     return shared + layout.passes * together + messages + tied
-
-
-def _runs(blueprint: Blueprint, recipe: Recipe, shards: int, local_world_size: int) -> list[range]:
-    """The blocks of each stage.
-
-    Raises:
-        RecipeError: the model cannot be computed by so many ranks together.
-    """
-    strategy = recipe.strategy
-    if strategy.ep > 1:
-        if strategy.together > 1:
-            raise RecipeError(
-                "strategy.ep: beside tp, cp and pp it cannot be planned yet; `perdure compare` "
-                "measures it"
-            )
-        if strategy.ep > local_world_size:
-            raise RecipeError(
-                f"strategy.ep: {strategy.ep} ranks span several nodes of {local_world_size}, of "
-                "which the time cannot be planned yet; set a divisor"
-            )
-    check_parallel(recipe, blueprint.model, shards)
-    if strategy.pp == 1:
-        return [range(blueprint.block_count)]
-    from trainer.parallel.pipeline import runs_of  # others get by without
-
-    return runs_of(blueprint.model, recipe)

@@ -10,9 +10,10 @@ from itertools import product
 from typing import Literal
 
 from trainer.parallel.schedules import bubble_formula
+from trainer.plan.blueprint import Blueprint, read_blueprint
 from trainer.plan.costs import PEAK_SHARE, Collective, Machine
 from trainer.plan.prediction import Prediction, predict
-from trainer.plan.trace import Blueprint, Recompute, read_blueprint
+from trainer.plan.trace import Recompute
 from trainer.recipe import Recipe, RecipeError, Strategy
 from trainer.recipe.rules import contradictions
 
@@ -144,8 +145,9 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             recomputes = [
                 recompute
                 for recompute in RECOMPUTES
-                if not limit
-                or least(dataclasses.replace(strategy, activation_checkpointing=recompute)) < limit
+                for changed in [dataclasses.replace(strategy, activation_checkpointing=recompute)]
+                if not (limit and least(changed) >= limit)
+                and not _refused(_changed(recipe, changed, 1))
             ]
             tried = _of_layout(recipe, strategy, recomputes, machine, partial(candidates, label))
             everything += tried
@@ -188,7 +190,8 @@ def _layouts(
 ) -> Iterator[tuple[str, Strategy]]:
     """Model parallelism that the recipe can have there, and whose state may fit. Ranks that compute
     a layer together stay in a node, stages are apart; a step computes whole sequences until they
-    are LONG."""
+    are LONG. Experts are divided among the ranks of a node, or without tp whole."""
+    apart = _experts_apart(machine, blueprint)
     powers = [1 << n for n in range(machine.world_size.bit_length())]
     state = sum(
         shape.moment_bytes(1) + 8 * shape.rows * shape.row
@@ -202,28 +205,39 @@ def _layouts(
             continue
         if recipe.batch.global_batch * tp * cp < machine.world_size:  # fewer passes than stages
             continue
-        for stages in (1, *STAGES_PER_RANK) if pp > 1 else (1,):
+        in_node, ranks = machine.gpus_per_node // tp, machine.world_size // (tp * pp)
+        ways = [
+            ("DDP", Strategy(name="ddp"), tp * pp),
+            ("ZeRO-2", Strategy(sharding="SHARD_GRAD_OP"), machine.world_size),
+            ("ZeRO-3", Strategy(sharding="FULL_SHARD"), machine.world_size),
+        ]
+        if 1 < in_node < ranks and ranks % in_node == 0:
+            ways.append(("hybrid", Strategy(sharding="HYBRID_SHARD"), tp * pp * in_node))
+        per_rank = (1, *STAGES_PER_RANK) if pp > 1 else (1,)
+        for stages, ep in product(per_rank, {apart} if tp > 1 else sorted({1, apart})):
             if pp * stages > blueprint.block_count:
                 break
-            common = Strategy(
-                tp=tp, sequence_parallel=tp > 1, cp=cp, pp=pp, pp_stages_per_rank=stages,
-                pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b",
-            )  # fmt: skip
-            for label, strategy in (
-                ("DDP", dataclasses.replace(common, name="ddp")),
-                ("ZeRO-2", dataclasses.replace(common, sharding="SHARD_GRAD_OP")),
-                ("ZeRO-3", dataclasses.replace(common, sharding="FULL_SHARD")),
-            ):
-                sharded = tp * pp if label == "DDP" else machine.world_size
+            for label, way, sharded in ways:
+                strategy = dataclasses.replace(
+                    way, tp=tp, sequence_parallel=tp > 1, cp=cp, pp=pp, pp_stages_per_rank=stages,
+                    pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b", ep=ep,
+                    compile=recipe.strategy.compile,
+                )  # fmt: skip
                 too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
                 changed = _changed(recipe, strategy, 1)
                 if not (too_large or _refused(changed)):
                     yield f"{_name(strategy)} {label}", strategy
 
 
+def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
+    """Ranks of a node that can divide the experts of a model; 1 if it has none."""
+    stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
+    return math.gcd(machine.gpus_per_node, *stacks) if stacks else 1
+
+
 def _name(strategy: Strategy) -> str:
     """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
-    parts = [f"{key.upper()}{n}" for key in ("tp", "cp") if (n := getattr(strategy, key)) > 1]
+    parts = [f"{key.upper()}{n}" for key in ("tp", "cp", "ep") if (n := getattr(strategy, key)) > 1]
     if strategy.pp > 1:
         of_rank = strategy.pp_stages_per_rank
         parts.append(f"PP{strategy.pp}" + (f"x{of_rank}" if of_rank > 1 else ""))
@@ -245,7 +259,9 @@ def _least_seconds(
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
     if strategy.name == "ddp":
         return computing
-    gathers = passes / max(MICRO_BATCHES) * (2 if strategy.sharding == "FULL_SHARD" else 1)
+    gathers = passes / max(MICRO_BATCHES) * (1 if strategy.sharding == "SHARD_GRAD_OP" else 2)
+    if strategy.sharding == "HYBRID_SHARD":
+        shards = machine.gpus_per_node // strategy.tp
     gathered = sum(
         shape.rows * shape.row / (strategy.ep if shape.stacked else 1)
         for unit in blueprint.units
@@ -335,9 +351,9 @@ def _strategies(
     three = dataclasses.replace(plain, sharding="FULL_SHARD")
     yield "ZeRO-2", two
     yield "ZeRO-3", three
-    stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
-    ep = math.gcd(machine.gpus_per_node, *stacks) if stacks and plain.together == 1 else 1
+    ep = _experts_apart(machine, blueprint)
     if ep > 1:
+        yield f"EP{ep} ZeRO-2", dataclasses.replace(two, ep=ep)
         yield f"EP{ep} ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)

@@ -1,0 +1,237 @@
+"""What a recipe trains, without weights and data: shapes of the model and of its stages."""
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from trainer.models import Decoder
+from trainer.optim.optimizer import StateTensor, state_of
+from trainer.parallel.expert import stacked_modules
+from trainer.recipe import Recipe
+from trainer.recipe.sections import Optimizer
+from trainer.tasks.task import bare_model, documents_for, repeated_blocks
+
+DEPTH = 2
+"""Blocks that are traced where all are alike: the last one, and one whose output another block
+takes in."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A parameter, as sharding on dim 0 sees it."""
+
+    rows: int
+    row: int
+    """Elements per row."""
+    itemsize: int
+    """Bytes per element."""
+    state: tuple[StateTensor, ...] = ()
+    """What the optimizer keeps for it."""
+    stacked: bool = False
+    """Whether its rows are experts."""
+    ep: int = 1
+    """Ranks that have other rows of it each, before any sharding."""
+    tp: int = 1
+    """With that, ranks that compute each layer together, and share it as those of shards do."""
+
+    @property
+    def whole(self) -> int:
+        """Elements, once they are gathered."""
+        return -(-self.rows // self.ep) * self.row
+
+    def over(self, ranks: int) -> int:
+        """Ranks over which FSDP cuts it, where it cuts others over `ranks`."""
+        return max(1, ranks * self.tp // self.ep)
+
+    def sharded(self, ranks: int) -> int:
+        """Elements of the first rank's slice, which no other's exceeds."""
+        return -(-self.rows // (self.ep * self.over(ranks))) * self.row
+
+    def gathered(self, ranks: int) -> int:
+        """Elements of all slices that a rank gathers."""
+        return self.over(ranks) * self.sharded(ranks)
+
+    def state_bytes(self, ranks: int) -> int:
+        """Bytes of the optimizer's state on the first rank."""
+        return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
+
+    def moment_bytes(self, ranks: int) -> int:
+        """Bytes of the state that has the shape of the parameter, on the first rank."""
+        return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.like_parameter)
+
+    @property
+    def saved_bytes(self) -> int:
+        """In a checkpoint, but for numbers of updates."""
+        state = sum(tensor.nbytes(self.rows * self.row) for tensor in self.state if tensor.shape)
+        return self.rows * self.row * self.itemsize + state
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """What a recipe trains, without weights and data."""
+
+    model: nn.Module
+    """On the meta device."""
+    traced: nn.Module
+    """The same model with fewer blocks, or itself."""
+    block_count: int
+    seq_len: int
+    documents: Literal["document_ids", "cu_seqlens"] | None
+    """What of them the model is given."""
+    flops_per_token: float
+    """As `Task.flops_per_token`."""
+    units: tuple[tuple[Shape, ...], ...]
+    """Parameters by FSDP unit: what belongs to no block, then each block. Tied ones once."""
+    buffers: int
+    """Bytes."""
+    optimizer: Optimizer
+    """What keeps state for each parameter."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements."""
+        return sum(shape.rows * shape.row for unit in self.units for shape in unit)
+
+
+def read_blueprint(recipe: Recipe) -> Blueprint:
+    """Build the model of a recipe on the meta device.
+
+    Raises:
+        RecipeError: it cannot be built.
+        ConfigError: the config.json of `model.init_from` cannot be used.
+    """
+    model, blocks, flops = bare_model(recipe)
+    model = model.to("meta")
+    traced = model
+    if isinstance(model, Decoder) and len(blocks) > DEPTH:
+        with torch.device("meta"):
+            shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
+            traced = Decoder(shallow, recipe.model.attention, model.family)
+    return Blueprint(
+        model=model,
+        traced=traced,
+        block_count=len(blocks),
+        seq_len=recipe.data.seq_len,
+        documents=documents_for(recipe),
+        flops_per_token=flops,
+        units=_units(model, blocks, recipe.optimizer),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        optimizer=recipe.optimizer,
+    )
+
+
+Units: TypeAlias = tuple[tuple[Shape, ...], ...]
+
+
+def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) -> Units:
+    in_blocks = {p for block in blocks for p in block.parameters()}
+    rest = [p for p in model.parameters() if p not in in_blocks]
+    units = [rest, *(list(block.parameters()) for block in blocks)]
+    named = dict(model.named_parameters())
+    state = state_of(named, optimizer)
+    kept = {parameter: state[name] for name, parameter in named.items()}
+    stacked = {p for module in stacked_modules(model) for p in module.parameters()}
+    return tuple(tuple(_shape(p, kept[p], p in stacked) for p in unit) for unit in units)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What of a model a rank computes: some blocks, with what is below the first and above the last
+    one; all of it, unless there is a pipeline."""
+
+    first: bool
+    last: bool
+    blocks: int
+    units: Units
+    """As of a `Blueprint`, as tensor parallelism cuts it."""
+    tied: tuple[Shape, ...] = ()
+    """The embedding, if another stage has it, too."""
+
+
+def stage_of(blueprint: Blueprint, blocks: range, tp: int, ep: int = 1) -> Stage:
+    """The stage with some of the blocks, on one of `tp` ranks, with experts of one of `ep`.
+
+    Raises:
+        RecipeError: the model cannot be cut so.
+    """
+    first, last = blocks.start == 0, blocks.stop == blueprint.block_count
+    return _stage_of(blueprint, first, last, len(blocks), tp, ep)
+
+
+@cache
+def _stage_of(
+    blueprint: Blueprint, first: bool, last: bool, blocks: int, tp: int, ep: int
+) -> Stage:
+    if first and last and tp == 1:
+        return Stage(True, True, blocks, _divided(blueprint.units, ep, tp))
+    whole = _divided(_units_of_part(blueprint, True, True, tp), ep, tp)
+    if not isinstance(blueprint.traced, Decoder):
+        return Stage(first, last, blocks, whole)
+    rest = _units_of_part(blueprint, first, last, tp)[0]
+    tied: tuple[Shape, ...] = ()
+    if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
+        tied = _units_of_part(blueprint, True, False, tp)[0]
+    return Stage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
+
+
+def _divided(units: Units, ep: int, tp: int) -> Units:
+    """With experts on some ranks each, if `ep` is more than one."""
+    if ep == 1:
+        return units
+    return tuple(
+        tuple(dataclasses.replace(s, ep=ep, tp=tp) if s.stacked else s for s in unit)
+        for unit in units
+    )
+
+
+@cache
+def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Units:
+    """Units of the traced blocks, and what is below the first or above the last one."""
+    part = blueprint.traced
+    if first and last:
+        part = copy.deepcopy(part)
+    elif isinstance(part, Decoder):
+        depth = len(list(part.blocks))
+        if not (first or last):
+            return ((),)
+        part = part.part(range(0 if first else 1, depth if last else 1))
+    if tp > 1:
+        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
+        from trainer.plan.ranks import Ranks, imagined_ranks
+
+        ranks: Any = Ranks(tp)
+        with imagined_ranks(lambda *_: None, None, None):
+            apply_tensor_parallel(part, ranks, False)
+    return _units(part, repeated_blocks(part), blueprint.optimizer)
+
+
+def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool) -> Shape:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    row, itemsize = parameter.numel() // max(1, rows), parameter.element_size()
+    return Shape(rows, row, itemsize, state, stacked)
+
+
+def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | None = None) -> int:
+    """Bytes of all, or of the first of `ranks` slices; of elements of another size, if given."""
+    return sum(
+        (shape.sharded(ranks) if ranks else shape.whole) * (itemsize or shape.itemsize)
+        for shape in shapes
+    )
+
+
+def gathered_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
+    """Bytes of all slices that a rank gathers."""
+    return sum(shape.gathered(ranks) * itemsize for shape in shapes)
+
+
+def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:
+    """What FSDP gathers and reduces apart: of a block its experts, where ranks have other ones."""
+    experts = [shape for shape in unit if shape.ep > 1]
+    rest = [shape for shape in unit if shape.ep == 1]
+    return [part for part in (rest, experts) if part]

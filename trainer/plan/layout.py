@@ -1,0 +1,55 @@
+"""How a recipe lies over ranks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic.group.batch_plan import plan_batch
+from trainer.parallel.fsdp import gathers_ahead_on_cpu
+from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
+from trainer.recipe import Recipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a recipe lies over ranks."""
+
+    replicas: int
+    """Groups of ranks that hold the same."""
+    shards: int
+    """Ranks of such a group."""
+    by_fsdp: bool
+    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1."""
+    gathers_ahead: bool
+    """Whether forward, too, gathers a block while the one before is computed, as on CPUs."""
+    passes: int
+    """Forward and backward passes per step."""
+    reductions: int
+    """How often a step reduces each gradient."""
+    micro_batch: int
+    """Sequences of the largest pass."""
+
+
+def layout_of(
+    recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
+) -> Layout:
+    """How `recipe` lies over so many ranks.
+
+    Raises:
+        RecipeError: it cannot.
+    """
+    strategy, batch = recipe.strategy, recipe.batch
+    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
+    shares = world_size // strategy.together
+    try:
+        plan = plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
+    except ValueError as error:
+        raise RecipeError(f"batch.global_batch: {error}") from error
+    return Layout(
+        replicas=replicas,
+        shards=shards,
+        by_fsdp=is_sharded_by_fsdp(recipe, world_size),
+        gathers_ahead=gathers_ahead_on_cpu(recipe, device),
+        passes=plan.passes,
+        reductions=plan.passes if strategy.reduce_every_pass else 1,
+        micro_batch=plan.micro_batch,
+    )

@@ -1,0 +1,277 @@
+"""What comes and goes on one rank within a step, as `trainer.parallel` makes torch behave.
+
+[Note: moments] What a rank holds changes within a step, so a peak is the largest of several
+moments and less than the sum of everything's largest size:
+
+- *forward*: the loss has just been computed; logits and all activations are there.
+- *head*: backward through loss and output head; FSDP has fetched the last block again.
+- *blocks*: backward through a block, whose recomputed activations and gradients are there. From
+  block to block activations go and reduced gradients come, so it is worst in the last block, in the
+  one before it (the buffer of a reduction is there too) or in the first.
+- *end*: backward below the blocks: the gradient of the embedding.
+- *reduce*: FSDP copies the gradients of what belongs to no block into the reduction's buffer.
+- *update*: all gradients are reduced; the optimizer runs.
+
+Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
+
+- FSDP gathers into one flat buffer and copies it out, parameter by parameter. In the forward pass
+  the flat buffer stays until the next unit is gathered, unless that is gathered ahead, as it is in
+  the backward pass. The root unit (embedding, head) stays gathered meanwhile.
+- Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
+  unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
+- Experts that are divided among ranks are units of their own within a block.
+- With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
+  or backward of the last pass ends. It is the gradient itself, unless that was there before, has
+  another format or lies elsewhere.
+- What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
+  allocator gives out in powers of two.
+- A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
+  message is received ahead of its use, one from each neighbour. Each stage has an FSDP root. While
+  one computes, the others of its rank keep what they gathered, their gradients of passes before,
+  and the last buffer of a reduction.
+- Where the gradients of weights are put off, the gradient of the input frees nothing before it is
+  there, and all but what the others need then. These come past FSDP, which reduces them at the end.
+- DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
+  into them in the last pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainer.parallel.ddp import buckets
+from trainer.parallel.parallelize import DTYPES
+from trainer.parallel.schedules import Kind
+from trainer.plan.blueprint import Shape, Stage, bytes_of, gathered_bytes, parts_of
+from trainer.plan.layout import Layout
+from trainer.plan.tape import Trace
+from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What comes and goes, in bytes."""
+
+    name: str
+    gradients: int = 0
+    """Reduced, or in DDP's buckets."""
+    pass_: int = 0
+    """The peak of a phase of the traced pass."""
+    other: int = 0
+
+
+class Pass(NamedTuple):
+    """What a rank does for a stage, as far as memory tells one from another."""
+
+    kind: Kind
+    before: bool
+    """A backward pass of the stage came before in this step."""
+    last: bool
+    """It is the last backward pass of the stage in this step."""
+
+
+class Held:
+    """A stage that FSDP holds, and a trace of its pass."""
+
+    def __init__(
+        self, stage: Stage, trace: Trace, recipe: Recipe, layout: Layout, offloaded: bool
+    ) -> None:
+        self.trace = trace
+        self._stage, self._layout, self._units = stage, layout, stage.units
+        self._compute = DTYPES[recipe.precision.dtype].itemsize
+        self._reduced = 8 if recipe.exact else 4
+        self._every_pass = recipe.strategy.reduce_every_pass
+        self._free = recipe.gathers_twice
+        self._in_place = not offloaded and not recipe.exact
+        """What is all-reduced is the gradient itself."""
+        blocks = dict.fromkeys(stage.units[1:])  # most are alike
+        self._parts = [part for unit in blocks for part in parts_of(unit)]
+        self._block = max((self._padded(unit) for unit in blocks), default=0)
+        # Experts are reduced before the rest of their block, and gathered while what follows is
+        # not.
+        whole = [part for part in self._parts if part[0].ep == 1]
+        self._buffer = max((self._padded(part, self._reduced) for part in whole), default=0)
+        flat = max((self._padded(part) for part in whole), default=0)
+        self._flat = flat if layout.shards > 1 else 0  # a group of one rank copies without it
+        self._root = self._padded(self._units[0])
+        self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
+        self._slices = sum(bytes_of(unit, layout.shards) for unit in self._units)
+        self._whole = sum(map(self._accumulated, self._units))
+        # Of the root, which is reduced last; without one of a block.
+        last = (*parts_of(self._units[0]), *self._parts)[:1]
+        self._last_buffer = sum(self._padded(part, self._reduced) for part in last)
+
+    def resting(self, before: bool, done: bool) -> int:
+        """Bytes that the stage keeps while another one of its rank computes, after a pass: a
+        backward pass of this step, perhaps the last one."""
+        if done:
+            return self._slices
+        return self._gathered + sum(self._of_passes(before)) + self._all_reduced(before, 0)
+
+    def moments(self, which: Pass) -> list[Moment]:
+        """Of a pass, with what the stage has of those before."""
+        kind, before, last = which
+        if kind == "F":
+            return [self._forward(before)]
+        if kind == "B" or (kind == "W" and self._stage.first):
+            return self._backward(before, last or self._every_pass)
+        if kind == "W":
+            return self._backward_of_weights(before, last)
+        return [] if self._stage.first else self._backward(before, False)
+
+    def _padded(self, unit: Sequence[Shape], itemsize: int | None = None) -> int:
+        return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
+
+    def _accumulated(self, unit: Sequence[Shape]) -> int:
+        return bytes_of(unit, None, self._reduced)
+
+    def _of_passes(self, before: bool) -> tuple[int, int, int]:
+        """Of passes before: reduced gradients, whole ones, and the last buffer of a reduction."""
+        if not before:
+            return 0, 0, 0
+        return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
+
+    def _apart(self, before: bool) -> int:
+        """Reductions so far whose all-reduced shards are not the gradients themselves."""
+        if self._layout.replicas == 1:
+            return 0
+        return (self._layout.reductions if before else 1) - self._in_place
+
+    def _all_reduced(self, before: bool, done: int) -> int:
+        """Bytes of such shards, when so many blocks are through with a pass that reduces."""
+        apart = self._apart(before)
+        found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
+        return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
+
+    def _forward(self, before: bool) -> Moment:
+        early, aside, kept = self._of_passes(before)
+        left = 0 if self._layout.gathers_ahead else self._flat
+        other = self._gathered + left + aside + kept + self._all_reduced(before, 0)
+        return Moment("forward", early, self.trace.head_forward, other)
+
+    def _backward(self, before: bool, reduces: bool) -> list[Moment]:
+        trace, units, shards = self.trace, self._units, self._layout.shards
+        early, aside, kept = self._of_passes(before)
+        ahead, own = (self._flat, self._block) if self._free else (0, 0)
+        other = self._gathered + ahead + aside + kept + self._all_reduced(before, 0)
+        moments = [Moment("head", early, trace.head_backward, other)]
+        if units[1:]:
+            moments.append(Moment("blocks", early, trace.last_backward, other + own))
+        if not reduces:
+            # Only where nothing goes before the end is there more in another block.
+            return [*moments, Moment("blocks", early, trace.first_backward, other + own)]
+        root_slices, block_slices = (bytes_of(units[i], shards) for i in (0, -1))
+        root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
+
+        def gathered(back: int, below: int) -> int:
+            if not self._free:
+                return self._gathered - back * self._block
+            return self._root + (self._flat if below else 0)
+
+        for back, below in inner_blocks(self._stage):
+            other = gathered(back, below) + own + aside - back * block_aside + self._buffer
+            held = trace.first_backward + below * trace.block_saved
+            done = max(early, back * block_slices)
+            moments.append(Moment("blocks", done, held, other + self._all_reduced(before, back)))
+        for below in {len(units) - 2, 0} if units[1:] else ():
+            back = len(units) - 1 - below
+            other = gathered(back, below) + aside - back * block_aside
+            other += max(self._reducing(part, before) for part in self._parts)
+            held = trace.after_block + below * trace.block_saved
+            done = max(early, (back - 1) * block_slices)
+            moments.append(
+                Moment("blocks", done, held, other + self._all_reduced(before, back - 1))
+            )
+        done, after = max(early, self._slices - root_slices), self._all_reduced(before, len(units))
+        other = self._root + self._buffer + root_aside + after
+        return [
+            *moments,
+            Moment("end", done, trace.tail_backward, other),
+            Moment("reduce", done, 0, self._reducing(units[0], before) + after),
+        ]
+
+    def _reducing(self, unit: Sequence[Shape], before: bool) -> int:
+        """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
+        into another; replicas of one rank divide it by 1 in between, which makes a third."""
+        buffer = self._padded(unit, self._reduced)
+        ranks = unit[0].over(self._layout.shards) if unit else 1
+        summed = before and not self._every_pass
+        gradients = max(self._padded(unit), self._accumulated(unit) if summed else 0)
+        reduced_to = buffer // ranks
+        divided = ranks == 1 < self._layout.replicas
+        most = max(gradients + buffer, (1 + divided) * buffer + reduced_to)
+        # It takes the place of the one before.
+        return most - reduced_to if self._apart(before) > 1 else most
+
+    def _backward_of_weights(self, before: bool, last: bool) -> list[Moment]:
+        """Where they are put off: all of them come, then each unit is reduced."""
+        _, aside, _ = self._of_passes(before)
+        added = before and self._compute == self._reduced  # to those of passes before
+        units = [part for unit in self._units for part in parts_of(unit)]
+        whole = [0 if added else bytes_of(unit, None, self._compute) for unit in units]
+        other = self._gathered + aside
+        moments = [
+            Moment("blocks", 0, self.trace.weights_peak, other),
+            Moment("blocks", 0, 0, other + sum(whole)),
+        ]
+        if not last:
+            return moments
+        for number, unit in enumerate(units):
+            after = range(number + 1, len(units))
+            other = sum(self._padded(units[n]) + whole[n] for n in after)
+            if before:
+                other += sum(self._accumulated(units[n]) for n in after)
+            done = sum(bytes_of(one, self._layout.shards) for one in units[:number])
+            moments.append(Moment("reduce", done, 0, other + self._reducing(unit, before)))
+        return moments
+
+
+def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
+    """Of a step under DDP. `gathered`: at the peak of ZeRO-1's gather, as `gather_bytes`."""
+    shapes = [shape for unit in stage.units for shape in unit]
+    whole, root = bytes_of(shapes), bytes_of(stage.units[0])
+    several = layout.passes > 1
+    moments = [Moment("update", whole, 0, gathered)]
+    if layout.replicas > 1:
+        aside = whole if several else 0
+        moments += [
+            Moment("forward", whole, trace.head_forward, aside),
+            Moment("head", whole, trace.head_backward, aside),
+            Moment("blocks", whole, trace.last_backward, aside),
+            Moment("end", whole, trace.tail_backward, min(aside, root)),
+        ]
+        block = bytes_of(stage.units[-1])
+        for back, below in inner_blocks(stage):
+            held = trace.first_backward + below * trace.block_saved
+            moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
+        return moments
+    # Gradients of passes before are all there; else those of what the trace is through with.
+    before, block = (whole, 0) if several else (0, bytes_of(stage.units[-1]))
+    moments += [
+        Moment("forward", before, trace.head_forward),
+        Moment("head", before, trace.head_backward),
+        Moment("blocks", before, trace.last_backward),
+        Moment("end", before or whole - root, trace.tail_backward),
+    ]
+    for back, below in inner_blocks(stage):
+        held = trace.first_backward + below * trace.block_saved
+        moments.append(Moment("blocks", before + back * block, held))
+    return moments
+
+
+def gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    """At the peak of ZeRO-1's gather after the update: a bucket whole and this rank's part of it,
+    and where ranks have different numbers of rows, a tensor once more while it is copied out."""
+    largest = 0
+    for bucket in buckets([bytes_of([shape]) for shape in shapes]):
+        members = [shapes[place] for place in bucket]
+        uneven = [ranks * bytes_of([shape], ranks) for shape in members if shape.rows % ranks]
+        largest = max(largest, (ranks + 1) * bytes_of(members, ranks) + max(uneven, default=0))
+    return largest
+
+
+def inner_blocks(stage: Stage) -> list[tuple[int, int]]:
+    """(blocks that are through with their backward pass, blocks still to come) where the next one
+    to last is at work, and where the first one is."""
+    others = len(stage.units) - 2
+    return [(1, others - 1), (others, 0)] if others > 0 else []

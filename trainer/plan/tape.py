@@ -1,0 +1,312 @@
+"""What a pass on fake tensors comes to, phase by phase: bytes of activations, and work."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from trainer.plan.live import LiveTensors
+from trainer.plan.storages import storage_of
+from trainer.plan.work import Work, work_of
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends in rings, or of rows to the ranks of their experts (ep), and what
+    hides them."""
+
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    attention: float = 0.0
+    """Operations of attention, beside which those of cp travel."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes and work of one pass over one micro-batch on one rank. Parameters are not counted, nor
+    gradients, except those that FSDP has not reduced yet where a peak is meant."""
+
+    saved: int
+    """Activations: alive between forward and backward."""
+    head_forward: int
+    """Peak until the loss is there."""
+    head_backward: int
+    """Peak of the backward pass before it comes to the blocks."""
+    last_backward: int
+    """Peak in the backward pass of the last block, which is the first to go back (of all but the
+    first, where they are all traced)."""
+    first_backward: int
+    """Peak in the backward pass of any other block, when the blocks above it are through and those
+    below it are none; each of them holds `block_saved` more."""
+    after_block: int
+    """When the backward pass of a block is over, its gradients not counted; each block below it
+    holds `block_saved` more."""
+    block_saved: int
+    """Part of `saved` that is one block's."""
+    tail_backward: int
+    """Peak of the backward pass after the blocks."""
+    forward: Work
+    backward: Work
+    """Recomputation included."""
+    sent: tuple[Sent, Sent] = (Sent(), Sent())
+    """In forward and in backward."""
+    hidden: int = 0
+    """Bytes of what a stage passes on."""
+    kept: int = 0
+    """Where the gradients of weights are put off: part of `saved` that stays until then."""
+    put_off: int = 0
+    """Gradients that stay until then."""
+    weights_peak: int = 0
+    """Peak of what computes them: one at a time, the others not counted."""
+    weights: Work = ()
+    """The part of `backward` that does."""
+
+
+@dataclass
+class _Phase:
+    peak: int = 0
+    work: list[tuple[float, float]] = field(default_factory=list)
+    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Sent._fields, 0.0))
+
+
+class Tape(LiveTensors):
+    """Notes live bytes and work while a pass goes through its phases."""
+
+    def __init__(self, depth: int, seq_len: int) -> None:
+        super().__init__()
+        self._depth, self._seq_len = depth, seq_len
+        names = (
+            "start", "first", "others", "head",
+            "head back", "last back", "others back", "first back", "tail",
+            "first weights", "others weights", "head weights",
+        )  # fmt: skip
+        self._phases = {name: _Phase() for name in names}
+        self._part_of: dict[nn.Parameter, str] = {}
+        self._given: torch.Tensor | None = None
+        self._after_input: dict[str, int] = {}
+        """Where backward is in two: bytes of each phase that stay from the first to the second."""
+        self._keeps_output = False
+        """Whether what comes out of the blocks does."""
+        self._in_backward = False
+        self._first_alive = self._first_saved = self._head_saved = 0
+        self._after_block = self._after_head = self._hidden = 0
+        self._ends: list[weakref.ref[torch.UntypedStorage]] = []
+        """What comes into the blocks, and out of them."""
+        self._kept = (True, True)
+        """Whether autograd keeps these."""
+        self._enter("start")
+
+    def follow(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
+        *,
+        keep_gradients: bool,
+        in_two: bool = False,
+    ) -> None:
+        """The model of the pass that comes, whose backward is to be `backward_in_two` or not."""
+        self._watch(list(blocks), in_two)
+        # Within autocast, whose casts of weights live until its end.
+        model.register_forward_hook(lambda *_: self._note_alive())
+        if not keep_gradients:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(_drop)
+
+    def send(self, whom: str, nbytes: float) -> None:
+        """In the phase that is under way."""
+        self._phase.sent[whom] += nbytes
+
+    def _watch(self, blocks: list[nn.Module], in_two: bool) -> None:
+        last = len(blocks) - 1
+        for number, block in enumerate(blocks):
+            self._part_of |= dict.fromkeys(block.parameters(), "others" if number else "first")
+
+            def before(block: nn.Module, inputs: Any, number: int = number) -> Any:
+                if self._in_backward:  # it is recomputed
+                    return None
+                if number == 0:
+                    self._note_end(inputs)
+                    if in_two:  # as if it came from another stage
+                        self._given = inputs[0].detach().requires_grad_()
+                        inputs = (self._given, *inputs[1:])
+                self._enter("others" if number else "first")
+                following = ("tail", "first back", "others back")[min(number, 2)]
+                _on_gradient(inputs, lambda: self._leave(block, following))
+                return inputs
+
+            def after(block: nn.Module, _inputs: Any, output: Any, number: int = number) -> None:
+                if number == last and not self._in_backward:
+                    self._hidden = self._note_end(output)
+                    _on_gradient(output, self._leave_head)
+                    self._enter("head")
+
+            block.register_forward_pre_hook(before)
+            block.register_forward_hook(after)
+
+    def _note_end(self, given: Any) -> int:
+        hidden = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        self._ends.append(weakref.ref(storage_of(hidden)))
+        return hidden.nbytes
+
+    def _leave_head(self) -> None:
+        self._after_head = self.total("head") + self.total("head back")
+        self._enter("last back")
+
+    def _note_alive(self) -> None:
+        self._first_alive = self.total("first")
+
+    def _enter(self, phase: str) -> None:
+        self.label = phase
+        self._phase = self._phases[phase]
+
+    def _leave(self, block: nn.Module, following: str) -> None:
+        """The backward pass of a block is over: FSDP would reduce its gradients now."""
+        for parameter in block.parameters():
+            parameter.grad = None
+        if following == "tail":
+            self._after_block = self.total()
+        self._enter(following)
+
+    def forward_ends(self) -> None:
+        """The loss is there; what autocast has kept is gone."""
+        self._saved = self.total()
+        self._first_saved, self._head_saved = self.total("first"), self.total("head")
+        if len(self._ends) == 2:
+            self._kept = self._ends[0]() is not None, self._ends[1]() is not None
+        self._in_backward = True
+        self._enter("head back")
+
+    def backward_in_two(self, loss: torch.Tensor, model: nn.Module) -> None:
+        """As a pipeline does it that puts off the gradients of weights."""
+        # Others get by without.
+        from torch.distributed.pipelining._backward import (
+            stage_backward_input,
+            stage_backward_weight,
+        )
+
+        given, self._given = self._given, None
+        assert given is not None  # blocks have been called
+        _, groups = stage_backward_input([loss], None, [given], model.parameters())
+        del given, _  # the gradient has been sent
+        self._after_input = {name: self.total(name) for name in self._phases}
+        self._keeps_output = self._ends[1]() is not None
+        while groups:
+            group = groups.pop(0)
+            weights = [node.variable for node in group["params"]]
+            self._enter(f"{self._part_of.get(weights[0], 'head')} weights")
+            stage_backward_weight(iter(weights), [group])
+            for weight in weights:
+                weight.grad = None
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
+        if operator.namespace == "prim":
+            return result
+        self._phase.peak = max(self._phase.peak, self.alive)
+        work = work_of(operator, args, kwargs or {}, result, self._seq_len)
+        if any(work):
+            self._phase.work.append(work)
+        if "attention" in operator.overloadpacket.__name__:
+            self._phase.sent["attention"] += work[0]
+        return result
+
+    def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Fake tensors know grouped products in bf16 only."""
+        if operator is not torch.ops.aten._grouped_mm.default:
+            return super().compute(operator, args, kwargs)
+        left, right, *rest = args
+        narrow = (x.to(torch.bfloat16) for x in (left, right))
+        return operator(*narrow, *rest, **kwargs).to(left.dtype)
+
+    def result(self, blocks: int, first: bool, last: bool) -> Trace:
+        """For so many blocks, each like the first one, with what is below the `first` of a model
+        and above the `last`. Without that a stage has hidden states from elsewhere, which take as
+        much as an embedding gives, and a gradient of what it passes on."""
+        extra = blocks - self._depth
+        peaks = {name: phase.peak for name, phase in self._phases.items()}
+        alive, saved = extra * self._first_alive, extra * self._first_saved
+        all_saved = self._saved + saved
+        # A pipeline holds what comes in and goes out, whether or not autograd does.
+        into, out = (0 if kept else self._hidden for kept in self._kept)
+        passed = more = 0  # in backward, what the head has left; then what a pipeline holds
+        if not last:
+            all_saved += out - self._head_saved
+            peaks["head"], peaks["head back"] = 0, all_saved + self._hidden - saved
+            passed = self._after_head - self._hidden - out
+            more = 2 * self._hidden - out
+        if not first:
+            all_saved += into
+            peaks["head"] += into
+            peaks["head back"] += into
+            passed -= into
+            peaks["tail"] = self._after_block + self._hidden
+        phases = {
+            "start": first, "first": extra + 1, "others": 1 if self._depth > 1 else 0, "head": last,
+            "head back": last, "last back": 1, "others back": 1, "first back": extra + 1,
+            "tail": first,
+            "first weights": extra + 1, "others weights": 1, "head weights": last,
+        }  # fmt: skip
+        times = {name: int(count) for name, count in phases.items()}
+        names = [*phases]
+        halves = names[:4], names[4:]
+        first_backward = peaks["first back"] - passed + more
+        kept, put_off, weights_peak, of_weights = all_saved, self._hidden, 0, halves[1]
+        if after := self._after_input:
+            # A block keeps its gradients, and that of its output, which the next one makes.
+            of_block = after["last back"]
+            first_backward += extra * (self._first_saved + of_block)  # nothing goes before the end
+            kept = sum(after[name] for name in halves[0]) + extra * after["first"]
+            put_off = sum(after[name] for name in halves[1]) + extra * of_block
+            if not last:
+                kept -= after["head"] + (self._hidden if self._keeps_output else 0)
+                put_off += of_block - after["first back"] - after["head back"]
+            of_weights = ["first weights", "others weights", *(["head weights"] if last else [])]
+            weights_peak = max(peaks[name] for name in of_weights)
+            weights_peak += kept + put_off - sum(after.values())
+
+        def work(half: list[str]) -> Work:
+            return tuple(one for name in half for one in self._phases[name].work * times[name])
+
+        def sent(half: list[str]) -> Sent:
+            return Sent(
+                *(sum(times[n] * self._phases[n].sent[w] for n in half) for w in Sent._fields)
+            )
+
+        return Trace(
+            saved=all_saved,
+            head_forward=max(
+                peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
+            ),
+            head_backward=peaks["head back"] + saved,
+            last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,
+            first_backward=first_backward,
+            after_block=self._after_block - passed + more,
+            block_saved=self._first_saved,
+            tail_backward=peaks["tail"] - passed + more,
+            forward=work(halves[0]),
+            backward=work(halves[1]),
+            sent=(sent(halves[0]), sent(halves[1])),
+            hidden=self._hidden,
+            kept=kept,
+            put_off=put_off,
+            weights_peak=weights_peak,
+            weights=work(of_weights),
+        )
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _on_gradient(value: Any, call: Callable[[], None]) -> None:
+    """Call when the gradient of the first tensor in `value` that has one is complete."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _gradient: call())
+            return
