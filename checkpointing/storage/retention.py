@@ -13,11 +13,11 @@ from checkpointing.errors import (
     UnreadableCheckpoint,
     explain,
 )
-from checkpointing.format.layout import parse_step
+from checkpointing.format.layout import LATEST, parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
-from checkpointing.storage.steps import list_steps, open_step, step_state
+from checkpointing.storage.steps import latest, list_steps, open_step, step_state
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ class Found:
     """Why nothing is known of it; it stays."""
     right: bool = False
     """Every byte was read since it was written, and found right."""
+    named: bool = False
+    """`latest` names it: a commit that is under way moves that last."""
 
     @property
     def is_good(self) -> bool:
@@ -80,7 +82,7 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
     is a newer good one. With `keep` 0 everything stays.
 
     The newest step that was read and found right stays besides, and before there is one no good
-    step goes: what was written is not yet what can be read.
+    step goes: what was written is not yet what can be read. So does the one that `latest` names.
 
     Args:
         found: newest first.
@@ -101,6 +103,8 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
             return True, f"cannot be read: {item.unreadable}"
         if options.keep == 0:
             return True, "keep=0 keeps all"
+        if item.named:
+            return True, f"{LATEST} names it"
         if item.damage is not None:
             replaced = any(other.step > item.step for other in good)
             return not replaced, f"damaged: {item.damage}"
@@ -127,7 +131,12 @@ def survey(directory: Place, best_by: str, known: Known) -> list[Found]:
         best_by: key of trainer_state.json.
         known: of them.
     """
-    return [_look(path, best_by, known) for path in list_steps(directory)]
+    try:
+        named = latest(directory)
+    except CheckpointError:  # whoever verifies is told
+        named = None
+    found = [_look(path, best_by, known) for path in list_steps(directory)]
+    return [replace(item, named=item.path.name == named) for item in found]
 
 
 def _look(path: Place, best_by: str, known: Known) -> Found:

@@ -12,6 +12,7 @@ from checkpointing.errors import DamagedCheckpoint, StorageError, UnreadableChec
 from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
+    LATEST,
     MODEL,
     OPTIMIZER,
     TRAINER_STATE,
@@ -31,6 +32,8 @@ from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import P, Place
 from checkpointing.storage.posix import block_buffer
 from checkpointing.storage.reading import reading
+
+MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,19 @@ def list_steps(directory: P) -> list[P]:
     found = {path: parse_step(path.name) for path in paths}
     steps = {path: step for path, step in found.items() if step is not None}
     return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def latest(directory: Place) -> str | None:
+    """What the pointer beside the steps names; None if there is no pointer.
+
+    Raises:
+        DamagedCheckpoint, StorageError: it cannot be read.
+    """
+    where = directory / LATEST
+    if not storage_of(where).exists(where):
+        return None
+    with reading(where):
+        return storage_of(where).read(where, MAX_POINTER_BYTES).decode(errors="replace").strip()
 
 
 @contextmanager

@@ -27,18 +27,16 @@ from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place, location
-from checkpointing.storage.reading import reading
 from checkpointing.storage.retention import Decision, Known, decide, prune, survey
 from checkpointing.storage.source import open_source
 from checkpointing.storage.steps import (
+    latest,
     list_steps,
     open_step,
     step_state,
     stored_tensors,
 )
 from checkpointing.storage.verification import is_damage, verify_step
-
-MAX_POINTER_BYTES = 4096
 
 
 def find_steps(path: str | Place) -> list[Place]:
@@ -285,18 +283,12 @@ def verify(path: str | Place) -> Verification:
 def _verify_latest(steps: Sequence[Place]) -> list[Problem]:
     """Whether the pointer beside checkpoints, if it is there, names one of them."""
     pointer = steps[0].with_name(LATEST)
-    if not storage_of(pointer).exists(pointer):
-        return []
     try:
-        with reading(pointer):
-            named = (
-                storage_of(pointer)
-                .read(pointer, MAX_POINTER_BYTES)
-                .decode(errors="replace")
-                .strip()
-            )
+        named = latest(pointer.parent)
     except CheckpointError as error:
         return [Problem(pointer, str(error))]
+    if named is None:
+        return []
     if parse_step(named) is not None and storage_of(pointer).exists(
         pointer.with_name(named) / COMMIT_RECORD
     ):

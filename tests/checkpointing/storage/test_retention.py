@@ -197,6 +197,19 @@ def test_rules_on_real_checkpoints(tmp_path):
     assert steps(tmp_path) == [6, 7]
 
 
+def test_what_a_commit_is_about_to_part_with_stays_until_it_has(tmp_path):
+    """It gives the step its name, and then has `latest` name it; it may be killed in between."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text("step-00000002\n")
+    decisions = prune_read(tmp_path, options(1))
+    assert decisions[1].reason == "latest names it"
+    assert steps(tmp_path) == [2, 3]
+    (tmp_path / "latest").write_text("step-00000003\n")
+    prune_read(tmp_path, options(1))
+    assert steps(tmp_path) == [3]
+
+
 def test_a_step_known_to_be_damaged_does_not_count_as_good(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
