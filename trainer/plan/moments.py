@@ -109,7 +109,7 @@ class Held:
         return self._gathered + sum(self._of_passes(before)) + self._all_reduced(before, 0)
 
     def moments(self, which: Pass) -> list[Moment]:
-        """Of a pass, with what the stage has of those before."""
+        """The moments of a pass, with what the stage has of those before."""
         kind, before, last = which
         if kind == "F":
             return [self._forward(before)]
@@ -126,7 +126,7 @@ class Held:
         return bytes_of(unit, None, self._reduced)
 
     def _of_passes(self, before: bool) -> tuple[int, int, int]:
-        """Of passes before: reduced gradients, whole ones, and the last buffer of a reduction."""
+        """Left by passes before: reduced gradients, whole ones, the last buffer of a reduction."""
         if not before:
             return 0, 0, 0
         return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
@@ -227,7 +227,7 @@ class Held:
 
 
 def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
-    """Of a step under DDP. `gathered`: at the peak of ZeRO-1's gather, as `gather_bytes`."""
+    """The moments of a step under DDP. `gathered`: at the peak of ZeRO-1's gather."""
     shapes = [shape for unit in stage.units for shape in unit]
     whole, root = bytes_of(shapes), bytes_of(stage.units[0])
     several = layout.passes > 1
