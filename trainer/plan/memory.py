@@ -119,6 +119,7 @@ def _passes(order: Order, held: Sequence[Held]) -> tuple[int, list[dict[Pass, in
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
     found: dict[int, dict[Pass, int]] = {number: {} for number in stages}
+    rests = {number: stage.resting for number, stage in stages.items()}
     left, resting = dict(backward), dict.fromkeys(stages, 0)
     forward = put_off = most = 0
     for kind, number, _ in order:
@@ -139,8 +140,8 @@ def _passes(order: Order, held: Sequence[Held]) -> tuple[int, list[dict[Pass, in
                 forward -= trace.kept
                 put_off -= trace.put_off
         left[number] -= kind in "BW"
-        before, done = left[number] < backward[number], left[number] == 0
-        resting[number] = stages[number].resting(before, done)
+        state = (left[number] < backward[number]) + (left[number] == 0)
+        resting[number] = rests[number][state]
         most = max(most, forward)
     return most, list(found.values())
 

@@ -101,12 +101,12 @@ class Held:
         last = (*parts_of(self._units[0]), *self._parts)[:1]
         self._last_buffer = sum(self._padded(part, self._reduced) for part in last)
 
-    def resting(self, before: bool, done: bool) -> int:
-        """Bytes that the stage keeps while another one of its rank computes, after a pass: a
-        backward pass of this step, perhaps the last one."""
-        if done:
-            return self._slices
-        return self._gathered + sum(self._of_passes(before)) + self._all_reduced(before, 0)
+    @property
+    def resting(self) -> tuple[int, int, int]:
+        """Bytes that the stage keeps while another one of its rank computes: from the first forward
+        of a step on, from the first backward on, and after the last one."""
+        after = sum(self._of_passes(True)) + self._all_reduced(True, 0)
+        return self._gathered, self._gathered + after, self._slices
 
     def moments(self, which: Pass) -> list[Moment]:
         """The moments of a pass, with what the stage has of those before."""
