@@ -52,7 +52,8 @@ def measure(recipe, world):
     plan = plan_batch(recipe.batch.global_batch, mesh.dp_size, recipe.batch.micro_batch)
     shape = (plan.micro_batch, recipe.data.seq_len)
     words = architecture.vocab_size  # any of them, as routers see what a token is
-    batch = {name: torch.randint(words, shape) for name in ("input_ids", "labels")}
+    draw = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(words, shape, generator=draw) for name in ("input_ids", "labels")}
     if recipe.data.document_mask:
         batch["cu_seqlens"] = cu_seqlens_of(torch.zeros(shape, dtype=torch.int32))
     weights = [*model.parameters.values(), *model.optimized.values()]

@@ -126,6 +126,8 @@ EP = "strategy.ep=2 model.architecture.model_type=qwen3_moe " + " ".join(
         **{"norm_topk_prob": "true", "router_bias_update_rate": 0.001},
     }.items()
 )
+# Each token goes to all of them: among so few blocks a router's favourites make 5 %.
+EVENLY = f"{EP} model.architecture.options.num_experts_per_tok=8"
 EXPERTS = [
     (
         2,
@@ -138,8 +140,15 @@ EXPERTS = [
         ],
     ),
     (4, [f"{EP} strategy.zero=3", f"{EP} {HYBRID}", f"{EP} {FULL} strategy.zero=3"]),
-    (4, [f"{EP} {PP} strategy.zero=2", f"{EP} {TP} strategy.zero=3"]),
-    (4, [f"{EP} {TP} strategy.sequence_parallel=true", f"{EP} strategy.cp=2"]),
+    (4, [f"{EVENLY} {PP} strategy.zero=2", f"{EVENLY} {PP} {ZERO_BUBBLE}"]),
+    (
+        4,
+        [
+            f"{EP} {TP} strategy.zero=3",
+            f"{EP} {TP} strategy.sequence_parallel=true",
+            f"{EP} strategy.cp=2",
+        ],
+    ),
 ]
 
 
