@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.register_buffer("thawed", torch.zeros(()))
 
     def forward(self, input_ids, labels, document_ids=None):
-        self.trained += self.training
+        self.trained = self.trained + self.training  # another tensor
         self.evaluated += not self.training
         self.thawed += self.frozen.training
         if torch.distributed.get_rank() == 1:

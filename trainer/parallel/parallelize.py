@@ -89,8 +89,8 @@ class ParallelModel:
     which only `run` can call."""
     parameters: dict[str, nn.Parameter]
     """What the model computes with: whole tensors, or DTensors. Tied weights appear once."""
-    buffers: dict[str, torch.Tensor]
-    """Persistent buffers."""
+    buffers: Callable[[], dict[str, torch.Tensor]]
+    """Persistent buffers as they are now: a forward pass may put others in their place."""
     optimized: dict[str, nn.Parameter]
     """What the optimizer updates: `parameters`, except under ZeRO-1."""
     sharded_view: ShardedView | None
@@ -165,13 +165,13 @@ class ParallelModel:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers: what a checkpoint holds of the model."""
-        return apart({**self.parameters, **self.buffers}, self.stacks)
+        return apart({**self.parameters, **self.buffers()}, self.stacks)
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
         """`tensors`, with copies of the buffers: they may change in the next forward pass, where
         parameters wait for the copy before the update."""
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
         return apart({**self.parameters, **buffers}, self.stacks)
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -262,12 +262,14 @@ def parallelize(
         )
     elif not sharded_by_fsdp:
         model.to(device)
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    for part in stages.values() or (model,):
-        parameters |= {_fqn(name): p for name, p in part.named_parameters()}
-        persistent = part.state_dict().keys()
-        buffers |= {_fqn(n): b for n, b in part.named_buffers() if _fqn(n) in persistent}
+    parts: list[nn.Module] = [*stages.values()] or [model]
+    parameters = {_fqn(name): p for part in parts for name, p in part.named_parameters()}
+    persistent = {name for part in parts for name in part.state_dict()}
+
+    def buffers() -> dict[str, torch.Tensor]:
+        named = ((_fqn(name), b) for part in parts for name, b in part.named_buffers())
+        return {name: buffer for name, buffer in named if name in persistent}
+
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
         if mesh.device_mesh.size() > 1:
@@ -288,15 +290,16 @@ def parallelize(
 
     def draw_weights() -> None:
         if fill:
-            _fill({**parameters, **buffers}, fill, cores)
+            _fill({**parameters, **buffers()}, fill, cores)
 
     replicas = mesh.data_mesh
     # Those of the bundled models change between steps alone, and alike on all ranks.
     drifting = (recipe.model.factory or recipe.model.family) and replicas.size() > 1
 
     def share_buffers() -> None:
-        for name in (replicas.mesh_dim_names or ()) if buffers and drifting else ():
-            broadcast(buffers.values(), 0, replicas.get_group(name), device)
+        if drifting and (shared := buffers().values()):
+            for name in replicas.mesh_dim_names or ():
+                broadcast(shared, 0, replicas.get_group(name), device)
 
     gathers_8_bits = recipe.precision.matmul == "fp8_tensorwise" and strategy.offload == "none"
     if gathers_8_bits and sharded_by_fsdp:
