@@ -28,12 +28,17 @@ class CheckpointCallback(TrainerCallback):
     Every process makes one. Once trained with, it is used up.
 
     Args:
-        directory: holds the steps; a path.
+        directory: holds the steps; a path, as the Trainer reads files of them.
         every: optimizer steps between saves; the last is always saved.
         options: as those of `Checkpointer`.
+
+    Raises:
+        ValueError: `directory` is a URL.
     """
 
     def __init__(self, directory: str | Path, *, every: int, **options: Any) -> None:
+        if "://" in str(directory):
+            raise ValueError(f"{directory}: the Trainer reads files of a checkpoint; give a path")
         self._directory, self._every, self._options = Path(directory), every, options
         self._found: int | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -99,3 +99,8 @@ def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
         return "told"
 
     assert run_ranks(2, work, tmp_path / "ranks") == ["told"] * 2
+
+
+def test_a_url_is_no_folder_of_that_name():
+    with pytest.raises(ValueError, match="s3://bucket/run: the Trainer reads files"):
+        CheckpointCallback("s3://bucket/run", every=1)
