@@ -74,3 +74,55 @@ def test_each_goes_on_in_another_world_and_layout(tmp_path):
         for (name, step), loss in found.items():
             tolerance = TOLERANCE.get(name, 1e-5)
             assert loss == pytest.approx(wanted[name, step], rel=tolerance), (name, step)
+
+
+def loop_of_values(folder, first, last, save_at=None):
+    """As `loop`, for LBFGS, which asks for the loss again and again, and SparseAdam, which wants
+    sparse gradients: neither knows sharded parameters."""
+    torch.manual_seed(0)
+    model, table = nn.Linear(WIDTH, WIDTH), nn.Embedding(ROWS, WIDTH, sparse=True)
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    sparse = torch.optim.SparseAdam(table.parameters(), lr=0.01)
+    state = {"model": model, "table": table, "lbfgs": lbfgs, "sparse": sparse}
+    rank, ranks, losses = dist.get_rank(), dist.get_world_size(), {}
+
+    def mean(loss):
+        loss.backward()
+        for parameter in (*model.parameters(), *table.parameters()):
+            if parameter.grad is not None:
+                sparse_layout, grad = parameter.grad.is_sparse, parameter.grad.to_dense() / ranks
+                dist.all_reduce(grad)
+                parameter.grad = grad.to_sparse(1) if sparse_layout else grad
+        everywhere = loss.detach() / ranks
+        dist.all_reduce(everywhere)
+        return everywhere
+
+    with Checkpointer(folder) as checkpointer:
+        if first > 1:
+            assert checkpointer.load(state) == first - 1
+        for step in range(first, last + 1):
+            rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(step))[rank::ranks]
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[rows]
+
+            def closure(x=x):
+                lbfgs.zero_grad()
+                return mean((model(x) - x.sin()).square().mean())
+
+            losses["LBFGS", step] = lbfgs.step(closure).item()
+            sparse.zero_grad()
+            losses["SparseAdam", step] = mean((table(rows) - x).square().mean()).item()
+            sparse.step()
+            if step == save_at:
+                checkpointer.save(step, state, wait=True)
+    return losses
+
+
+def test_those_with_a_state_of_values_go_on_in_another_world(tmp_path):
+    run = tmp_path / "run"
+    (whole, _) = run_ranks(2, lambda _: loop_of_values(run, 1, STEPS, save_at=SAVED), tmp_path)
+    assert isinstance(whole, dict), whole
+    for found in run_ranks(3, lambda _: loop_of_values(run, SAVED + 1, STEPS), tmp_path):
+        assert isinstance(found, dict), found
+        assert len(found) == 2 * (STEPS - SAVED)
+        for key, loss in found.items():
+            assert loss == pytest.approx(whole[key], rel=1e-5), key

@@ -187,14 +187,18 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
 
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
-    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A single rank has nobody
-    to shard with: FSDP would only copy its parameters. Exact mode, offload and model parallelism
-    rest on it, though: it sums the partial gradients of tensor parallelism.
+    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A rank that has nobody to
+    shard with would only have its parameters copied, and hooks in each pass. Exact mode, offload
+    and tensor parallelism rest on FSDP, though: it sums the partial gradients of the latter. In a
+    pipeline it casts what stages send, too.
     """
-    if recipe.exact or recipe.strategy.tp * recipe.strategy.pp > 1:
+    strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
+    if recipe.exact or strategy.tp > 1:
         return True
-    by_fsdp = recipe.strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
-    return by_fsdp and (world_size > 1 or recipe.strategy.offload != "none")
+    if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
+        return True
+    by_fsdp = strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
+    return by_fsdp and (not alone or strategy.offload != "none")
 
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:

@@ -272,10 +272,10 @@ def parallelize(
 
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
-        if mesh.device_mesh.size() > 1:
-            module = apply_ddp(model, mesh.device_mesh)
+        if mesh.data_mesh.size() > 1:
+            module = apply_ddp(model, mesh.data_mesh)
         if recipe.sharding == "OPTIMIZER_STATE":
-            view = ShardedView(parameters, mesh.device_mesh)
+            view = ShardedView(parameters, mesh.data_mesh)
             optimized = view.parameters
 
     # FSDP casts parameters, but not what a model of the user's gets beside them: images are

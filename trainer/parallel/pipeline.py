@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from checkpointing.format.tensors import local_tensor
 from trainer.models.decoder import Decoder
@@ -80,7 +80,7 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            stages: of this rank, by number; FSDP holds them.
+            stages: of this rank, by number; FSDP holds them, if the rank has somebody to shard with.
             mesh: with PIPELINE.
             recipe: of the run.
             dtype: of hidden states.
@@ -230,6 +230,8 @@ class Pipeline:
 
         def backward_of_weights() -> None:
             stage_backward_weight(stage.parameters(), groups)
+            if not isinstance(stage, FSDPModule):
+                return
             # These gradients come past FSDP's hooks, the last of which takes care of what did.
             prepare_backward(stage, last, self._recipe)
             fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]

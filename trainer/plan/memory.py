@@ -9,7 +9,7 @@ from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order
 from trainer.plan.blueprint import Shape, Stage, bytes_of
 from trainer.plan.layout import Layout
-from trainer.plan.moments import Held, Moment, Pass, ddp_moments, gather_bytes
+from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
 
@@ -70,10 +70,12 @@ def memory_of(
     offloaded = to_disk or to_host
     state = sum(shape.state_bytes(layout.shards) for shape in shapes)
     activations = traces[0].saved
-    if layout.by_fsdp:
+    if layout.by_fsdp or order:
         parameters, gradients = slices, slices
         held = [
             Held(stage, trace, recipe, layout, offloaded)
+            if layout.by_fsdp
+            else Unsharded(stage, trace)
             for stage, trace in zip(stages, traces, strict=True)
         ]
         alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
@@ -113,7 +115,7 @@ def memory_of(
     )
 
 
-def _passes(order: Order, held: Sequence[Held]) -> tuple[int, list[dict[Pass, int]]]:
+def _passes(order: Order, held: Sequence[Held | Unsharded]) -> tuple[int, list[dict[Pass, int]]]:
     """(most bytes of activations on a rank, of each of its stages the passes and the most bytes
     that are there beside one: for other micro-batches, and of other stages)."""
     backward = Counter(action.stage for action in order if action.kind in "BW")

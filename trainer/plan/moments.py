@@ -26,8 +26,8 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 - What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
   allocator gives out in powers of two.
 - A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
-  message is received ahead of its use, one from each neighbour. Each stage has an FSDP root. While
-  one computes, the others of its rank keep what they gathered, their gradients of passes before,
+  message is received ahead of its use, one from each neighbour. Each stage has an FSDP root, unless
+  its rank has nobody to shard with. While one computes, the others of its rank keep what they gathered, their gradients of passes before,
   and the last buffer of a reduction.
 - Where the gradients of weights are put off, the gradient of the input frees nothing before it is
   there, and all but what the others need then. These come past FSDP, which reduces them at the end.
@@ -223,6 +223,45 @@ class Held:
                 other += sum(self._accumulated(units[n]) for n in after)
             done = sum(bytes_of(one, self._layout.shards) for one in units[:number])
             moments.append(Moment("reduce", done, 0, other + self._reducing(unit, before)))
+        return moments
+
+
+class Unsharded:
+    """A stage of a rank that has nobody to share it with, and a trace of its pass: gradients of
+    passes before are all there, and those of the first come one by one."""
+
+    def __init__(self, stage: Stage, trace: Trace) -> None:
+        self.trace, self._stage = trace, stage
+        self._root, *blocks = map(bytes_of, stage.units)
+        self._block = blocks[-1] if blocks else 0
+        self._whole = self._root + sum(blocks)
+
+    @property
+    def resting(self) -> tuple[int, int, int]:
+        """As that of `Held`."""
+        return 0, self._whole, self._whole
+
+    def moments(self, which: Pass) -> list[Moment]:
+        """As those of `Held`."""
+        kind, trace, whole = which.kind, self.trace, self._whole
+        before = whole if which.before else 0
+        if kind == "F":
+            return [Moment("forward", before, trace.head_forward)]
+        if kind == "W" and not self._stage.first:
+            weights = Moment("blocks", before, trace.weights_peak)
+            return [weights, Moment("blocks", whole)]
+        if kind == "I" and self._stage.first:
+            return []
+        there = kind == "I" or bool(before)  # what there is before does not change
+        block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
+        moments = [
+            Moment("head", before, trace.head_backward),
+            Moment("blocks", before + head, trace.last_backward),
+            Moment("end", before if there else whole - self._root, trace.tail_backward),
+        ]
+        for back, below in inner_blocks(self._stage):
+            held = trace.first_backward + below * trace.block_saved
+            moments.append(Moment("blocks", before + head + back * block, held))
         return moments
 
 

@@ -15,7 +15,7 @@ from tests.distributed.jobs import RECIPE
 from trainer.models import init_parameter
 from trainer.parallel import parallelize as parallelizing
 from trainer.parallel.fsdp import fsdp_units
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import load_recipe
 from trainer.tasks.task import bare_model
@@ -64,6 +64,23 @@ def test_a_single_rank_shards_only_what_needs_it(world, recipe, overrides, by_fs
     assert list(made.parameters) == names
     assert bool(fsdp_units(made.module)) == by_fsdp
     assert all(isinstance(p, DTensor) == by_fsdp for p in made.parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "by_fsdp"),
+    [
+        (2, (), False),  # each stage is one rank's
+        (2, ("strategy.pp_schedule=zero_bubble", "strategy.zero=2"), False),
+        (4, (), True),
+        (4, ("strategy.cp=2",), True),
+        (4, ("strategy.tp=2",), True),
+        (2, ("precision.dtype=bf16",), True),
+        (2, ("run.determinism=exact",), True),
+    ],
+)
+def test_a_stage_is_sharded_where_that_is_needed(recipe, world_size, overrides, by_fsdp):
+    pipeline = recipe("strategy.pp=2", *overrides)
+    assert is_sharded_by_fsdp(pipeline, world_size) == by_fsdp
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ CASES = {
     ],
 }
 
+FP32 = "precision.dtype=fp32"
 TP, PP, EVEN = "strategy.tp=2", "strategy.pp=2", "model.architecture.vocab_size=1032"
 EARLY = (
     f"{PP} strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2 "
@@ -110,6 +111,25 @@ PARALLEL = [
             f"{PP} {ZERO_BUBBLE} batch.micro_batch=1",
             f"{PP} {ZERO_BUBBLE} strategy.activation_checkpointing=full",
             f"{PP} {ZERO_BUBBLE} {BLOCKS} {FEW_ROWS}",  # gradients of weights are most
+        ],
+    ),
+    (
+        2,  # nobody to shard with
+        [
+            f"{PP} {FP32}",
+            f"{PP} {FP32} strategy.pp_schedule=gpipe batch.micro_batch=1",
+            f"{PP} {FP32} strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2",
+            f"{PP} {FP32} {BLOCKS} batch.global_batch=16",
+            f"{PP} {FP32} strategy.activation_checkpointing=full",
+            f"{PP} {FP32} model.architecture.tie_word_embeddings=true",
+        ],
+    ),
+    (
+        2,
+        [
+            f"{PP} {FP32} {ZERO_BUBBLE}",
+            f"{PP} {FP32} {ZERO_BUBBLE} batch.micro_batch=1",
+            f"{PP} {FP32} {ZERO_BUBBLE} {BLOCKS} {FEW_ROWS}",
         ],
     ),
     (2, [f"{TP} strategy.sequence_parallel=true", TP]),
