@@ -187,10 +187,10 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
 
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
-    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A rank that has nobody to
-    shard with would only have its parameters copied, and hooks in each pass. Exact mode, offload
+    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A rank that has nobody
+    to shard with would only have its parameters copied, and hooks in each pass. Exact mode, offload
     and tensor parallelism rest on FSDP, though: it sums the partial gradients of the latter. In a
-    pipeline it casts what stages send, too.
+    pipeline it also casts what stages send.
     """
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
     if recipe.exact or strategy.tp > 1:

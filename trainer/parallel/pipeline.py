@@ -80,7 +80,7 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            stages: of this rank, by number; FSDP holds them, if the rank has somebody to shard with.
+            stages: of this rank, by number; see `is_sharded_by_fsdp`.
             mesh: with PIPELINE.
             recipe: of the run.
             dtype: of hidden states.

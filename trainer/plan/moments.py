@@ -27,8 +27,8 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   allocator gives out in powers of two.
 - A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
   message is received ahead of its use, one from each neighbour. Each stage has an FSDP root, unless
-  its rank has nobody to shard with. While one computes, the others of its rank keep what they gathered, their gradients of passes before,
-  and the last buffer of a reduction.
+  the rank shards nothing. While one computes, the others of its rank keep what they gathered, their
+  gradients of passes before, and the last buffer of a reduction.
 - Where the gradients of weights are put off, the gradient of the input frees nothing before it is
   there, and all but what the others need then. These come past FSDP, which reduces them at the end.
 - DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
