@@ -67,6 +67,7 @@ def points(before, tmp_path_factory):
     return [(label, labels[: place + 1].count(label)) for place, label in enumerate(labels)]
 
 
+@pytest.mark.timeout(1800)  # hundreds of kills, one after the other
 @pytest.mark.parametrize("who", ["writer", "all"])
 def test_killed_at_any_system_call_of_the_writer(who, before, points, tmp_path, monkeypatch):
     assert len(points) > 100
