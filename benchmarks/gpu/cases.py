@@ -190,6 +190,14 @@ CASES: tuple[Case, ...] = (
         Bound("plain", "==", 1, everywhere=True), Bound("offloaded", "==", 2, everywhere=True),
         _SHARDED,
     ),
+    _case(
+        "kernels.ring", 1, 15,
+        Bound("error", "<=", 2e-2, everywhere=True), Bound("of_share", "<=", 1.3),
+    ),
+    _case(
+        "kernels.experts", 1, 15,
+        Bound("error", "<=", 2e-2, everywhere=True), Bound("of_dense", ">=", 0.5),
+    ),
     _case("correct.float8", 1, 100, _same("difference", 5e-2)),
     _case("survives.resume", 3, 40, _none("differing_files")),
     _case("survives.kill.small", 3, 50, *_recovers(5), model="0.6B", workers=0),

@@ -133,6 +133,15 @@ def test_same_bits_at_any_data_parallel_size(workspace, train, request, layout, 
     assert_equal_bits(ours, theirs)
 
 
+@soak
+def test_stages_without_a_weight_in_common_make_the_bits_of_one_process(workspace, train):
+    """Nothing is summed in another order: a tied embedding would be."""
+    untied = (*EXACT, *UNEVEN, "model.architecture.tie_word_embeddings=false")
+    train(1, "run.dir=exact-whole", *untied)
+    train(2, "run.dir=exact-stages", *untied, *PP)
+    assert_equal_bits(result(workspace, "exact-stages"), result(workspace, "exact-whole"))
+
+
 def test_ranks_that_go_on_in_place_after_others_were_killed_make_the_same_bits(
     workspace, single, train, tmp_path
 ):

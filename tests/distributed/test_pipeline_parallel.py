@@ -177,7 +177,7 @@ def test_fp16_loses_no_more_than_fsdp_does(workspace, train):
     low = ("precision.dtype=fp16", "strategy.zero=2", *LENGTH)
     train(2, "run.dir=fp16-dp", *low)
     expected = told(workspace, "fp16-dp")[0]
-    for name, strategy in (("pp", PP), ("tp-pp", [*PP, *SP])):
+    for name, strategy in (("pp", PP), ("tp-pp", [*PP, *SP]), ("cp", CP)):
         train(4, f"run.dir=fp16-{name}", *low, *strategy)
         assert told(workspace, f"fp16-{name}")[0] == pytest.approx(expected, rel=3e-3)
 
@@ -187,6 +187,12 @@ def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
     low = ("precision.dtype=bf16", "strategy.zero=2", *LENGTH)
     train(2, "run.dir=bf16-dp", *low)
     expected = told(workspace, "bf16-dp")[0]
-    for name, strategy in (("1f1b", ()), ("zero-bubble", ZERO_BUBBLE[:1])):
-        train(4, f"run.dir=bf16-{name}", *low, *PP, *strategy)
+    for name, ranks, strategy in (
+        ("1f1b", 4, PP),
+        ("zero-bubble", 4, [*PP, *ZERO_BUBBLE[:1]]),
+        ("tp-pp", 8, [*PP, *SP]),
+        ("cp", 2, CP),
+        ("cp-pp", 4, [*PP, *CP]),
+    ):
+        train(ranks, f"run.dir=bf16-{name}", *low, *strategy)
         assert told(workspace, f"bf16-{name}")[0] == pytest.approx(expected, rel=3e-3)

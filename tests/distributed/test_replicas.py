@@ -86,3 +86,38 @@ def test_nodes_of_whole_replicas_come_and_go(
     model = [key for key in layout if key.startswith("model.")]
     expected = alone(f"run.steps={len(found)}", *RATE, *model)[0]
     assert [found[step] for step in sorted(found)] == pytest.approx(expected, rel=1e-4)
+
+
+@soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("source", ["memory", "storage"])
+def test_a_stage_that_is_lost_with_its_node_comes_back(workspace, train, tmp_path, source):
+    """The only node that had it is killed; another node comes, and no loss differs by a bit."""
+    run = workspace / f"stage-{source}"
+    kept = COPIES if source == "memory" else ("checkpoint.every=5",)
+    recipe = [*PP, *RATE, *kept, f"run.dir={run.name}", "run.steps=100000"]
+
+    def reached():
+        return max(losses(workspace, run.name), default=0) if run.exists() else 0
+
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", *recipe],
+        folder=workspace,
+        nnodes="1:2",
+        logs=tmp_path,
+        start=Forked,
+        ranks=1,
+        environment={"PYTHONPATH": python_path(ROOT, workspace)},
+    ) as nodes:
+        first, other = nodes.add(), nodes.add()
+        assert until(lambda: reached() > 12, 150), other.text()
+        first.kill()
+        nodes.add()
+        assert until(lambda: read_history(run).attempts[-1].start.source == source, 150), (
+            other.text()
+        )
+        goal = reached() + 10
+        assert until(lambda: reached() > goal, 100), other.text()
+    found = losses(workspace, run.name)
+    train(2, "run.dir=whole", *PP, *RATE, f"run.steps={len(found)}")
+    assert found == losses(workspace, "whole")
