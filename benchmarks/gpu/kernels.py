@@ -115,7 +115,7 @@ def ring(setting: Setting) -> dict[str, Any]:
 
 
 def ring_seconds(setting: Setting) -> dict[str, Any]:
-    """What a pass without documents takes, forward and backward, of a rank of 4 and in one kernel."""
+    """What a pass without documents takes, of a rank of 4 and of one kernel, there and back."""
     length, device = (256 if setting.toy else 32768), setting.place()
     none = torch.tensor([0, length], dtype=torch.int32, device=device)
     alone, of_four = rings_of(1, none, 1, length)[0], rings_of(4, none, 1, length)[0]
