@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
 from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, ZERO_BUBBLE
-from tests.distributed.test_tensor_parallel import HSDP
+from tests.distributed.test_tensor_parallel import EVEN, HSDP
 
 MOE = (
     "model.architecture.model_type=qwen3_moe",
@@ -79,7 +79,7 @@ def weights(checkpoint):
                 ("ep2-tp2-compile", 2, [*EP, *SP, "strategy.compile=true"], MOE),
                 ("ep4-pp2", 8, ["strategy.ep=4", *PP], MOE),
                 ("ep8", 8, ["strategy.ep=8", "batch.micro_batch=1"], MOE),
-                ("ep8-tp2-sp", 8, ["strategy.ep=8", *SP], MOE),
+                ("ep8-tp2-sp", 8, ["strategy.ep=8", *SP], [*MOE, *EVEN]),
                 ("ep2-fsdp4", 8, [*EP, "batch.micro_batch=1"], MOE),
                 (
                     "ep2-fsdp2-hsdp", 8,

@@ -13,6 +13,7 @@ COMPILE = ("strategy.compile=true",)
 SGD = ("optimizer.factory=torch.optim:SGD", "optimizer.factory_options={momentum: 0.9}")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
 EVEN = ("model.architecture.vocab_size=264",)  # eight ranks have equal parts of it
+FOUR_HEADS = (*EVEN, "model.architecture.num_key_value_heads=4")
 HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
 
 
@@ -40,7 +41,7 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
                 ("tp2-fsdp3", 6, SP, ()),
                 ("tp2-hsdp", 8, [*SP, *HSDP], ()),
                 ("tp2-fsdp4", 8, SP, EVEN),
-                ("tp4", 4, ["strategy.tp=4", SP[1]], EVEN),
+                ("tp4", 4, ["strategy.tp=4", SP[1]], FOUR_HEADS),
                 ("cp2-llama", 2, CP, LLAMA),
                 ("cp2-31", 2, CP, ["data.seq_len=31"]),
                 ("cp2-whole", 2, CP, ["data.document_mask=false"]),
