@@ -61,12 +61,18 @@ def attend(
 
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool,
-    scale: float | None,
+    scale: float | None, out: Tensor | None = None, lse: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k and v, as FlashAttention has them (Dao et al. 2022, appendix B.2)."""
-    weights = scores_of(q, k, bias, causal, scale).softmax(-1).nan_to_num()
+    """Gradients of q, k and v, as FlashAttention has them (Dao et al. 2022, appendix B.2).
+
+    Args:
+        out, lse: over more keys than these, as `attend` gives them for all; else these are all.
+    """
+    scores = scores_of(q, k, bias, causal, scale)
+    weights = scores.softmax(-1).nan_to_num() if lse is None else (scores - lse[..., None]).exp()
     of_weights = grad.float() @ spread(v, q).transpose(-1, -2)
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    mean = (weights * of_weights).sum(-1) if out is None else (grad.float() * out.float()).sum(-1)
+    of_scores = weights * (of_weights - mean[..., None])
     of_scores = of_scores * (scale or q.shape[-1] ** -0.5)
     of_k = of_scores.transpose(-1, -2) @ q.float()
     of_v = weights.transpose(-1, -2) @ grad.float()
@@ -174,8 +180,21 @@ def cudnn_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seed: 
     return tuple(like(g, x) for g, x in zip(grads, (q, k, v), strict=True))
 
 
-def documents(cumulative: Tensor, longest: int, total: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each sequence; what FlashAttention demands of them is checked."""
+def ranges(
+    cum_q: Any, cum_k: Any, longest: tuple[int, int], of: tuple[Tensor, Tensor], causal: bool
+) -> Iterator[tuple[slice, slice]]:
+    """The queries and keys of each sequence that has both."""
+    names = zip((cum_q, cum_k), longest, of, ("max_q", "max_k"), strict=True)
+    both = [documents(host(cum), most, len(x), name) for cum, most, x, name in names]
+    for here, there in zip(*both, strict=True):
+        if causal and here.stop - here.start != there.stop - there.start:
+            raise NotImplementedError("the fake kernels are causal among as many keys alone")
+        if here.start < here.stop and there.start < there.stop:
+            yield here, there
+
+
+def documents(cumulative: Tensor, longest: int, total: int, name: str) -> list[slice]:
+    """Where each sequence is; what FlashAttention demands of them is checked."""
     if cumulative.dtype != torch.int32 or not cumulative.is_contiguous():
         raise ValueError("cu_seqlens must be contiguous int32")
     ends = cumulative.tolist()
@@ -183,9 +202,8 @@ def documents(cumulative: Tensor, longest: int, total: int) -> Iterator[tuple[in
         raise ValueError(f"cu_seqlens {ends} do not go from 0 to {total}")
     for start, stop in pairwise(ends):
         if stop - start > longest:
-            raise ValueError(f"a sequence of {stop - start} tokens, but max_q is {longest}")
-        if stop > start:
-            yield start, stop
+            raise ValueError(f"a sequence of {stop - start} tokens, but {name} is {longest}")
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def batched(part: Tensor) -> Tensor:
@@ -202,11 +220,11 @@ def varlen(q: Any, k: Any, v: Any, cum_q: Any, cum_k: Any, max_q: int, max_k: in
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"FlashAttention takes float16 and bfloat16, not {q.dtype}")
     device, (q_h, k_h, v_h) = q.device, map(host, (q, k, v))
-    output, lse = torch.zeros(q.shape), torch.zeros(q.shape[1], q.shape[0])
-    for start, stop in documents(host(cum_q), max_q, len(q)):
-        parts = (batched(x[start:stop]) for x in (q_h, k_h, v_h))
-        found, sums = attend(*parts, None, causal, scale)
-        output[start:stop], lse[:, start:stop] = found[0].transpose(0, 1), sums[0]
+    output, lse = torch.zeros(q.shape), torch.full((q.shape[1], q.shape[0]), torch.inf)
+    for here, there in ranges(cum_q, cum_k, (max_q, max_k), (q, k), causal):
+        found, sums = attend(batched(q_h[here]), batched(k_h[there]), batched(v_h[there]), None,
+                             causal, scale)  # fmt: skip
+        output[here], lse[:, here] = found[0].transpose(0, 1), sums[0]
     none = on_device(torch.empty(0), device)
     return like(output, q), on_device(lse, device), number(device), none, none.clone()
 
@@ -216,13 +234,15 @@ def varlen_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cum_q
                     unused: Any, *, scale: float | None = None,
                     window_size_left: int | None = None,
                     window_size_right: int | None = None) -> Any:  # fmt: skip
+    """By the output and the sums that are given: a ring's are those over all of its blocks."""
     causal = is_causal or (window_size_left, window_size_right) == (-1, 0)
-    grad_h, q_h, k_h, v_h = map(host, (grad, q, k, v))
+    grad_h, q_h, k_h, v_h, out_h, lse_h = map(host, (grad, q, k, v, out, lse))
     grads = [torch.zeros(x.shape) for x in (q, k, v)]
-    for start, stop in documents(host(cum_q), max_q, len(q)):
-        parts = (batched(x[start:stop]) for x in (grad_h, q_h, k_h, v_h))
-        for made, found in zip(grads, attend_backward(*parts, None, causal, scale), strict=True):
-            made[start:stop] = found[0].transpose(0, 1)
+    for here, there in ranges(cum_q, cum_k, (max_q, max_k), (q, k), causal):
+        parts = (batched(x) for x in (grad_h[here], q_h[here], k_h[there], v_h[there]))
+        found = attend_backward(*parts, None, causal, scale, batched(out_h[here]), lse_h[:, here])
+        for made, where, part in zip(grads, (here, there, there), found, strict=True):
+            made[where] = part[0].transpose(0, 1)
     return tuple(like(g, x) for g, x in zip(grads, (q, k, v), strict=True))
 
 

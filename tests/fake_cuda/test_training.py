@@ -57,14 +57,14 @@ def on_cpu(workspace):
 def same(workspace, start, on_cpu):
     """same(run, ranks, *overrides): trains on cuda, and compares losses and checkpoints."""
 
-    def same(run, ranks, *overrides, tolerance=TOLERANCE):
+    def same(run, ranks, *overrides, tolerance=TOLERANCE, stages=1):
         output = finish(start(ranks, f"run.dir={run}", *CUDA, *overrides, program=KEPT))
         found = losses(workspace, run)
         assert found.keys() == on_cpu.keys()
         for step, loss in on_cpu.items():
             assert found[step] == pytest.approx(loss, rel=tolerance), step
         for step in (2, 4, 6):
-            assert_saved(workspace / run, step)
+            assert_saved(workspace / run, step, stages)
         return output
 
     return same
@@ -79,13 +79,13 @@ def finish(job):
     return output
 
 
-def assert_saved(run, step):
-    """The checkpoint has the bits that the state had."""
+def assert_saved(run, step, stages=1):
+    """The checkpoint has the bits that the state had; of a pipeline that of the first stage."""
     kept = torch.load(run / f"kept-{step}.pt")
     saved = {}
     for path in (run / "checkpoints" / f"step-{step:08}").rglob("*.safetensors"):
         saved |= load_file(path)
-    assert saved.keys() == kept.keys()
+    assert kept.keys() == saved.keys() if stages == 1 else kept.keys() < saved.keys()
     for name, tensor in kept.items():
         assert saved[name].dtype == tensor.dtype, name
         assert saved[name].equal(tensor), f"{name} at step {step}"
@@ -106,6 +106,27 @@ def test_hybrid_shard(same, copies):
 @pytest.mark.parametrize("place", OFFLOADED)
 def test_offload(same, copies, place, ranks):
     same(f"offload-{place}-{ranks}-{copies}", ranks, *OFFLOADED[place])
+
+
+LAYOUTS = {
+    "tp2": ["strategy.tp=2", "strategy.sequence_parallel=true"],
+    "pp2": ["strategy.pp=2", "batch.micro_batch=1"],
+    "pp2-zero-bubble": [
+        *("strategy.pp=2", "batch.micro_batch=1", "strategy.zero=2"),
+        "strategy.pp_schedule=zero_bubble",
+    ],
+    "cp2": ["strategy.cp=2", "model.attention=auto", "precision.dtype=bf16"],
+    "tp2-pp2": ["strategy.tp=2", "strategy.pp=2", "batch.micro_batch=1"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(same, copies, layout):
+    ranks = 4 if layout == "tp2-pp2" else 2
+    low = "precision.dtype=bf16" in LAYOUTS[layout]
+    tolerance = 2e-2 if low else TOLERANCE
+    stages = 1 + ("strategy.pp=2" in LAYOUTS[layout])
+    same(f"{layout}-{copies}", ranks, *LAYOUTS[layout], tolerance=tolerance, stages=stages)
 
 
 def test_without_slots(same, copies):

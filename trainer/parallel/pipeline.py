@@ -14,13 +14,14 @@ Shapes: B micro-batch, T sequence, D hidden.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from checkpointing.format.tensors import local_tensor
@@ -224,12 +225,16 @@ class Pipeline:
         )
 
         prepare_backward(stage, False, self._recipe)  # the weights are still needed
+        roots = [x.view_as(x).grad_fn for x in out]
         _, groups = stage_backward_input(
             [*out], None if gradients is None else [*gradients], [*given], stage.parameters()
         )
+        owners = _owners(roots, {node for group in groups for node in group["intermediates"]})
+        del roots
 
         def backward_of_weights() -> None:
             stage_backward_weight(stage.parameters(), groups)
+            owners.clear()
             if not isinstance(stage, FSDPModule):
                 return
             # These gradients come past FSDP's hooks, the last of which takes care of what did.
@@ -249,6 +254,27 @@ class Pipeline:
         self._links.send(mine, peer).wait()
         receiving.wait()
         mine += theirs
+
+
+def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> list[Node]:
+    """What keeps those of `nodes` alive that Python defines, such as the loss: in torch 2.11 they
+    end with the tensor that they lead to, whatever else refers to them.
+
+    Args:
+        roots: of the graph; torch's own.
+        nodes: some of it.
+    """
+    wanted = {node for node in nodes if isinstance(node, torch._C._FunctionBase)}
+    found: list[Node] = []
+    left, seen = [root for root in roots if root], set(roots)
+    while wanted and left:
+        node = left.pop()
+        below = {child for child, _ in node.next_functions if child}
+        if below & wanted and not isinstance(node, torch._C._FunctionBase):
+            found.append(node)
+        left += below - seen
+        seen |= below
+    return found
 
 
 class _Links:
