@@ -12,6 +12,7 @@ from elastic.record.history import read_history
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, losses, soak
 from tests.distributed.test_expert_parallel import EP, MOE
+from trainer.tools import container
 from trainer.tools.local_nodes import LocalNodes
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
@@ -89,12 +90,14 @@ def test_nodes_of_whole_replicas_come_and_go(
 
 
 @soak
+@pytest.mark.skipif(not container.possible(), reason="needs root")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("source", ["memory", "storage"])
 def test_a_stage_that_is_lost_with_its_node_comes_back(workspace, train, tmp_path, source):
-    """The only node that had it is killed; another node comes, and no loss differs by a bit."""
+    """The only node that had it is killed, with its memory; another node comes, and no loss differs
+    by a bit."""
     run = workspace / f"stage-{source}"
-    kept = COPIES if source == "memory" else ("checkpoint.every=5", "elastic.snapshot_every=0")
+    kept = COPIES if source == "memory" else ("checkpoint.every=5",)
     recipe = [*PP, *RATE, *kept, f"run.dir={run.name}", "run.steps=100000"]
 
     def reached():
@@ -105,8 +108,8 @@ def test_a_stage_that_is_lost_with_its_node_comes_back(workspace, train, tmp_pat
         folder=workspace,
         nnodes="1:2",
         logs=tmp_path,
-        start=Forked,
         ranks=1,
+        own_memory=True,
         environment={"PYTHONPATH": python_path(ROOT, workspace)},
     ) as nodes:
         first, other = nodes.add(), nodes.add()
@@ -119,5 +122,5 @@ def test_a_stage_that_is_lost_with_its_node_comes_back(workspace, train, tmp_pat
         goal = reached() + 10
         assert until(lambda: reached() > goal, 100), other.text()
     found = losses(workspace, run.name)
-    train(2, "run.dir=whole", *PP, *RATE, f"run.steps={len(found)}")
-    assert found == losses(workspace, "whole")
+    train(2, f"run.dir=whole-{source}", *PP, *RATE, f"run.steps={len(found)}")
+    assert found == losses(workspace, f"whole-{source}")
