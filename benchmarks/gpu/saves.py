@@ -181,6 +181,7 @@ def one_save(
 
     waiting = Thread(target=wait)
     waiting.start()
+    found.steps.append(step())  # a small save may have ended before it
     while waiting.is_alive():
         found.steps.append(step())
     while to_disk and not (outcomes := checkpointer.outcomes()):
