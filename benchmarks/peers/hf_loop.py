@@ -85,7 +85,7 @@ def train(job: Job, clock: Clock) -> None:
         train_dataset=Sequences(job),
         callbacks=[Told(clock)],
     )
-    trainer.run.train()
+    trainer.train()
 
 
 FIELDS = {
