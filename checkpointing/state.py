@@ -195,7 +195,8 @@ def put_back(state: State, values: Mapping[str, Any]) -> None:
         elif isinstance(target, nn.Module):
             target.load_state_dict(found, strict=False)
         else:
-            target.load_state_dict(found)  # type: ignore[union-attr]
+            assert isinstance(target, Stateful)  # or it would have been refused
+            target.load_state_dict(found)
 
 
 def _of_module(key: str, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

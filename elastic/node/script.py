@@ -10,6 +10,7 @@ So what comes before `join` is done in both.
 
 import atexit
 import importlib
+import io
 import os
 import runpy
 import sys
@@ -59,7 +60,8 @@ def run(program: list[str]) -> NoReturn:
     from elastic.world import leave_world
 
     for stream in (sys.stdout, sys.stderr):  # torchrun starts programs by `python -u`
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True)
     if numpy := sys.modules.get("numpy"):  # its generator is that of the zygote, in every fork
         numpy.random.seed()
     code = _ended(program)

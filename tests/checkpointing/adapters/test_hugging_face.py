@@ -15,7 +15,7 @@ from tests.checkpointing.worlds import run_ranks  # noqa: E402
 STEPS, SIZE = 14, 24  # a bit more than two epochs of six steps
 
 
-class StopNow(Exception):  # noqa: N818
+class StopNowError(Exception):
     """As if it had been killed."""
 
 
@@ -25,7 +25,7 @@ class StopAt(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
-            raise StopNow
+            raise StopNowError
 
 
 def train(folder, callbacks, resume=None):
@@ -48,7 +48,7 @@ def train(folder, callbacks, resume=None):
         train_dataset=[{"input_ids": item, "labels": item} for item in items],
         callbacks=callbacks,
     )
-    with suppress(StopNow):
+    with suppress(StopNowError):
         trainer.train(resume_from_checkpoint=resume)
     logs = trainer.state.log_history
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}

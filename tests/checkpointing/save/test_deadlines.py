@@ -14,9 +14,9 @@ from checkpointing import CheckpointOptions, SaveFailed, TensorCheckpointer
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.faults import children, load, names, parts, plant, until
 from tests.checkpointing.worlds import run_ranks
+from tests.distributed.jobs import soak
 
 SECONDS = 5.0
-SOAK = pytest.mark.skipif(not os.environ.get("SOAK"), reason="with SOAK=1 only")
 PER_NODE = 2
 TOLD = 3 * SECONDS
 """A rank hears within SECONDS and a fifth; the rest is the machine's."""
@@ -59,11 +59,11 @@ def save_through(rank: int, run: Path, stopped: int | None) -> tuple[str, float,
 @pytest.mark.parametrize(
     ("stopped", "hangs", "says"),
     [
-        pytest.param(0, None, "", id="writer of rank 0's node", marks=SOAK),
+        pytest.param(0, None, "", id="writer of rank 0's node", marks=soak),
         pytest.param(2, None, "on node 1: not done within 5 s", id="another writer"),
         pytest.param(None, "pwrite", "model-00001-of-00001.safetensors to be written", id="write"),
-        pytest.param(None, "mkdir", "waiting for a place in", id="begin", marks=SOAK),
-        pytest.param(None, "rename", "not done within 5 s", id="commit", marks=SOAK),
+        pytest.param(None, "mkdir", "waiting for a place in", id="begin", marks=soak),
+        pytest.param(None, "rename", "not done within 5 s", id="commit", marks=soak),
     ],
 )
 def test_a_save_that_hangs_is_given_up(stopped, hangs, says, tmp_path, monkeypatch):
