@@ -212,7 +212,7 @@ def _become(
     code = 1
     try:
         die_with_parent(parent)
-        set_name("rank")
+        set_name("reserve" if RESERVE in environment else "rank")
         os.setsid()
         *standard, dumps, recall = streams
         for target, stream in enumerate(standard):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,11 @@ def go_on(workspace, run, node, steps, seconds=100):
     assert until(lambda: reached(workspace, run) >= goal, seconds), node.text()
 
 
+def name_of(pid):
+    """As `pgrep` sees it."""
+    return Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("perdure-")
+
+
 @soak  # without it: test_exact.py kills ranks, and the others go on in place
 @pytest.mark.timeout(240)
 def test_a_killed_rank_costs_the_others_neither_process_nor_compiled_code(job, workspace):
@@ -103,6 +109,8 @@ def test_a_killed_rank_costs_the_others_neither_process_nor_compiled_code(job, w
         assert until(lambda: len(node.running(WRITER)) == 3, 60), node.text()
         before, writers = node.trainers(), set(node.running(WRITER))
         reserve = set(children(node.zygote())) - set(before)
+        # Whoever kills by name, as README does, is to hit a rank.
+        assert [*map(name_of, before), *map(name_of, reserve)] == [*["rank"] * 2, "reserve"]
         compiled = (workspace / "compiled").read_text().split()
         os.kill(before[victim], signal.SIGKILL)
         go_on(workspace, "place", node, 5)

@@ -37,7 +37,7 @@ from elastic.node.notice import pause_code
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
-from elastic.process import write_whole
+from elastic.process import set_name, write_whole
 from elastic.world import (
     World,
     drop_world,
@@ -78,6 +78,7 @@ def main(arguments: list[str]) -> NoReturn:
         drop_world()
         if not recall.wait(None):
             leave_world(EXIT_PEER_GONE)
+        set_name("rank")  # it was "reserve"
     pulse = Pulse.from_environment()
     watch_signals(pulse)
     if not arguments:
