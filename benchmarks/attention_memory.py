@@ -1,9 +1,9 @@
 """Attention inside documents on the CPU at a long sequence: memory and time of each way.
 
 Layers as those of SmolLM2-135M (hidden 576, 9 query and 3 key/value heads of 64) in float32, one
-rank, without the output head. Documents have
-lengths as in C4 (median 300 tokens, mean 480). "bool mask" is the dense mask that trainers give to
-`scaled_dot_product_attention`. Each run is a process of its own; they take turns.
+rank, without the output head. `--recompute full` keeps only the inputs of each layer. Documents
+have lengths as in C4 (median 300 tokens, mean 480). "bool mask" is the dense mask that trainers
+give to `scaled_dot_product_attention`. Each run is a process of its own; they take turns.
 
 `grid`: attention alone on one core, forward and backward, by length of sequences and documents: the
 loop over documents beside the additive mask, which is made once.
@@ -24,6 +24,7 @@ from benchmarks.support import arguments, report, run, spread
 from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Documents, attend, choose_attention, locate
 from trainer.models.decoder import Decoder
+from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory
 
@@ -33,8 +34,8 @@ HEADS, GROUPS, HEAD_DIM = 4, 2, 64  # of the grid
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=3, tokens=8192, layers=4)
-    size = [str(options.tokens), str(options.layers)]
+    options = arguments(__doc__ or "", rounds=3, tokens=8192, layers=4, recompute="none")
+    size = [str(options.tokens), str(options.layers), options.recompute]
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(options.rounds):
         for way in WAYS:
@@ -54,11 +55,14 @@ def main() -> None:
                 "largest": "{} MB by {}".format(runs[0]["largest"] // 10**6, runs[0]["by"]),
             }
         )
-    title = f"{options.layers} layers, {options.tokens:,} tokens; median (min-max) over rounds"
+    title = (
+        f"{options.layers} layers, {options.tokens:,} tokens, recompute {options.recompute}; "
+        "median (min-max) over rounds"
+    )
     report(title, rows, found, options.json)
 
 
-def measure(way: str, tokens: int, layers: int) -> dict[str, Any]:
+def measure(way: str, tokens: int, layers: int, recompute: str) -> dict[str, Any]:
     """Two steps forward and backward, the first profiled, the second timed."""
     model = Decoder(
         Architecture(
@@ -75,6 +79,8 @@ def measure(way: str, tokens: int, layers: int) -> dict[str, Any]:
         ),
         "varlen" if way == "varlen" else "sdpa",
     ).model
+    if recompute == "full":
+        apply_activation_checkpointing(model, list(model.layers), "full")
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.randn(tokens, generator=generator) * 0.97 + 5.7).exp().int() + 1
     ids = torch.repeat_interleave(torch.arange(tokens), lengths)[None, :tokens]
@@ -152,6 +158,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["grid"]:
         grid()
     elif sys.argv[1:2] == ["measure"]:
-        print(json.dumps(measure(sys.argv[2], *map(int, sys.argv[3:]))))
+        way, tokens, layers, recompute = sys.argv[2:]
+        print(json.dumps(measure(way, int(tokens), int(layers), recompute)))
     else:
         main()
