@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import trainer
 from benchmarks.peers.stock_elastic import Task
 from benchmarks.support import (
     ROOT,
@@ -242,7 +243,7 @@ def _prepare_data(scratch: Path) -> None:
     """This repository's own texts, as bytes."""
     corpus = scratch / "corpus"
     corpus.mkdir()
-    for number, path in enumerate(sorted((ROOT / "trainer").rglob("*.py"))):
+    for number, path in enumerate(sorted(Path(trainer.__file__).parent.rglob("*.py"))):
         (corpus / f"{number:03}.txt").write_text(path.read_text(encoding="utf-8"))
     prepare([str(corpus)], scratch / "data", tokenizer="bytes", validation_fraction=0.1)
 

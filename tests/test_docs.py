@@ -286,6 +286,44 @@ def test_short_commands(scratch, monkeypatch, capsys):
             assert not wrong or printed.err in PAGES["README.md"]
 
 
+WALK = """
+import os, sys
+from trainer import run
+from trainer.recipe.sections import Recipe
+from trainer.run.worker import main
+
+home = os.path.dirname(os.path.dirname(run.__file__))
+rooms = []
+
+def enter(frame, event, _):
+    folder, _, _ = os.path.relpath(frame.f_code.co_filename, home).rpartition("/")
+    holds = any(isinstance(value, Recipe) for value in frame.f_locals.values())
+    if event == "call" and holds and not folder.startswith(".") and rooms[-1:] != [folder]:
+        rooms.append(folder)
+
+def leave(code, leave=os._exit):
+    sys.setprofile(None)
+    print(*rooms)
+    sys.stdout.flush()
+    leave(code)
+
+os._exit = leave
+sys.setprofile(enter)
+main(["tiny.yaml", "run.steps=2", "schedule.warmup_steps=0"])
+"""
+
+
+def test_a_recipe_returns_to_few_rooms(scratch, monkeypatch):
+    """From its file to the end of a run of two steps, which hands it from function to function."""
+    write_what_readers_have("")
+    monkeypatch.delenv("RANK", raising=False)
+    command = [sys.executable, "-c", WALK]
+    walked = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    walk = walked.splitlines()[-1].split()
+    assert {"recipe", "tasks", "run", "parallel", "optim"} <= set(walk)
+    assert len({room for n, room in enumerate(walk) if room in walk[:n]}) <= 8, walk
+
+
 @soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: " ".join(script.split()[:3]))
