@@ -28,6 +28,7 @@ from benchmarks.support import (
     ROOT,
     arguments,
     heading,
+    json_lines,
     print_table,
     python_path,
     report,
@@ -35,6 +36,7 @@ from benchmarks.support import (
     spread,
     workspace,
 )
+from benchmarks.support.processes import cpu_seconds, descendants
 
 STEPS, EVERY, WARM, LATE = 40, 15, 8, 32
 CASES = {
@@ -183,8 +185,8 @@ def measure(
         sys.exit(f"{tree.name}: {log.read_text()}")
     text = log.read_text()
     first = float(text.partition("first step after ")[2].split()[0])
-    lines, name = records(metrics), "checkpoint_seconds"
-    saves = [record[name] for record in lines if name in record]
+    name = "checkpoint_seconds"
+    saves = [record[name] for record in json_lines(metrics) if name in record]
     name = "step_seconds_p50"
     steady = [one[name] for step, one in done.items() if name in one and WARM < step < LATE]
     figures = {"a step": median(steady), "first step": first, "whole run": time.time() - began}
@@ -222,33 +224,13 @@ def same_bits(
     }
 
 
-def records(metrics: Path) -> list[dict[str, Any]]:
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def steps(metrics: Path) -> Mapping[int, dict[str, Any]]:
-    return {record["step"]: record for record in records(metrics) if "loss" in record}
+    return {record["step"]: record for record in json_lines(metrics) if "loss" in record}
 
 
 def busiest_rank(launcher: int) -> int:
     """The forked rank with most CPU time, among all processes below the launcher."""
-    parents: dict[int, list[int]] = {}
-    spent = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        pid = int(path.parent.name)
-        parents.setdefault(int(fields[1]), []).append(pid)
-        spent[pid] = int(fields[11]) + int(fields[12])
-    below, todo = set(), [launcher]
-    while todo:
-        children = parents.get(todo.pop(), [])
-        below.update(children)
-        todo += children
-    return max(below, key=spent.__getitem__)
+    return max(descendants(launcher), key=cpu_seconds)
 
 
 if __name__ == "__main__":

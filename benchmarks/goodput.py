@@ -212,6 +212,14 @@ def _figures(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"]
 
 
+def _counts() -> Counter[str]:
+    """How many interruptions there were of each kind."""
+    counts = Counter[str]()
+    for kind, count in INTERRUPTIONS.values():
+        counts[kind] += count
+    return counts
+
+
 def _done(faults: Sequence[Mapping[str, Any]]) -> list[float]:
     """Seconds of those that were recovered from, without steps done again."""
     return [
@@ -241,9 +249,7 @@ def _per_byte(engines: Sequence[Any], engine: str, kind: str) -> float:
 def simulate(system: System, gpus: int, seconds: float, draw: random.Random) -> Account:
     """A run of so many seconds. Failures are a Poisson process that restarts do not stop."""
     nodes = gpus // PER_NODE
-    kinds = Counter[str]()
-    for kind, count in INTERRUPTIONS.values():
-        kinds[kind] += count
+    kinds = _counts()
     rate = kinds.total() / (OBSERVED_DAYS * DAY) * gpus / OBSERVED_GPUS
     account = Account(wall=seconds)
     now, fault = 0.0, draw.expovariate(rate)
@@ -347,9 +353,7 @@ def _spares(gpus: int) -> dict[str, str]:
 def _print_assumptions(
     recovery: Mapping[str, Any], engines: Sequence[Any], days: int, runs: int
 ) -> None:
-    counts = Counter[str]()
-    for kind, count in INTERRUPTIONS.values():
-        counts[kind] += count
+    counts = _counts()
     taken = ", ".join(
         f"{kind} {_without_redone(recovery['perdure'][name]):.2f} s"
         for kind, name in MEASURED_AS.items()

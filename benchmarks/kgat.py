@@ -5,14 +5,13 @@ One rank each; a seed decides the split, the initial weights, the order of the s
 negatives. The hyper-parameters are those of the recipe for every seed.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 
-from benchmarks.support import ROOT, arguments, report, run
+from benchmarks.support import ROOT, arguments, json_lines, report, run
 
 BPR_MF = ["model.kgat.layers=[]", "data.graph.triples_per_sample=0"]
 METRICS = ("recall@20", "ndcg@20")
@@ -60,8 +59,8 @@ def main() -> None:
             settings += [f"run.evaluate_every={steps}"]
             recipe = str(ROOT / "recipes" / case.recipe)
             run([*command, recipe, *settings, *overrides], directory)
-            lines = (directory / f"{name}-{seed}" / "metrics.jsonl").read_text().splitlines()
-            last = next(r for r in map(json.loads, reversed(lines)) if METRICS[0] in r)
+            records = json_lines(directory / f"{name}-{seed}" / "metrics.jsonl")
+            last = next(r for r in reversed(records) if METRICS[0] in r)
             figures.setdefault(name, []).append({key: last[key] for key in METRICS})
             if name == "KGAT":
                 popular = {key: last[f"popularity_{key}"] for key in METRICS}

@@ -34,13 +34,13 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from benchmarks.support import arguments, heading, print_table, write_json
+from benchmarks.support.processes import cpu_seconds
 from elastic.group.member import Member
 from elastic.group.membership import Ask, Limits, Membership, room
 from elastic.group.secret import Secret
@@ -312,16 +312,6 @@ def free(port: int) -> bool:
         return True
     except OSError:
         return False
-
-
-def cpu_seconds(process: int) -> float:
-    """Seconds of a core that a process has taken; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return 0.0
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

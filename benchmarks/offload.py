@@ -5,7 +5,6 @@ One rank. Memory is anonymous and shared memory of all processes of the run, wit
 which the kernel gives to whoever needs it.
 """
 
-import json
 import shutil
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.support import QUICKSTART, arguments, report, run, spread, workspace
+from benchmarks.support import QUICKSTART, arguments, json_lines, report, run, spread, workspace
 from benchmarks.support.memory_limit import NoLimitError, memory_limit
 from benchmarks.support.processes import MemoryWatch
 
@@ -92,8 +91,7 @@ def _measure(
         start = time.monotonic()
         run(command, directory)
     peak = watch.extra(start, start, time.monotonic())
-    lines = (directory / "runs/quickstart/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], peak
+    return json_lines(directory / "runs/quickstart/metrics.jsonl"), peak
 
 
 if __name__ == "__main__":

@@ -9,14 +9,22 @@ writer), as a share of the machine's cores. The ledger and the word of each step
 off: that they are cheap shows in benchmarks/throughput.py, against a loop that has neither.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.support import QUICKSTART, arguments, report, run, spread, torchrun, workspace
+from benchmarks.support import (
+    QUICKSTART,
+    arguments,
+    json_lines,
+    report,
+    run,
+    spread,
+    torchrun,
+    workspace,
+)
 from benchmarks.support.processes import CpuWatch
 from elastic import usable_cores
 
@@ -80,8 +88,7 @@ def main() -> None:
 
 def _ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first and the last regular record of a run."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    regular = [r for r in records if "step_seconds_p50" in r and r["step"] % WARM_UP == 0]
+    regular = [r for r in json_lines(path) if "step_seconds_p50" in r and r["step"] % WARM_UP == 0]
     return regular[0], regular[-1]
 
 

@@ -8,7 +8,6 @@ time without the pauses. On GPUs, where queued work would go on in a pause, each
 before the next one starts.
 """
 
-import json
 import shutil
 import signal
 import sys
@@ -26,6 +25,7 @@ from benchmarks.support import (
     ROOT,
     arguments,
     heading,
+    json_lines,
     print_table,
     spread,
     torchrun,
@@ -189,14 +189,6 @@ def figures(word: str, job: PausableJob, directory: Path) -> dict[str, Any]:
     records = json_lines(directory / METRICS) if word == PERDURE else lines
     final = next(record for record in reversed(records) if "peak_memory" in record)
     return {**final, "seconds": seconds}
-
-
-def json_lines(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects among a file's lines, but for one that is being written."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line[0] == "{" and line[-1] == "\n"]
 
 
 def compare(case: str, peer: str, rounds: list[Round]) -> tuple[dict[str, str], dict[str, Any]]:

@@ -55,6 +55,14 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+def boot_id() -> str:
+    """Names this boot of this machine; "" where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def usable_cores() -> int:
     """Cores that this process may run on, which Slurm and cpusets make fewer than the machine
     has."""

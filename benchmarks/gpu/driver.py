@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gpu.cases import Case, Figures, Size
+from trainer.tools.local_nodes import children
 
 ROOT = Path(__file__).parents[2]
 CODE = (
@@ -220,26 +221,18 @@ def nobody_left() -> Iterator[None]:
     """Kill, in the end, all that was started within, also what its parent has left behind: this
     process becomes the parent of such (prctl(2), PR_SET_CHILD_SUBREAPER)."""
     prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
-    before = set(children())
+    before = set(children(os.getpid()))
     prctl(set_child_subreaper, 1)
     try:
         yield
     finally:
-        while new := set(children()) - before:
+        while new := set(children(os.getpid())) - before:
             for pid in new:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         prctl(set_child_subreaper, 0)
-
-
-def children() -> list[int]:
-    """Process ids of this process's children."""
-    found: list[int] = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        found += map(int, path.read_text().split())
-    return found
 
 
 def last_line(log: Path) -> str:

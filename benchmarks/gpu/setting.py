@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import Figures, Size
 from benchmarks.gpu.synthetic import data_set
-from benchmarks.support import environment
+from benchmarks.support import environment, json_lines
 from elastic import usable_cores
 
 Sections = dict[str, dict[str, Any]]
@@ -149,7 +149,7 @@ class Trained:
 
     def records(self) -> list[dict[str, Any]]:
         """Records of metrics.jsonl."""
-        return read_records(self.directory)
+        return json_lines(self.directory / "metrics.jsonl")
 
     def losses(self) -> list[float]:
         """Losses of every step, in order."""
@@ -160,13 +160,6 @@ class Trained:
         mark = "first step after "
         line = next(line for line in self.output.splitlines() if line.startswith(mark))
         return float(line.removeprefix(mark).split(" s")[0])
-
-
-def read_records(run: Path) -> list[dict[str, Any]]:
-    """What a run wrote to metrics.jsonl; a line that is just being written is left out."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def job_environment(setting: Setting) -> dict[str, str]:
@@ -223,6 +216,7 @@ def train_until(
     """
     sections["run"]["steps"] = 1_000_000
     path, log = write_recipe(setting, name, sections), setting.scratch / f"{name}.log"
+    metrics = setting.scratch / name / "metrics.jsonl"
     with (
         log.open("w") as output,
         subprocess.Popen(
@@ -232,7 +226,7 @@ def train_until(
     ):  # fmt: skip
         try:
             while True:
-                found = [r for r in read_records(setting.scratch / name) if "loss" in r]
+                found = [r for r in json_lines(metrics) if "loss" in r]
                 if len(found) >= records:
                     return found[:records]
                 if process.poll() is not None:

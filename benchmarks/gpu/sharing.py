@@ -6,7 +6,6 @@ not.
 
 import os
 import socket
-import subprocess
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -17,13 +16,13 @@ from benchmarks.gpu.setting import (
     Setting,
     Trained,
     UnsupportedError,
-    command,
     difference,
     ending,
     job_environment,
     recipe,
     write_recipe,
 )
+from trainer.tools.local_nodes import start_python
 
 REFUSALS = ("not implemented", "not supported", "unsupported", "gloo")
 """Words of gloo, and of torch about it, when it cannot do something."""
@@ -48,23 +47,16 @@ def together(setting: Setting, sections: dict[str, Any]) -> list[float]:
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": "2"}
     job |= {"LOCAL_WORLD_SIZE": "2"}
     logs = [setting.scratch / f"rank-{rank}.log" for rank in range(2)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            ranks.append(
-                subprocess.Popen(
-                    command("benchmarks.gpu.sharing", str(path)),
-                    cwd=setting.scratch,
-                    env={
-                        **job_environment(setting),
-                        **job,
-                        "RANK": f"{rank}",
-                        "LOCAL_RANK": f"{rank}",
-                    },
-                    stdout=output,
-                    stderr=output,
-                )
-            )
+    environment = {**job_environment(setting), **job}
+    ranks = [
+        start_python(
+            ["benchmarks.gpu.sharing", str(path)],
+            setting.scratch,
+            {**environment, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+            log,
+        )
+        for rank, log in enumerate(logs)
+    ]
     codes = [process.wait() for process in ranks]
     for code, log in zip(codes, logs, strict=True):
         print(log.read_text(), flush=True)

@@ -19,12 +19,12 @@ from benchmarks.gpu.setting import (
     UnsupportedError,
     device_memory,
     job_environment,
-    read_records,
     recipe,
     run_command,
     train,
     write_recipe,
 )
+from benchmarks.support import json_lines
 from checkpointing.load.memory import token
 from checkpointing.save.manifest import read_manifest
 from checkpointing.storage.folders import of_run
@@ -206,7 +206,7 @@ def job(
 
 def records(setting: Setting, name: str) -> list[dict[str, Any]]:
     """Records of a run, while it goes on."""
-    return read_records(setting.scratch / name)
+    return json_lines(setting.scratch / name / "metrics.jsonl")
 
 
 def wait_for(found: Callable[[], Any], node: LocalNode, what: str) -> Any:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,10 +42,23 @@ class Running:
 
 
 class Engine(ABC):
-    """Made, and every method called, on all ranks; constructors take (state, directory)."""
+    """Made, and every method called, on all ranks."""
 
     asynchronous = False
     """Whether training goes on while a save runs."""
+    name = "save-{}"
+    """What the files of a save are called."""
+
+    def __init__(self, state: ShardedState, directory: Path) -> None:
+        self._state, self._directory = state, directory
+
+    def _path(self, number: int) -> Path:
+        """Where a save lies."""
+        return self._directory / self.name.format(number)
+
+    def _file(self, number: int) -> Path:
+        """What this rank writes, where each has a file of its own."""
+        return self._path(number) / f"rank-{dist.get_rank()}"
 
     def prepare(self) -> None:
         """What can be done before the first save."""
@@ -78,6 +92,7 @@ class Perdure(Engine):
     asynchronous = True
 
     def __init__(self, state: ShardedState, directory: Path, slots: int = 1) -> None:
+        super().__init__(state, directory)
         self._tensors: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
         options = CheckpointOptions(keep=0, slots=slots)
         self._checkpointer = TensorCheckpointer(directory, options, dist.new_group(backend="gloo"))
@@ -120,13 +135,9 @@ class Dcp(Engine):
     """torch.distributed.checkpoint.save."""
 
     def __init__(self, state: ShardedState, directory: Path) -> None:
-        self._state = state
-        self._directory = directory
+        super().__init__(state, directory)
         # Of its own: collectives in a background thread deadlock with those of training.
         self._group = dist.new_group(backend="gloo")
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"save-{number}"
 
     def save(self, number: int) -> Running:
         dcp.save(self._state.flat(), checkpoint_id=self._path(number), process_group=self._group)
@@ -196,8 +207,7 @@ def _when_done(future: Future[Any]) -> Callable[[], float | None]:
 class DcpAdapter(Dcp):
     """`dcp.save` and `dcp.load` of checkpointing.adapters.dcp."""
 
-    def _path(self, number: int) -> Path:
-        return self._directory / f"step-{number:08}"
+    name = "step-{:08}"
 
     def save(self, number: int) -> Running:
         ours.save(self._state.flat(), checkpoint_id=self._path(number), process_group=self._group)
@@ -212,13 +222,14 @@ class DcpAdapter(Dcp):
 class DcpAdapterAnyName(DcpAdapter):
     """With names that are no steps, as in plain DCP code."""
 
-    def _path(self, number: int) -> Path:
-        return Dcp._path(self, number)
+    name = Dcp.name
 
 
 class LightningFabric(Engine):
     """fabric.save of a module and an optimizer, by Fabric's own strategy for FSDP2, or by that of
     checkpointing.adapters.fabric."""
+
+    name = "step-{:08}"
 
     def __init__(self, state: ShardedState, directory: Path, *, adapter: bool = False) -> None:
         from lightning_fabric import Fabric
@@ -226,6 +237,7 @@ class LightningFabric(Engine):
 
         from checkpointing.adapters.fabric import CheckpointedModelParallel
 
+        super().__init__(state, directory)
         ranks = dist.get_world_size()
         layout: dict[str, Any] = {"data_parallel_size": ranks, "tensor_parallel_size": 1}
         strategy = (
@@ -238,10 +250,6 @@ class LightningFabric(Engine):
         self._fabric.launch()
         self._strategy: Any = strategy
         self._objects = {"model": state.module, "optimizer": state.adamw}
-        self._directory = directory
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"step-{number:08}"
 
     def save(self, number: int) -> Running:
         asked = time.monotonic()
@@ -267,12 +275,15 @@ class HFTrainer(Engine):
     """What transformers' Trainer saves, by itself, and its files are fsynced; or by the callback of
     checkpointing.adapters.hugging_face. In one process."""
 
+    name = "checkpoint-{}"
+
     def __init__(self, state: ShardedState, directory: Path, *, adapter: bool = False) -> None:
         from transformers import Trainer, TrainingArguments
 
         from checkpointing.adapters.hugging_face import CheckpointCallback
 
-        self._state, self._directory, self.asynchronous = state, directory, adapter
+        super().__init__(state, directory)
+        self.asynchronous = adapter
         constant = torch.optim.lr_scheduler.LambdaLR(state.adamw, lambda _: 1.0)
         arguments = TrainingArguments(
             output_dir=str(directory), report_to=[], use_cpu=True, max_steps=1000
@@ -307,9 +318,6 @@ class HFTrainer(Engine):
             sync(file)
         sync(self._path(number))
         return _Done()
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"checkpoint-{number}"
 
     def load(self, number: int) -> int:
         if self.asynchronous:
@@ -371,12 +379,8 @@ class PerRank(Engine):
     """What each rank holds in a file of its own, by `torch.save` or `safetensors`, and fsync."""
 
     def __init__(self, state: ShardedState, directory: Path, *, safetensors: bool) -> None:
-        self._state = state
-        self._directory = directory
+        super().__init__(state, directory)
         self._safetensors = safetensors
-
-    def _file(self, number: int) -> Path:
-        return self._directory / f"save-{number}" / f"rank-{dist.get_rank()}"
 
     def save(self, number: int) -> Running:
         file = self._file(number)
@@ -412,14 +416,10 @@ class Floor(Engine):
     asynchronous = True
 
     def __init__(self, state: ShardedState, directory: Path) -> None:
-        self._state = state
-        self._directory = directory
+        super().__init__(state, directory)
         size = sum(tensor.nbytes for tensor in state.local().values())
         self._size = -(-size // FLOOR_BLOCK) * FLOOR_BLOCK
         self._memory = torch.frombuffer(mmap.mmap(-1, self._size), dtype=torch.uint8)
-
-    def _file(self, number: int) -> Path:
-        return self._directory / f"save-{number}" / f"rank-{dist.get_rank()}"
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(a tensor's bytes, their place in memory)."""
@@ -486,29 +486,21 @@ def sync(path: Path) -> None:
 ENGINES: dict[str, Callable[[ShardedState, Path], Engine]] = {
     "Perdure": Perdure,
     "Floor: copy and write": Floor,
-    "Perdure (2 slots)": lambda state, directory: Perdure(state, directory, slots=2),
+    "Perdure (2 slots)": partial(Perdure, slots=2),
     "dcp.save": Dcp,
     "dcp.async_save": DcpAsync,
-    "dcp.async_save (reused stager)": lambda state, directory: DcpAsync(
-        state, directory, reuse=True
-    ),
-    "dcp.async_save (process)": lambda state, directory: DcpAsync(
-        state, directory, process=True, reuse=True
-    ),
+    "dcp.async_save (reused stager)": partial(DcpAsync, reuse=True),
+    "dcp.async_save (process)": partial(DcpAsync, process=True, reuse=True),
     "HF writer (sharded)": HuggingFace,
-    "HF writer (consolidated)": lambda state, directory: HuggingFace(
-        state, directory, consolidate=True
-    ),
-    "safetensors.save_file": lambda state, directory: PerRank(state, directory, safetensors=True),
-    "torch.save": lambda state, directory: PerRank(state, directory, safetensors=False),
+    "HF writer (consolidated)": partial(HuggingFace, consolidate=True),
+    "safetensors.save_file": partial(PerRank, safetensors=True),
+    "torch.save": partial(PerRank, safetensors=False),
     "dcp.save by our adapter": DcpAdapter,
     "dcp.save by our adapter (any name)": DcpAdapterAnyName,
     "fabric.save": LightningFabric,
-    "fabric.save by our adapter": lambda state, directory: LightningFabric(
-        state, directory, adapter=True
-    ),
+    "fabric.save by our adapter": partial(LightningFabric, adapter=True),
     "HF Trainer": HFTrainer,
-    "HF Trainer by our adapter": lambda state, directory: HFTrainer(state, directory, adapter=True),
+    "HF Trainer by our adapter": partial(HFTrainer, adapter=True),
 }
 """By the name under which it is shown. The process has the shared-memory stager, reused, with which
 it is fastest."""

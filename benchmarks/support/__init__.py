@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from elastic import usable_cores
+from trainer.text import markdown
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -103,13 +104,16 @@ def heading(title: str) -> None:
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a table; columns are the keys of the first row."""
     columns = list(rows[0])
-    table = [columns, *[[str(row[column]) for column in columns] for row in rows]]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for number, line in enumerate(table):
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        print("| " + " | ".join(cells) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    print("\n".join(markdown(columns, [[str(row[column]) for column in columns] for row in rows])))
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects among a file's lines, but for one that is being written; none where there is
+    no file."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line[0] == "{" and line[-1] == "\n"]
 
 
 def write_json(title: str, figures: Any, json_file: Path | None) -> None:

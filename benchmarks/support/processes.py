@@ -70,11 +70,12 @@ class CpuWatch(_Watch):
 
     def _watch(self) -> None:
         while not self._stopped.wait(LOOK_FOR_PROCESSES):
-            taken = {process: _cpu_seconds(process) for process in descendants(os.getpid())}
+            taken = {process: cpu_seconds(process) for process in descendants(os.getpid())}
             self._samples.append((time.time(), taken))
 
 
-def _cpu_seconds(process: int) -> float:
+def cpu_seconds(process: int) -> float:
+    """Seconds of a core that a process has taken; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # has just ended

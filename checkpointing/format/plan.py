@@ -369,33 +369,26 @@ class Extent:
     length: int
 
 
-def extents_of(
-    meta: TensorMeta, box: Box, start: int = 0, stop: int | None = None
-) -> Iterator[Extent]:
-    """Bytes `start` to `stop` of a box as extents, in order.
+def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
+    """Bytes of a box as extents, in order.
 
     Args:
         meta: of the whole tensor.
         box: not empty.
-        start: first byte, in the row-major order of the box.
-        stop: end; None: to the end of the box.
     """
     itemsize = DTYPE_BYTES[meta.dtype]
-    stop = math.prod(box.shape) * itemsize if stop is None else stop
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
     # Dimensions after the last one that the box does not span are whole: they belong to the extent.
     cut = [dim for dim in range(len(box.shape)) if box.shape[dim] != meta.shape[dim]]
     outer = cut[-1] if cut else 0
     length = itemsize * math.prod(box.shape[outer:])
-    for number in range(start // length, -(-stop // length)):
+    for number in range(math.prod(box.shape[:outer])):
         offset, rest = origin, number
         for dim in reversed(range(outer)):
             rest, position = divmod(rest, box.shape[dim])
             offset += position * strides[dim]
-        first = max(start, number * length)
-        last = min(stop, (number + 1) * length)
-        yield Extent(offset + first - number * length, first, last - first)
+        yield Extent(offset, number * length, length)
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

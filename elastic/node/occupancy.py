@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic.process import write_whole
+from elastic.process import boot_id, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class Occupancy:
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
-        self._mine = Holder(job, os.getpid(), socket.gethostname(), _boot(), time.time())
+        self._mine = Holder(
+            job, os.getpid(), socket.gethostname(), boot_id() or socket.gethostname(), time.time()
+        )
         self._lock: int | None = None
         self._end = threading.Event()
         with suppress(OSError):
@@ -158,9 +160,3 @@ def _read(folder: Path) -> Holder | None:
         return Holder(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()

@@ -16,6 +16,8 @@ _ENTRY = 256
 _ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40,
 )  # fmt: skip
+_FIELDS = struct.Struct("IIQIIdIf")
+"""All of an entry but the error, each at its place above."""
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
@@ -92,13 +94,7 @@ class ProgressPage:
     def read(self, local_rank: int) -> Progress:
         """How far a rank is. By the agent."""
         start = local_rank * _ENTRY
-        (noticed,) = struct.unpack_from("I", self._map, start + _NOTICED)
-        (step,) = struct.unpack_from("Q", self._map, start + _STEP)
-        (phase,) = struct.unpack_from("I", self._map, start + _PHASE)
-        (safe,) = struct.unpack_from("I", self._map, start + _SAFE)
-        (pid,) = struct.unpack_from("I", self._map, start + _PID)
-        (at,) = struct.unpack_from("d", self._map, start + _AT)
-        (patience,) = struct.unpack_from("f", self._map, start + _PATIENCE)
+        _, noticed, step, phase, safe, at, pid, patience = _FIELDS.unpack_from(self._map, start)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
         return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe), pid, patience)
 

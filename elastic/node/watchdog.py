@@ -307,6 +307,8 @@ def _describe(standings: Sequence[Standing]) -> str:
 DUMP_SIGNAL = signal.SIGUSR2
 STILL = 0.1
 """A dump that has not grown for so many seconds is complete."""
+SILENT_SECONDS = 1.0
+"""After which a rank that has not answered is called silent."""
 
 
 def register_dumps(path: Path) -> None:
@@ -319,15 +321,15 @@ def register_dumps(path: Path) -> None:
     faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
-def take_dumps(ranks: Mapping[int, tuple[int, Path]], wait: float = 1.0) -> dict[int, str]:
+def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
     """Stack dumps of ranks of this node, empty for one that does not answer. By the agent.
 
     Args:
         ranks: by rank, its process id and the path it gave to `register_dumps`.
-        wait: seconds after which a rank is called silent; without silent ranks it takes 0.1 s.
 
-    A rank that has not registered yet, which the signal would kill, or has ended, is left out of
-    the result; and so is one that would answer, but gets no core to do it.
+    It takes 0.1 s, and SILENT_SECONDS where a rank does not answer. A rank that has not registered
+    yet, which the signal would kill, or has ended, is left out of the result; and so is one that
+    would answer, but gets no core to do it.
     """
     asked = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
     sizes = {rank: path.stat().st_size for rank, path in asked.items()}
@@ -336,7 +338,7 @@ def take_dumps(ranks: Mapping[int, tuple[int, Path]], wait: float = 1.0) -> dict
             os.kill(ranks[rank][0], DUMP_SIGNAL)
     dumps = dict.fromkeys(asked, "")
     grown = dict.fromkeys(asked, time.monotonic())
-    deadline = time.monotonic() + wait
+    deadline = time.monotonic() + SILENT_SECONDS
     while True:
         time.sleep(STILL / 5)
         now = time.monotonic()

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from elastic.node.recall import Recalled
+from elastic.process import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +43,6 @@ LoadedFrom = Literal["memory", "storage", "none", "init"]
 def clock() -> float:
     """Seconds that go on through a suspend and never jump."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _boot() -> str:
-    """Names the time for which `clock` can be compared: this boot of this machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +72,7 @@ class Start:
     """Unix time."""
     monotonic: float = field(default_factory=clock)
     """The same moment on a clock that nobody sets, seconds."""
-    boot: str = field(default_factory=_boot)
+    boot: str = field(default_factory=boot_id)
     """Starts with the same one share that clock."""
     pid: int = field(default_factory=os.getpid)
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))

@@ -45,7 +45,7 @@ def reference(workspace, overrides, build):
     for step in range(1, recipe.run.steps + 1):
         total = 0.0
         for start in range((step - 1) * size, step * size, part):
-            batch = task.stream.__getitems__(list(range(start, start + part)))
+            batch = task.stream.fetch(list(range(start, start + part)))
             loss = model(**batch) * (part / size)
             loss.backward()
             total += loss.item()

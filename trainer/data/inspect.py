@@ -52,10 +52,10 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _first_rejects(path: Path, count: int = 3) -> list[str]:
+def _first_rejects(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            rejects = [read_object(line) for line in islice(file, count)]
+            rejects = [read_object(line) for line in islice(file, 3)]
         lines = [f"  {one['file']}:{one['line']}: {one['problem']}" for one in rejects]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: damaged: {error}; prepare the data again") from error

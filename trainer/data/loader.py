@@ -34,7 +34,7 @@ Documents: TypeAlias = Literal["document_ids", "cu_seqlens"]
 boundaries, see `trainer.data.documents.cu_seqlens_of`."""
 
 
-class TokenStream(Dataset):
+class TokenStream:
     """Packed sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
 
     Documents are packed back to back. Sample j of a source is its tokens jT to jT + T, one more
@@ -157,30 +157,28 @@ class TokenStream(Dataset):
         sources = np.searchsorted(ends, positions, side="right")
         return sources, positions - (ends - self._sizes)[sources]
 
-    def __getitems__(self, positions: Sequence[int]) -> "dict[str, torch.Tensor] | DataError":
-        """torch's name for fetching a whole batch at once. Gives a DataError back for `load` to
-        raise: torch would wrap one that a worker raises into a page of traceback."""
-        try:
-            return self.fetch(positions)
-        except DataError as error:
-            return error
 
-    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
-        return self.fetch([position])
+class _Fetched(Dataset):
+    """A stream as torch fetches from it, a whole batch at once.
 
+    Args:
+        stream: where positions lead.
+        account: micro-batches say what they are made of, under CONSUMED.
+    """
 
-class _Digested(Dataset):
-    """A stream whose micro-batches say what they are made of, under CONSUMED."""
-
-    def __init__(self, stream: Accounted) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, account: bool) -> None:
+        self._stream, self._account = stream, account
 
     def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
+        """Gives a DataError back for `load` to raise: torch would wrap one that a worker raises
+        into a page of traceback."""
         try:
-            batch, digest = self._stream.fetch_with_digest(positions)
+            if self._account and isinstance(self._stream, Accounted):
+                batch, digest = self._stream.fetch_with_digest(positions)
+                return {**batch, CONSUMED: digest}
+            return self._stream.fetch(positions)
         except DataError as error:
             return error
-        return {**batch, CONSUMED: digest}
 
 
 def load(
@@ -208,7 +206,7 @@ def load(
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
-            _Digested(stream) if account and isinstance(stream, Accounted) else stream,
+            _Fetched(stream, account),
             batch_sampler=requests,
             num_workers=workers,
             collate_fn=_identity,

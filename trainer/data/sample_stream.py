@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
 from trainer.data.samples import IGNORED_LABEL
@@ -22,7 +21,7 @@ Batch = dict[str, Any]
 Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
 
 
-class SampleStream(Dataset):
+class SampleStream:
     """Micro-batches of a data set with `__len__` and `__getitem__`. See `trainer.Samples`.
 
     Whatever an item draws from torch, numpy.random or random is a function of its position: it does
@@ -112,13 +111,6 @@ class SampleStream(Dataset):
         """See `Accounted`. The second number is 0: an item need not be the same twice."""
         numbers = np.asarray(positions, dtype=np.int64)
         return self.fetch(positions), (sample_digest(numbers, *self.locate(numbers)), 0)
-
-    def __getitems__(self, positions: Sequence[int]) -> Batch | DataError:
-        """See `fetch`; gives a DataError back, as `TokenStream` does."""
-        try:
-            return self.fetch(positions)
-        except DataError as error:
-            return error
 
     def describe(self, global_batch: int) -> str:
         """See `Stream`."""

@@ -35,6 +35,7 @@ from checkpointing.format.untrusted import (
     count,
     read_object,
 )
+from checkpointing.storage.filesystems import filesystem, is_shared
 
 FORMAT = 1
 DTYPES = ("uint16", "uint32")
@@ -42,19 +43,6 @@ SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
 Reader = Literal["auto", "mmap", "pread", "ram"]
 
-# Filesystems on which a page fault is a round trip of its own.
-_NETWORK_FILESYSTEMS = (
-    "nfs",
-    "lustre",
-    "fuse",
-    "gpfs",
-    "ceph",
-    "beegfs",
-    "cifs",
-    "smb",
-    "glusterfs",
-)
-_MOUNTS = Path("/proc/self/mountinfo")
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
 
@@ -259,19 +247,10 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
-    """pread where the filesystem of `directory` is a network one, else mmap (Linux; elsewhere
-    mmap)."""
-    device = os.stat(directory).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = _MOUNTS.read_text().splitlines()
-    except OSError:
-        return "mmap"
-    for line in lines:
-        mount, _, kind = line.partition(" - ")
-        if mount.split()[2] == wanted and kind.startswith(_NETWORK_FILESYSTEMS):
-            return "pread"
-    return "mmap"
+    """pread where the filesystem of `directory` is a network one, on which a page fault is a round
+    trip of its own; else mmap."""
+    kind = filesystem(directory)
+    return "pread" if kind == "fuse" or is_shared(kind) else "mmap"
 
 
 def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], NDArray]:

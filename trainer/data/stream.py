@@ -5,8 +5,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from trainer.data.shards import DataError
-
 CONSUMED = "perdure.consumed"
 """Name under which a micro-batch carries the digest of its samples, for the step. Like the next, no
 argument can have it."""
@@ -16,7 +14,7 @@ not its number of samples."""
 
 
 class Stream(Protocol):
-    """Samples by position. `__getitems__` must be a pure function of the positions, so that no
+    """Samples by position. `fetch` must be a pure function of the positions, so that no
     restart and no world size can change what a run is trained on."""
 
     sequences: int
@@ -24,8 +22,12 @@ class Stream(Protocol):
     fingerprint: str
     """What the stream is, the seed aside: a position means nothing in another one."""
 
-    def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
-        """One micro-batch: what the model is called with, tensors by name; may have COUNTED."""
+    def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
+        """One micro-batch: what the model is called with, tensors by name; may have COUNTED.
+
+        Raises:
+            DataError: a sample is damaged, or cannot be had.
+        """
 
     def describe(self, global_batch: int) -> str:
         """What a global batch holds, to go on after "… x up to 4 sequences"."""

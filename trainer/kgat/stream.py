@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from trainer.data.order import ORDER_VERSION, Order, random_integers
 from trainer.data.shards import DataError
@@ -27,7 +26,7 @@ TRIES = 1000
 """For a random tail that is wrong."""
 
 
-class GraphStream(Dataset):
+class GraphStream:
     """Training samples. See [Note: phases].
 
     Args:
@@ -66,13 +65,6 @@ class GraphStream(Dataset):
         if self._triples:
             text += f" and {self._kg_steps} KG steps of {global_batch * self._triples:,} edges"
         return text
-
-    def __getitems__(self, positions: Sequence[int]) -> Batch | DataError:
-        """See `fetch`; gives a DataError back, as `TokenStream` does."""
-        try:
-            return self.fetch(positions)
-        except DataError as error:
-            return error
 
     def fetch(self, positions: Sequence[int]) -> Batch:
         """A CF batch of B positions: users, positives, negatives, (B,) int64 (items as entities),
@@ -153,7 +145,7 @@ class GraphStream(Dataset):
         return (heads * self._edges.relations + kinds) * self._edges.nodes + tails
 
 
-class UserStream(Dataset):
+class UserStream:
     """The users that something is held out of, with what is to be predicted, in their order."""
 
     def __init__(self, data: Interactions) -> None:
@@ -167,7 +159,7 @@ class UserStream(Dataset):
     def describe(self, global_batch: int) -> str:
         return "users"
 
-    def __getitems__(self, positions: Sequence[int]) -> Batch:
+    def fetch(self, positions: Sequence[int]) -> Batch:
         """users (B,); known and wanted (B, K) int64: items of each, filled up with the number of
         items, which is none."""
         users = self._users[np.asarray(positions)]

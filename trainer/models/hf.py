@@ -132,9 +132,7 @@ def config_json(
     architecture: Architecture,
     family: Family | None = None,
     *,
-    dtype: str = "float32",
     eos_id: int | list[int] | None = None,
-    bos_id: int | None = None,
 ) -> dict[str, Any]:
     """The config.json that transformers 4.57 and 5 open as a causal language model.
 
@@ -143,9 +141,7 @@ def config_json(
     Args:
         architecture: of the model, all `options` of its family among them.
         family: of the model, unless one that comes with Perdure.
-        dtype: of the tensors in the checkpoint, such as "float32" or "bfloat16".
         eos_id: token that ends a document, or several.
-        bos_id: token that begins one, if the tokenizer has such.
 
     Raises:
         ConfigError: transformers could not open a model of these sizes.
@@ -175,19 +171,16 @@ def config_json(
             "rope_theta": architecture.rope_theta,
             **(scaling_json or {"rope_type": "default"}),
         },
-        "bos_token_id": bos_id,
+        "bos_token_id": None,
         "eos_token_id": eos_id,
         "use_cache": True,
-        "dtype": dtype,
+        "dtype": "float32",
     }
 
 
-def generation_config_json(
-    *, eos_id: int | list[int] | None = None, bos_id: int | None = None
-) -> dict[str, Any]:
-    """The generation_config.json that belongs to `config_json` with the same ids."""
-    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-    return {key: value for key, value in ids.items() if value is not None}
+def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str, Any]:
+    """The generation_config.json that belongs to `config_json` with the same id."""
+    return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
 def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]:

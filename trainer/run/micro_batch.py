@@ -14,7 +14,6 @@ greatest number of ranks depend on it, is to name one.
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from checkpointing.save.room import available_bytes
 from elastic import World
 from elastic.node.exchange import received
+from elastic.process import write_whole
 from trainer.plan.search import largest_micro_batch
 from trainer.recipe import Recipe, resolved
 from trainer.run.state import Run
@@ -119,9 +119,7 @@ def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
     directory = Path(recipe.run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        aside = directory / f"{NOTE}.{os.getpid()}"
-        aside.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        os.replace(aside, directory / NOTE)
+        write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")
     except OSError:  # a full disk: it costs a plan at the next start
         return False
     return True

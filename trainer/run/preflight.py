@@ -12,7 +12,6 @@ from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.batch_plan import plan_batch
-from trainer.data.shards import DataError
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import check_parallel
 from trainer.recipe import Recipe, RecipeError
@@ -153,10 +152,7 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
     """A forward pass of a model of the user's."""
     if not recipe.model.factory:
         return
-    inputs = task.inputs or task.stream.__getitems__([0])
-    if isinstance(inputs, DataError):
-        raise inputs
-    unused = check_forward(recipe, task.model, inputs)
+    unused = check_forward(recipe, task.model, task.inputs or task.stream.fetch([0]))
     ddp = world_size > 1 and not is_sharded_by_fsdp(recipe, world_size)
     if unused and ddp and not getattr(task.model, "some_unused", False):
         raise RecipeError(

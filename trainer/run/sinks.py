@@ -1,7 +1,6 @@
 """Where records of a run go: TensorBoard, W&B, Prometheus, and a sink of the user's own. Each runs
 in a process of its own (trackers.py) and imports no torch, whose import takes seconds."""
 
-import os
 import re
 import secrets
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+
+from elastic.process import write_whole
 
 
 class Sink(Protocol):
@@ -119,9 +120,7 @@ class Prometheus:
             f"# TYPE {key} gauge\n{key}{self._label} {value!r}\n"
             for key, value in self._values.items()
         )
-        aside = self._path.with_name(f"{self._path.name}.{os.getpid()}")  # no .prom: not read yet
-        aside.write_text("".join(lines), encoding="utf-8")
-        aside.replace(self._path)
+        write_whole(self._path, "".join(lines))  # what is beside it is no .prom: it is not read
 
     def close(self) -> None:
         """The last values stay; the exporter tells how old they are."""

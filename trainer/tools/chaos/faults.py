@@ -107,7 +107,6 @@ class Chaos:
         ledger: of the run.
         saving: whether a checkpoint is being written.
         patience: seconds without a new step after which the run is given up.
-        say: is told one line per event.
     """
 
     nodes: LocalNodes
@@ -115,7 +114,6 @@ class Chaos:
     ledger: Path
     saving: Callable[[], bool]
     patience: float
-    say: Callable[[str], None]
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _up: list[LocalNode] = field(default_factory=list)
@@ -169,9 +167,7 @@ class Chaos:
                 outcome.beyond = self.watched.step
             elif self.watched.step > outcome.beyond:
                 outcome.recovery = now - outcome.at
-                self.say(
-                    f"  {outcome.fault}: step {self.watched.step} after {outcome.recovery:.2f} s"
-                )
+                print(f"  {outcome.fault}: step {self.watched.step} after {outcome.recovery:.2f} s")
         if self.outcomes and self.watched.lost > lost:
             self.outcomes[-1].lost += self.watched.lost - lost
         due = [timer for timer in self._timers if timer[0] <= now]
@@ -286,7 +282,7 @@ class Chaos:
         step = self.watched.step
         self.outcomes.append(Outcome(fault, target, now, step, self._missed, settled, step))
         self._since = 0.0
-        self.say(f"step {step}: {fault}, {target}")
+        print(f"step {step}: {fault}, {target}")
 
     def _join(self) -> LocalNode:
         if self._resting:

@@ -4,9 +4,7 @@ process that nothing happens to, and the verdict whether both come to the same."
 import math
 import os
 import secrets
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +32,7 @@ from trainer.tools.chaos.faults import (
     processes_with,
 )
 from trainer.tools.chaos.plan import Plan
-from trainer.tools.local_nodes import LocalNodes
+from trainer.tools.local_nodes import LocalNodes, start_python
 from trainer.tools.report.report import check, read_metrics
 
 NODE = ("trainer.cli", "train")
@@ -76,7 +74,6 @@ def run_chaos(
     tolerance: float,
     patience: float = 60.0,
     environment: dict[str, str] | None = None,
-    say: Callable[[str], None] = print,
 ) -> Verdict:
     """Carry out a plan.
 
@@ -90,7 +87,6 @@ def run_chaos(
         tolerance: largest relative difference of losses, and of tensors of the final weights.
         patience: seconds without a step after which the run is given up.
         environment: added to that of this process for what is started.
-        say: is told one line per event.
 
     Raises:
         RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan.
@@ -115,7 +111,7 @@ def run_chaos(
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
     preload = "trainer.run.worker,trainer.tools.chaos.poison"
     environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}
-    say(f"undisturbed run of {recipe.run.steps} steps in one process")
+    print(f"undisturbed run of {recipe.run.steps} steps in one process")
     quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
     _undisturbed([*of("undisturbed"), *quiet], logs / "undisturbed.log", environment)
 
@@ -133,14 +129,13 @@ def run_chaos(
         own_network=container.network_possible(),
     ) as nodes:
         if not nodes.own_memory:
-            say("not root: all nodes share the memory of this machine")
+            print("not root: all nodes share the memory of this machine")
         chaos = Chaos(
             nodes,
             plan,
             run / LEDGER,
             saving=lambda: any(checkpoints.glob("step-*.tmp-*")),
             patience=patience,
-            say=say,
         )
         chaos.run()
         nodes.kill_store()
@@ -202,15 +197,8 @@ def _cost(outcomes: Sequence[Outcome]) -> str:
 
 
 def _undisturbed(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> None:
-    with log.open("wb") as output:
-        code = subprocess.run(
-            [sys.executable, "-m", "elastic.process", "trainer", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        ).returncode
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    code = start_python(["trainer", *arguments], Path.cwd(), everything, log).wait()
     if code:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         raise RecipeError(f"the undisturbed run failed ({log}): {' '.join(last)}")
