@@ -173,7 +173,7 @@ def _misfit(recipe: Recipe, error: Exception, first: bool) -> str | None:
         code = function.__code__
         return (code.co_filename, code.co_name) in frames
 
-    place, doors = place_in(error), _doors(recipe)
+    place, doors = place_in(error), recipe.own_code
     name = doors.get("optimizer.factory")
     if name and place and passes(update):
         return f"optimizer.factory: the step of {name} {failure(error)}"
@@ -188,15 +188,3 @@ def _misfit(recipe: Recipe, error: Exception, first: bool) -> str | None:
         if any(frame.filename == getattr(module, "__file__", "") for frame in trace):
             return f"{key}: {name} {failure(error)}"
     return None
-
-
-def _doors(recipe: Recipe) -> dict[str, str]:
-    """Which code of the user's takes part in steps: module:function by key."""
-    found = {
-        "model.factory": recipe.model.factory,
-        "model.family": recipe.model.family,
-        "data.factory": recipe.data.factory,
-        "optimizer.factory": recipe.optimizer.factory,
-        "schedule.factory": recipe.schedule.factory,
-    }
-    return {key: name for key, name in found.items() if name}
