@@ -1,5 +1,6 @@
 """Committed checkpoints without an engine: what the format says, written byte by byte."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ STORED = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def digests(path: Path) -> dict[str, str]:
+    """Names and digests of all files of a checkpoint."""
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in path.rglob("*")
+        if file.is_file()
+    }
 
 
 def write_checkpoint(

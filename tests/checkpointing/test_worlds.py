@@ -1,6 +1,5 @@
 """Any world and strategy writes the same bytes, and any reads what any other wrote."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from checkpointing import CheckpointOptions, TensorCheckpointer, load_model
 from checkpointing.format.layout import BLOCK_BYTES, MODEL, OPTIMIZER
 from checkpointing.storage.steps import open_step
+from tests.checkpointing.stored import digests
 from tests.checkpointing.worlds import (
     STRATEGIES,
     local,
@@ -58,14 +58,6 @@ def save(folder: Path, strategy: str, world_size: int) -> Path:
 def saved(tmp_path_factory):
     """The state as one process saves it."""
     return save(tmp_path_factory.mktemp("one"), "replicated", 1)
-
-
-def digests(path: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in path.rglob("*")
-        if file.is_file()
-    }
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainer.cli.parser import Commands, add_command, add_recipe
-from trainer.recipe import RecipeError, load_recipe
+from trainer.cli.parser import Commands, add_command, add_recipe, at_least
+from trainer.recipe import load_recipe
 
 COMPARE_EXAMPLES = """\
 examples:
@@ -33,9 +33,14 @@ def add_compare_command(commands: Commands) -> None:
     compare.add_argument(
         "--strategies", metavar="NAME,…", help="which (default: all that make sense)"
     )
-    compare.add_argument("--steps", type=int, default=20, metavar="N", help="timed (default 20)")
     compare.add_argument(
-        "--nproc", type=int, metavar="N", help="ranks (default: one per GPU; without GPUs 2)"
+        "--steps", type=at_least(2), default=20, metavar="N", help="timed (default 20)"
+    )
+    compare.add_argument(
+        "--nproc",
+        type=at_least(1),
+        metavar="N",
+        help="ranks (default: one per GPU; without GPUs 2)",
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: <run.dir>-compare")
     compare.set_defaults(run=_compare)
@@ -53,10 +58,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     from trainer.tools.compare.report import conditions, plan_table, table, write_report
     from trainer.tools.compare.strategies import DEFAULT
 
-    for option in ("steps", "nproc"):
-        value = getattr(arguments, option)
-        if value is not None and value < 2 - (option == "nproc"):
-            raise RecipeError(f"--{option}: {value} is too few")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     names = arguments.strategies.split(",") if arguments.strategies else DEFAULT
     ranks = arguments.nproc or default_ranks(recipe.run.device)

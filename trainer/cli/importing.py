@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE
-from trainer.cli.parser import Commands, add_command
-from trainer.recipe import RecipeError
+from trainer.cli.parser import Commands, add_command, at_least, write_new
 
 IMPORT_EXAMPLES = """\
 examples:
@@ -28,7 +27,9 @@ def add_import_command(commands: Commands) -> None:
         "overrides", nargs="*", metavar="key.sub=value", help="fills in the recipe"
     )
     command.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (else: print)")
-    command.add_argument("--ranks", type=int, metavar="N", help="GPUs that the ds_config ran on")
+    command.add_argument(
+        "--ranks", type=at_least(1), metavar="N", help="GPUs that the ds_config ran on"
+    )
     command.add_argument(
         "--allow-unknown", action="store_true", help="drop keys that DeepSpeed does not know either"
     )
@@ -38,8 +39,6 @@ def add_import_command(commands: Commands) -> None:
 def _import(arguments: argparse.Namespace) -> int:
     from trainer.tools.deepspeed.translate import import_deepspeed
 
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise RecipeError(f"--ranks: must be at least 1, but it is {arguments.ranks}")
     imported = import_deepspeed(
         arguments.config,
         arguments.overrides,
@@ -49,13 +48,7 @@ def _import(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(imported.recipe(), end="")
         return EXIT_DONE
-    try:
-        with arguments.out.open("x", encoding="utf-8") as file:
-            file.write(imported.recipe())
-    except FileExistsError:
-        raise RecipeError(f"{arguments.out}: exists already; choose another --out") from None
-    except OSError as error:
-        raise RecipeError(f"{arguments.out}: cannot write it: {error.strerror}") from None
+    write_new(arguments.out, imported.recipe(), "choose another --out")
     print("\n".join(imported.report()))
     still = f"; fill in {', '.join(imported.open)}" if imported.open else ""
     print(f"{arguments.out}: written{still}")

@@ -7,10 +7,14 @@ import difflib
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
+
+from trainer.recipe import RecipeError
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """What `add_subparsers` gives."""
@@ -96,8 +100,31 @@ def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> N
         )
 
 
-def whole_number(text: str) -> int:
-    """The value of an option that counts."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that counts, from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+whole_number = at_least(0)
+
+
+def write_new(file: Path, text: str, otherwise: str) -> None:
+    """Write a file that is not there yet.
+
+    Raises:
+        RecipeError: it is (`otherwise` says what to do then), or cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as output:
+            output.write(text)
+    except FileExistsError:
+        raise RecipeError(f"{file}: exists already; {otherwise}") from None
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write it: {error.strerror}") from None

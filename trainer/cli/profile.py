@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE
-from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.cli.parser import Commands, add_command, add_recipe, at_least
 from trainer.recipe import Recipe, RecipeError, load_recipe
 
 PROFILE_EXAMPLES = """\
@@ -28,7 +28,9 @@ def add_profile_command(commands: Commands) -> None:
     what = "trace some steps of a recipe, and tell where their time goes"
     command = add_command(commands, "profile", what, PROFILE_EXAMPLES)
     add_recipe(command)
-    command.add_argument("--steps", type=int, default=6, metavar="N", help="to trace (default 6)")
+    command.add_argument(
+        "--steps", type=at_least(2), default=6, metavar="N", help="to trace (default 6)"
+    )
     command.add_argument("--nproc", type=int, metavar="N", help="ranks (default: as for train)")
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="for traces and page (default <run.dir>-profile)"
@@ -59,8 +61,6 @@ def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
 def _profile(arguments: argparse.Namespace) -> int:
     from trainer.run.trace_summary import DIRECTORY, read_trace, summary
 
-    if arguments.steps < 2:
-        raise RecipeError(f"--steps: must be at least 2, but it is {arguments.steps}")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     out = arguments.out or Path(f"{recipe.run.dir.rstrip('/')}-profile")
     if out.exists():

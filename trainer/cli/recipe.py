@@ -5,8 +5,8 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from trainer.cli.parser import Commands, add_command
-from trainer.recipe import RecipeError, recipe_schema, shipped_recipes
+from trainer.cli.parser import Commands, add_command, write_new
+from trainer.recipe import recipe_schema, shipped_recipes
 from trainer.recipe.reference import recipe_reference
 from trainer.text import table
 
@@ -48,14 +48,8 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _copy(arguments: argparse.Namespace) -> int:
     file = arguments.file or Path(f"{arguments.name}.yaml")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as output:
-            output.write(shipped_recipes()[arguments.name].read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise RecipeError(f"{file}: exists already; name another file") from None
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot write it: {error.strerror}") from None
+    text = shipped_recipes()[arguments.name].read_text(encoding="utf-8")
+    write_new(file, text, "name another file")
     print(f"{file}: change what you like, then: perdure train {file}")
     return 0
 

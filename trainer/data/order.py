@@ -116,14 +116,13 @@ class Order:
                 )
         self._ends = np.cumsum(self._counts)
         self._starts = self._ends - self._counts
-        self._epoch = lru_cache(maxsize=64)(self._epoch_permutation)
+        self._epoch = lru_cache(maxsize=64)(
+            lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
+        )
         self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block))
 
     def __reduce__(self) -> tuple:
         return Order, (self._sizes, [float(count) for count in self._counts], self._seed)
-
-    def _epoch_permutation(self, source: int, epoch: int) -> Permutation:
-        return Permutation(self._sizes[source], self._seed, 1 + source, epoch)
 
     def locate(
         self, positions: NDArray

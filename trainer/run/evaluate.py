@@ -68,7 +68,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
     size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size
-    numbers = range(rank, _round_up(-(-count // size), ranks), ranks)
+    numbers = range(rank, -(-count // (size * ranks)) * ranks, ranks)
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     total: torch.Tensor | None = None
@@ -120,7 +120,3 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
 def asked_to_pause(pulse: Pulse) -> float:
     """The sum of `Pulse.asked_to_pause` over the ranks. Called on all ranks."""
     return Sum(pulse.asked_to_pause).wait()
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

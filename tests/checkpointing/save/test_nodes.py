@@ -1,6 +1,5 @@
 """Eight ranks as four nodes on one machine: who writes what, when, and with whose help."""
 
-import hashlib
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from checkpointing.save.messages import SlotInUse
 from checkpointing.save.pulls import Puller, serve_pulls
 from checkpointing.storage.posix_step import NewPosixStep, PosixWriter
 from tests.checkpointing.faults import FOLDER
+from tests.checkpointing.stored import digests
 from tests.checkpointing.worlds import run_ranks, save_now, whole_state
 
 RANKS, PER_NODE, WRITERS = 8, 2, 2
@@ -73,14 +73,6 @@ def live_on_node(rank: int, run: Path) -> None:
     os.environ["GROUP_RANK"] = str(rank // PER_NODE)
     log = str(run.parent / f"calls-{rank // PER_NODE}")
     os.environ["WRITER_FAULTS"] = json.dumps({"root": f"{run}/", "log": log})
-
-
-def digests(path: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in path.rglob("*")
-        if file.is_file()
-    }
 
 
 def collectives() -> int:

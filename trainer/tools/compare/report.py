@@ -171,7 +171,9 @@ def comma_separated(outcomes: Sequence[Outcome]) -> str:
     """One line per strategy, in bytes and seconds."""
     rows = []
     for one in outcomes:
-        values = {key: value for key, value in record(one).items() if not _nested(value)}
+        values = {
+            key: value for key, value in record(one).items() if not isinstance(value, dict | list)
+        }
         values |= {f"step_seconds_p{n}": one.quantile(n / 100) for n in (10, 50, 90)}
         values |= {f"predicted_{key}": value for key, value in one.predicted.items()}
         rows.append(values)
@@ -181,10 +183,6 @@ def comma_separated(outcomes: Sequence[Outcome]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _nested(value: object) -> bool:
-    return isinstance(value, (dict, list))
 
 
 # --- picture ---------------------------------------------------------------------------------
