@@ -9,7 +9,6 @@ turn, several rounds, and gets the same tensors.
 """
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -25,11 +24,10 @@ from typing import Any
 
 from benchmarks.peers.checkpoint_engines import ENGINES, SINGLE
 from benchmarks.support import (
-    ROOT,
     arguments,
+    environment,
     heading,
     print_table,
-    python_path,
     spread,
     torchrun,
     write_json,
@@ -132,11 +130,10 @@ def _run(
         result=str(result),
     )
     command = torchrun(ranks, "-m", "benchmarks.support.checkpoint_rank", json.dumps(asdict(task)))
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     print(f"{size:g} GB, {ranks} ranks, {kind}: {engine}", file=sys.stderr, flush=True)
     log = scratch / "log.txt"
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
         try:
             process.wait(TIME_LIMIT)
         except BaseException as error:

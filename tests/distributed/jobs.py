@@ -1,7 +1,6 @@
 """One job of a tiny model, and what it left behind."""
 
 import atexit
-import json
 import multiprocessing
 import os
 import runpy
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from benchmarks.support import json_lines
 from checkpointing.load.memory import token
 from checkpointing.save.manifest import read_manifest
 from checkpointing.storage.folders import living_folders
@@ -173,9 +173,7 @@ def _become(
 
 def records(folder: Path, run: str) -> list[dict]:
     """What the run wrote to metrics.jsonl; a line that is just being written is left out."""
-    path = folder / run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return json_lines(folder / run / "metrics.jsonl")
 
 
 def losses(folder: Path, run: str) -> dict[int, float]:
@@ -185,8 +183,7 @@ def losses(folder: Path, run: str) -> dict[int, float]:
 
 def starts(folder: Path, run: str) -> list[dict]:
     """The attempts of a run, by its ledger."""
-    path = folder / run / "ledger.jsonl"
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    lines = json_lines(folder / run / "ledger.jsonl")
     return [line for line in lines if line["kind"] == "start"]
 
 
