@@ -167,16 +167,17 @@ class _Fetched(Dataset):
     """
 
     def __init__(self, stream: Stream, account: bool) -> None:
-        self._stream, self._account = stream, account
+        self._stream = stream
+        self._accounted = stream if account and isinstance(stream, Accounted) else None
 
     def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
         """Gives a DataError back for `load` to raise: torch would wrap one that a worker raises
         into a page of traceback."""
         try:
-            if self._account and isinstance(self._stream, Accounted):
-                batch, digest = self._stream.fetch_with_digest(positions)
-                return {**batch, CONSUMED: digest}
-            return self._stream.fetch(positions)
+            if self._accounted is None:
+                return self._stream.fetch(positions)
+            batch, digest = self._accounted.fetch_with_digest(positions)
+            return {**batch, CONSUMED: digest}
         except DataError as error:
             return error
 
