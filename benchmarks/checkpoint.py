@@ -34,6 +34,7 @@ from benchmarks.support import (
 )
 from benchmarks.support.checkpoint_rank import Task
 from benchmarks.support.processes import MemoryWatch
+from checkpointing.save.room import available_bytes
 
 TITLE = "Checkpoints: this engine, torch's, other libraries', plain files"
 LEGEND = """\
@@ -268,11 +269,9 @@ def _refuse_unfit(directory: str, gigabytes: float) -> None:
     kind = subprocess.run(df, capture_output=True, text=True, check=True).stdout.split()[-1]
     if kind in ("tmpfs", "ramfs"):
         sys.exit(f"--dir {directory} is on {kind}, in memory; name a directory on a disk")
-    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    memory = int(available[1]) * 1024 if available else 0
     for what, needed, free in (
         ("disk", 5 * gigabytes, shutil.disk_usage(directory).free / 1e9),
-        ("memory", 4 * gigabytes, memory / 1e9),
+        ("memory", 4 * gigabytes, available_bytes() / 1e9),
     ):
         if free < needed:
             sys.exit(

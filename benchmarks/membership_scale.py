@@ -45,6 +45,7 @@ from elastic.group.member import Member
 from elastic.group.membership import Ask, Limits, Membership, room
 from elastic.group.secret import Secret
 from elastic.group.store import LOST, StoreClient, StoreLostError
+from trainer.tools.local_nodes import free_port
 
 T = TypeVar("T")
 
@@ -57,9 +58,6 @@ store, nodes   seconds of a core that the store and all nodes together took for 
 operations  calls of the store by all nodes together, per second"""
 CONNECT_SECONDS = 1.0
 """All nodes of a process wait for one that connects."""
-PORTS = range(29_400, 29_500)
-"""Where the store may listen: none of those from which clients connect, as one that finds no store
-might connect to itself."""
 SETTLE_SECONDS, REST_SECONDS = 10.0, 20.0
 POLL_SECONDS = 0.02
 """How long a loop is deaf to what it is told."""
@@ -225,7 +223,7 @@ class Scale:
     """A store, and the processes of nodes."""
 
     def __init__(self, nodes: int, processes: int) -> None:
-        self.port = next(port for port in PORTS if free(port))
+        self.port = free_port()
         self._store = self._start_store()
         limits = Limits(minimum=nodes - 1, maximum=nodes, first_call=0.0, settle=0.0)
         context = multiprocessing.get_context("spawn")
@@ -303,15 +301,6 @@ class Scale:
         assert store.stdout
         store.stdout.readline()  # it listens
         return store
-
-
-def free(port: int) -> bool:
-    """Whether nobody listens there."""
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-        return True
-    except OSError:
-        return False
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.gpu.cases import Figures, Size
 from benchmarks.gpu.synthetic import data_set
 from benchmarks.support import environment, json_lines
+from checkpointing.save.room import available_bytes
 from elastic import usable_cores
 
 Sections = dict[str, dict[str, Any]]
@@ -288,5 +289,4 @@ def device_memory() -> int:
 def free_host_memory() -> int:
     """Bytes that shared memory can take: what it has free, and what the machine has available."""
     shared = os.statvfs("/dev/shm")
-    available = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
-    return min(shared.f_bavail * shared.f_frsize, int(available) * 1024)
+    return min(shared.f_bavail * shared.f_frsize, available_bytes())

@@ -177,7 +177,7 @@ class LocalNodes:
     def __enter__(self) -> Self:
         if self.own_network:
             self._network = Container.start_network(f"{NETWORK}.1")
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         if self.store_outside:
             self.start_store()
             try:
@@ -286,7 +286,7 @@ class LocalNodes:
         return {**os.environ, "OMP_NUM_THREADS": "1", **network, **self.environment}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below those that the system gives to outgoing connections: while the store is away,
     one of these could otherwise get its port."""
     while True:
