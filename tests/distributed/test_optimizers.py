@@ -245,6 +245,7 @@ def test_every_optimizer_of_torch(workspace, train, name):
         ("optimizer.factory=torch.optim:LBFGS", "LBFGS computes losses of its own"),
         ("optimizer.factory=torch.optim:SparseAdam", "SparseAdam .* dense gradients"),
         ("optimizer.factory=torch.optim:Sgd", r"has no Sgd; did you mean SGD\?"),
+        ("optimizer.factory=torch.optim:Adafactor", "sharded: strategy.name=ddp shards none"),
         ("optimizer.factory=torch.nn:Linear", "returned Linear, not a torch.optim.Optimizer"),
         ("optimizer.groups=[{match: '*.norms.*'}]", r"groups.0.match: no parameter is called"),
         ("optimizer.muon={momentum: 0.9}", "only with optimizer.name: muon"),
@@ -253,7 +254,7 @@ def test_every_optimizer_of_torch(workspace, train, name):
 def test_what_cannot_train_is_refused_before_anything_starts(workspace, override, message):
     data = f"data.sources.0.path={workspace / 'data'}"
     with pytest.raises(RecipeError, match=message):
-        check_launch(load_recipe(workspace / "recipe.yaml", [data, override]), 1, 1)
+        check_launch(load_recipe(workspace / "recipe.yaml", [data, override]), 2, 2)
 
 
 @soak

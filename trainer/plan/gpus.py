@@ -51,14 +51,16 @@ H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 A100 = "NVIDIA A100 Tensor Core GPU data sheet"
 V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 
-# The figures of the vendors' documents that `source` names, as remembered: the documents could not
-# be opened. Those that state peaks with sparsity are halved.
+# The figures of the documents that `source` names. Those that state peaks with sparsity are
+# halved. The documents could not be opened. On 25 November 2026 pages and programs that quote them
+# were read instead: peaks and bandwidths of GB200, B200, H200, H100, A100, L40S, L4, RTX 4090, RTX
+# 5090 and MI300X agree, and so do NVLink of B200 and Infinity Fabric.
 #
 # Tests hold them against each other. Peaks are multiprocessors x boost clock x operations a clock;
 # GB200, H100 NVL and H200 NVL have no published clock that would tell, and that of B200 is a web
 # page's. 8-bit peaks are twice the others. Bandwidths are bus width x rate of a pin; those of
-# Blackwell, GH200, H200, H100 PCIe and H100 NVL are unchecked. Nothing checks links and pcie. Of
-# `memory`, that of H100 and H200 was read off such machines.
+# Blackwell, GH200, H200, H100 PCIe and H100 NVL are unchecked by tests. No test checks links and
+# pcie. Of `memory`, that of H100 and H200 was read off such machines.
 GPUS = {
     # Two GPUs share 900 GB/s to one Grace, both ways together.
     "GB200": Gpu("GB200", 2500, 5000, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL),

@@ -1,22 +1,27 @@
 """Every check of a recipe's input that can be made before a process group or a GPU is claimed."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.batch_plan import plan_batch
+from elastic.world import drop_world
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import check_parallel
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
+from trainer.recipe.sections import Optimizer
 from trainer.run.provenance import check_resume
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
@@ -81,6 +86,8 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
         parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
         with refusals:
             state_of(parameters, options)
+            if options.factory and is_sharded_by_fsdp(recipe, world_size):
+                _check_sharded(parameters, options)
         with refusals:
             _check_pass(recipe, task, world_size)
     refusals.tell()
@@ -159,6 +166,34 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
             f"model.factory: {unused[0]} takes no part in the loss, which DDP does not allow; "
             "set some_unused = True on the module (docs/your_model.md), or strategy.name=fsdp"
         )
+
+
+def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
+    """That the optimizer of the user's takes sharded parameters: small ones, in a group of two
+    ranks that is not there.
+
+    Raises:
+        RecipeError: as `build_optimizer`.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from trainer.optim.method import stand_in
+    from trainer.optim.optimizer import build_optimizer
+
+    import_module("torch.testing._internal.distributed.fake_pg")  # makes "fake" known
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = {
+            name: nn.Parameter(
+                distribute_tensor(stand_in(parameter).detach(), mesh, [Shard(0)]),
+                requires_grad=parameter.requires_grad,
+            )
+            for name, parameter in parameters.items()
+        }
+        build_optimizer(sharded, options)
+    finally:
+        drop_world()
 
 
 def slow_arithmetic(recipe: Recipe) -> list[str]:
