@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 
 from checkpointing.options import CheckpointOptions
 from elastic.options import ElasticOptions
@@ -280,7 +280,9 @@ class Strategy:
     data as `name` and `sharding` say. A micro-batch goes through one after the other. See
     docs/parallelism.md."""
 
-    pp_schedule: PipelineSchedule = "1f1b"
+    pp_schedule: Annotated[
+        PipelineSchedule, BeforeValidator(lambda name: str(name).lower())  # 1F1B, as papers write
+    ] = "1f1b"
     """The order of the passes of `pp`: all forward, then all backward; in turn; in turn with
     several stages a rank; in turn with the weights' gradients computed where a rank would wait."""
 
