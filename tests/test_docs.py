@@ -16,6 +16,7 @@ import zipfile
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -238,12 +239,11 @@ def test_commands_in_sentences_are_known(page):
 def help_of(names: list[str]) -> str:
     """What `perdure NAMES… --help` prints."""
     printed = io.StringIO()
-    before, sys.argv = sys.argv, ["perdure", *names, "--help"]
-    try:
-        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as end:
-            main()
-    finally:
-        sys.argv = before
+    command = patch.object(sys, "argv", ["perdure", *names, "--help"])
+    environment = patch.dict(os.environ)  # main adds to it
+    output, ends = contextlib.redirect_stdout(printed), pytest.raises(SystemExit)
+    with command, environment, output, ends as end:
+        main()
     assert end.value.code == 0, names
     return printed.getvalue()
 

@@ -62,6 +62,11 @@ def test_zero_is_a_synonym(recipe_file):
         assert load_recipe(recipe_file, [f"strategy.zero={stage}"]).sharding == sharding
 
 
+def test_schedules_are_named_as_papers_write_them(recipe_file):
+    recipe = load_recipe(recipe_file, ["strategy.pp=2", "strategy.pp_schedule=1F1B"])
+    assert recipe.strategy.pp_schedule == "1f1b"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
