@@ -1,4 +1,4 @@
-"""docs/api.md: the public names of each package, with signatures.
+"""docs/api.md: the public names of each package and adapter, with signatures.
 
 `python docs/api.py` writes it anew; `make docs` runs that, and tests/test_docs.py compares.
 """
@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 PACKAGES = ("trainer", "checkpointing", "elastic")
+ADAPTERS = tuple(f"checkpointing.adapters.{name}" for name in ("dcp", "fabric", "hugging_face"))
+"""Each needs the library that it adapts to."""
 PAGE = Path(__file__).parent / "api.md"
 
 
@@ -72,8 +74,13 @@ def entry(package: str, name: str) -> str:
 
 def page() -> str:
     """The whole page."""
-    lines = ["# Public names", "", "Made by `make docs` from `__all__` of each package.", ""]
-    for package in PACKAGES:
+    lines = [
+        "# Public names",
+        "",
+        "Made by `make docs` from `__all__` of each package and adapter.",
+        "",
+    ]
+    for package in (*PACKAGES, *ADAPTERS):
         names = importlib.import_module(package).__all__
         lines += [f"## {package}", "", *(entry(package, name) for name in sorted(names)), ""]
     return "\n".join(lines)

@@ -76,9 +76,10 @@ def test_readers_are_shown_public_names_only():
     shown = {pair for block in SHOWN for pair in imports(ast.parse(block))}
     ours = {pair for pair in shown if pair[0].partition(".")[0] in api.PACKAGES}
     assert len(ours) > 10
-    adapters = {pair for pair in ours if pair[0].startswith("checkpointing.adapters")}
-    public = {(one, name) for one in api.PACKAGES for name in importlib.import_module(one).__all__}
-    assert ours - adapters <= public
+    adapters = {("checkpointing.adapters", one.rpartition(".")[2]) for one in api.ADAPTERS}
+    modules = (*api.PACKAGES, *api.ADAPTERS)
+    public = {(one, name) for one in modules for name in importlib.import_module(one).__all__}
+    assert ours <= public | adapters
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,18 @@ def test_readers_are_shown_public_names_only():
     [(one, name) for one in api.PACKAGES for name in importlib.import_module(one).__all__],
 )
 def test_a_public_name_is_typed_and_says_what_it_is(package, name):
+    is_typed_and_says_what_it_is(package, name)
+
+
+@pytest.mark.parametrize("adapter", api.ADAPTERS)
+def test_so_are_the_names_of_an_adapter_which_are_all_that_it_makes_public(adapter):
+    module = importlib.import_module(adapter)
+    for name in module.__all__:
+        assert getattr(module, name).__module__ == adapter
+        is_typed_and_says_what_it_is(adapter, name)
+
+
+def is_typed_and_says_what_it_is(package, name):
     value = getattr(importlib.import_module(package), name)
     said = api.docstring(package, name)
     assert said

@@ -17,6 +17,7 @@ from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
 
+__all__ = ["load", "save"]
 VALUES = "values"
 """What stands for all that is no tensor."""
 

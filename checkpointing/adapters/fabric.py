@@ -17,6 +17,7 @@ from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
 
+__all__ = ["CheckpointedDDP", "CheckpointedModelParallel", "CheckpointedSingleDevice"]
 VALUES = "values"
 """What stands for all that is no object."""
 
@@ -114,15 +115,15 @@ class Checkpointed:
 
 
 class CheckpointedSingleDevice(Checkpointed, SingleDeviceStrategy):
-    """One process."""
+    """Its strategy for one process."""
 
 
 class CheckpointedDDP(Checkpointed, DDPStrategy):
-    """The weights whole on each rank."""
+    """The strategy of Fabric's with whole weights on each rank."""
 
 
 class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
-    """FSDP2 and tensor parallel."""
+    """Its strategy for FSDP2 and tensor parallelism."""
 
 
 class _Values:

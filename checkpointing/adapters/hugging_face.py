@@ -17,6 +17,8 @@ from checkpointing.format.layout import parse_step
 from checkpointing.format.values import from_json
 from checkpointing.storage.steps import newest_checkpoint, read_state
 
+__all__ = ["CheckpointCallback"]
+
 
 class CheckpointCallback(TrainerCallback):
     """Saves model, optimizer, schedule, random numbers and the Trainer's own state.
