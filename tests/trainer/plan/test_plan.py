@@ -66,17 +66,22 @@ CASES = {
         "strategy.zero=2 precision.dtype=fp32 batch.micro_batch=8",
         f"{FEW_TOKENS} strategy.zero=3 batch.micro_batch=8",
         f"{FULL} strategy.zero=3 strategy.reduce_every_pass=true",
+        "strategy.zero=3 optimizer.name=muon",
+        "strategy.name=ddp precision.dtype=fp32 optimizer.name=muon",
     ],
     2: [
         "strategy.name=ddp",
         "strategy.zero=1 strategy.activation_checkpointing=selective",
         "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
         f"{FULL} strategy.zero=3 optimizer.name=muon",
+        "strategy.name=ddp optimizer.name=muon",
+        "strategy.zero=1 optimizer.name=muon",
     ],
-    3: ["strategy.zero=3"],
+    3: ["strategy.zero=3", "strategy.zero=3 optimizer.name=muon"],
     4: [
         f"{HYBRID} batch.micro_batch=1 batch.global_batch=12 strategy.reduce_every_pass=true",
         "strategy.zero=2 optimizer.name=muon",
+        f"{HYBRID} optimizer.name=muon",
         f"{FULL} strategy.zero=1",
     ],
 }
