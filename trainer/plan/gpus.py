@@ -45,7 +45,7 @@ class Gpu:
         return self.bf16_tflops is None
 
 
-BLACKWELL = "NVIDIA Blackwell Architecture Technical Brief"
+BLACKWELL = "NVIDIA Blackwell data sheet: GB200 NVL72 and HGX B200"
 H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 A100 = "NVIDIA A100 Tensor Core GPU data sheet"
@@ -53,18 +53,17 @@ V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 
 # The figures of the documents that `source` names. Those that state peaks with sparsity are
 # halved. The documents could not be opened. On 25 November 2026 pages and programs that quote them
-# were read instead: peaks and bandwidths of GB200, B200, H200, H100, A100, L40S, L4, RTX 4090, RTX
-# 5090 and MI300X agree, and so do NVLink of B200 and Infinity Fabric.
+# were read instead, and published listings of nvidia-smi and rocm-smi for `memory`. From memory
+# alone are the NVLink of GH200 and V100, the C2C of GB200, and the PCIe of V100, T4 and RTX 4090.
 #
 # Tests hold them against each other. Peaks are multiprocessors x boost clock x operations a clock;
 # GB200, H100 NVL and H200 NVL have no published clock that would tell, and that of B200 is a web
 # page's. 8-bit peaks are twice the others. Bandwidths are bus width x rate of a pin; those of
-# Blackwell, GH200, H200, H100 PCIe and H100 NVL are unchecked by tests. No test checks links and
-# pcie. Of `memory`, that of H100 and H200 was read off such machines.
+# GH200, H200, H100 PCIe and H100 NVL are unchecked by tests. No test checks links and pcie.
 GPUS = {
     # Two GPUs share 900 GB/s to one Grace, both ways together.
     "GB200": Gpu("GB200", 2500, 5000, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL),
-    "B200": Gpu("B200", 2250, 4500, 180, 183359 * MIB, 8e12, 900e9, 64e9, BLACKWELL),
+    "B200": Gpu("B200", 2250, 4500, 180, 183359 * MIB, 7.7e12, 900e9, 64e9, BLACKWELL),
     "GH200": Gpu(
         r"GH200 (?:120|480)GB", 989, 1979, 96, 97871 * MIB, 4e12, 450e9, 450e9,
         "NVIDIA GH200 Grace Hopper Superchip data sheet",

@@ -58,6 +58,8 @@ CLOCKED = {
 """Multiprocessors (of AMD compute units), GHz at which tensor cores are rated, and operations a
 clock of all tensor cores of one."""
 BUSES = {
+    "GB200": (8192, 7.8),
+    "B200": (8192, 7.5),
     "H100": (5120, 5.24),
     "A100": (5120, 3.19),
     "A100 40GB": (5120, 2.43),
