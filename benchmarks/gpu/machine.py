@@ -169,7 +169,7 @@ def register(setting: Setting) -> dict[str, Any]:
         thread.start()
         begun.wait()
         began = time.perf_counter()
-        # Through ctypes: it lets go of the interpreter, as staging's own call does.
+        # The call lets go of the interpreter, so that launches go on beside it.
         for start in range(0, total, portion):
             call(memory.data_ptr() + start, portion)
         rate = total / (time.perf_counter() - began) / 1e9
