@@ -111,7 +111,8 @@ class Checkpointer:
         parts, wanted = self.on_all(lambda: take_apart(state)), self._main(lambda: step)
 
         def refuse(saved: Mapping[str, Any]) -> None:
-            refuse_values(state, self._own(saved), parts.groups, saved.get("groups", {}))
+            told = saved.get("groups", {}), saved.get("kinds", {})
+            refuse_values(state, self._own(saved), parts.groups, *told)
 
         def restore(saved: Mapping[str, Any]) -> None:
             refuse(saved)  # of other ranks than the first
@@ -288,7 +289,7 @@ class Checkpointer:
         told = self._ranks.together(lambda: (digest, buffers))
         self._ranks.share(parts.buffers.values(), [held for _, held in told])
         if len({of_values for of_values, _ in told}) == 1:
-            return {"values": parts.values, "groups": parts.groups}
+            return {"values": parts.values, "groups": parts.groups, "kinds": parts.kinds}
         ranks = self._ranks.together(lambda: (parts.values, parts.groups))
         first = ranks[0][0]
         differing = {key for key in first if any(one[key] != first[key] for one, _ in ranks)}
@@ -302,6 +303,7 @@ class Checkpointer:
                 ]
                 for key in parts.groups
             },
+            "kinds": parts.kinds,
         }
 
     def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:

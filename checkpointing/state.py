@@ -51,6 +51,8 @@ class Parts:
     """JSON, by what the object is called: all that is not in tensors."""
     groups: dict[str, list[list[str]]]
     """Names of the parameters in each group of an optimizer, by what that is called."""
+    kinds: dict[str, str]
+    """Class names of the optimizers, by what they are called."""
     buffers: dict[str, Tensor]
     """Those of `model` that are buffers, whole on each rank that has them."""
 
@@ -110,7 +112,8 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
         optimizer |= own
         values[key] = to_json(_groups(value), key)
     live = {name: value if value in kept else value.detach() for name, value in model.items()}
-    return Parts(live, optimizer, values, groups, buffers)
+    kinds = {key: type(value).__name__ for key, value in optimizers.items()}
+    return Parts(live, optimizer, values, groups, kinds, buffers)
 
 
 @runtime_checkable
@@ -125,6 +128,7 @@ def refuse_values(
     values: Mapping[str, Any],
     groups: Mapping[str, list[list[str]]],
     saved_groups: Mapping[str, list[list[str]]],
+    saved_kinds: Mapping[str, str],
 ) -> None:
     """Require that what was saved is of the objects of a state, and change nothing.
 
@@ -133,6 +137,7 @@ def refuse_values(
         values: that were saved.
         groups: see `Parts`; those of the state.
         saved_groups: those that were saved; older checkpoints have none.
+        saved_kinds: class names of the optimizers that were saved; older checkpoints have none.
 
     Raises:
         WrongModel: they are of others, or of other parameter groups.
@@ -155,10 +160,16 @@ def refuse_values(
         target = state[key]
         if isinstance(target, Choosy):
             target.refuse_state(from_json(value))
-        if isinstance(target, torch.optim.Optimizer) and (
-            problem := _misfit(target, value, groups[key], saved_groups.get(key, groups[key]))
-        ):
+        if not isinstance(target, torch.optim.Optimizer):
+            continue
+        if problem := _misfit(target, value, groups[key], saved_groups.get(key, groups[key])):
             raise WrongModel(f"{key} {problem}: make it as it was saved")
+        kind = type(target).__name__
+        if (there := saved_kinds.get(key, kind)) != kind:
+            raise WrongModel(
+                f"{key} is {kind}, and the checkpoint has the state of {there}: make it {there}, "
+                f"or load into {there} and give {kind} what it is to keep of its state"
+            )
 
 
 def _misfit(

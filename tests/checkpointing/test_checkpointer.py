@@ -222,6 +222,11 @@ def test_an_optimizer_of_another_kind_or_other_groups_is_refused_with_nothing_ch
             lambda a, b: torch.optim.AdamW([{"params": b, "lr": 3.0}, {"params": a}]),
             "has 1.weight in parameter group 0, and not so in the checkpoint",
         ),
+        (
+            lambda *all: torch.optim.AdamW(all),
+            lambda *all: torch.optim.Adam(all),
+            "is Adam, and the checkpoint has the state of AdamW: make it AdamW, or load into AdamW",
+        ),
         (sgd, lbfgs, "is LBFGS, and the checkpoint has the state of another optimizer"),
         (lbfgs, sgd, "is SGD, and the checkpoint has the state of LBFGS"),
         (lbfgs, sparse, "is SparseAdam, and the checkpoint has the state of LBFGS"),
@@ -250,7 +255,7 @@ def test_an_optimizer_of_another_kind_or_other_groups_is_refused_with_nothing_ch
                 checkpointer.load(other)
             assert same(bits(other["model"]), before), why
     parts = take_apart(made(sgd, 0))
-    refuse_values(made(sgd, 0), parts.values, parts.groups, {})  # older ones do not name them
+    refuse_values(made(sgd, 0), parts.values, parts.groups, {}, {})  # older ones name neither
 
 
 @pytest.mark.parametrize("guarded", [True, False])
