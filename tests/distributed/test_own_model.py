@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
 from tests.distributed.jobs import ROOT, Forked
-from trainer.recipe import load_recipe
+from trainer.recipe import RecipeError, load_recipe
+from trainer.run.preflight import check_launch
 from trainer.tasks.task import bare_model
 from trainer.tools.local_nodes import LocalNodes
 
@@ -94,6 +96,18 @@ def test_a_model_that_comes_in_eval_mode_is_trained(workspace, monkeypatch):
     )
     model, *_ = bare_model(recipe)
     assert all(module.training for module in model.modules())
+
+
+def test_a_parameter_that_fsdp_cannot_cut_is_named_before_anything_starts(workspace, monkeypatch):
+    scale = "self.scale = nn.Parameter(torch.ones(()))"
+    text = FACTORY.replace("self.frozen =", f"{scale}\n        self.frozen =")
+    (workspace / "scaled.py").write_text(text.replace("return nn.", "return self.scale * nn."))
+    monkeypatch.syspath_prepend(workspace)
+    factory = ["model.architecture=null", "model.factory=scaled:Model"]
+    data = f"data.sources.0.path={workspace / 'data'}"
+    recipe = load_recipe(workspace / "recipe.yaml", [data, *factory])
+    with pytest.raises(RecipeError, match="parameter scale has no dimension"):
+        check_launch(recipe, 2, 2)
 
 
 def test_a_model_without_a_loss_is_told_in_a_line(workspace, start):

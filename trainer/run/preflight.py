@@ -86,7 +86,7 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
         parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
         with refusals:
             state_of(parameters, options)
-            if options.factory and is_sharded_by_fsdp(recipe, world_size):
+            if is_sharded_by_fsdp(recipe, world_size):
                 _check_sharded(parameters, options)
         with refusals:
             _check_pass(recipe, task, world_size)
@@ -169,12 +169,19 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
 
 
 def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
-    """That the optimizer of the user's takes sharded parameters: small ones, in a group of two
-    ranks that is not there.
+    """That parameters can be sharded, and that an optimizer of the user's takes such: small ones,
+    in a group of two ranks that is not there.
 
     Raises:
-        RecipeError: as `build_optimizer`.
+        RecipeError: as `build_optimizer`; or FSDP does not take a parameter.
     """
+    if scalar := next((name for name, one in parameters.items() if not one.dim()), None):
+        raise RecipeError(
+            f"strategy.sharding: parameter {scalar} has no dimension along which FSDP could cut "
+            "it; give it one, of size 1, or use strategy.name=ddp"
+        )
+    if not options.factory:
+        return
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from trainer.optim.method import stand_in
