@@ -61,6 +61,8 @@ Result = Mapping[str, Any]
 def main() -> None:
     description = (__doc__ or "").partition("\n\n")[0]
     options = arguments(description, rounds=3, saves=3, sizes="1,3", engines="", dir=".")
+    if options.saves < 2:
+        sys.exit("--saves: 2 are needed, as the first is told apart from the later ones")
     sizes = [float(size) for size in options.sizes.split(",")]
     names = options.engines.split(",") if options.engines else list(ENGINES)
     loaders = [name for name in LOADERS if name in names]

@@ -62,7 +62,8 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         for path in (*written, options.state):
-            shutil.copy(path, options.out)
+            if path.exists():  # there is no state where no case began
+                shutil.copy(path, options.out)
         (options.out / "cases.log").write_bytes(logs(home, cases))
     sys.exit(code)
 

@@ -1,7 +1,6 @@
 """Any world and strategy writes the same bytes, and any reads what any other wrote."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,9 @@ from tests.checkpointing.worlds import (
     spread,
     whole_state,
 )
+from tests.distributed.jobs import soak
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
-soak = pytest.mark.skipif(not os.environ.get("SOAK"), reason="in `make soak`")
 WORLDS = {
     "replicated-1": ("replicated", 1),
     "replicated-2": ("replicated", 2),

@@ -4,12 +4,9 @@ import os
 
 import pytest
 import torch
+from lightning_fabric import Fabric
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-pytest.importorskip("lightning_fabric")
-
-from lightning_fabric import Fabric
 
 from checkpointing import CheckpointError, WrongModel
 from checkpointing.adapters import fabric as ours

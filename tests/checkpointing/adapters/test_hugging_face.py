@@ -4,13 +4,11 @@ from contextlib import suppress
 
 import pytest
 import torch
+import transformers
 
-pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
-
-from checkpointing import CheckpointError  # noqa: E402
-from checkpointing.adapters.hugging_face import CheckpointCallback  # noqa: E402
-from tests.checkpointing.worlds import run_ranks  # noqa: E402
+from checkpointing import CheckpointError
+from checkpointing.adapters.hugging_face import CheckpointCallback
+from tests.checkpointing.worlds import run_ranks
 
 STEPS, SIZE = 14, 24  # a bit more than two epochs of six steps
 
