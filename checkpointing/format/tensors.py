@@ -174,8 +174,9 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
             _step_over_nothing(optimizer)
     except (RuntimeError, TypeError) as error:
         optimizer.state.clear()
+        why = " ".join(str(error).split())  # torch's has several lines
         raise ValueError(
-            f"{type(optimizer).__name__} cannot make its state before the first step: {error}; "
+            f"{type(optimizer).__name__} cannot make its state before the first step: {why}; "
             "choose an optimizer that steps by dense gradients alone"
         ) from error
     finally:
