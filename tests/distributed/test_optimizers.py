@@ -205,7 +205,7 @@ DENSE = sorted(
     name
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
+    if name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 )
 
 
@@ -239,16 +239,48 @@ def test_every_optimizer_of_torch(workspace, train, name):
     assert worst(losses(workspace, f"moved-{name}"), wanted) <= TOLERANCE
 
 
+@soak
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
+        (2, SP),
+        (4, SP),
+        (2, ["strategy.pp=2"]),
+        (2, ["strategy.cp=2"]),
+        (2, ["strategy.offload=cpu"]),
+    ],
+)
+def test_factors_of_sharded_matrices_in_every_layout(workspace, train, ranks, overrides):
+    """torch's Adafactor, which takes sums over rows and columns."""
+    own = (*COMMON, "optimizer.factory=torch.optim:Adafactor", "optimizer.lr=1e-2")
+    if not losses(workspace, "factors"):
+        train(1, "run.dir=factors", *own)
+    run = f"factors-{ranks}-{overrides[0][-4:]}"
+    train(ranks, f"run.dir={run}", *own, *overrides)
+    assert worst(losses(workspace, run), losses(workspace, "factors")) <= TOLERANCE
+
+
+class Distinct(torch.optim.SGD):
+    """Does with gradients what torch cannot do with sharded ones."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.dim() == 2:
+                parameter.sub_(parameter.grad / parameter.grad.unique().norm())
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            f"optimizer.factory={__name__}:Distinct",
+            "unique.* strategy.name=ddp shards none",
+        ),
         ("optimizer.factory=torch.optim:LBFGS", "LBFGS computes losses of its own"),
         ("optimizer.factory=torch.optim:SparseAdam", "SparseAdam .* dense gradients"),
         ("optimizer.factory=torch.optim:Sgd", r"has no Sgd; did you mean SGD\?"),
-        (
-            "optimizer.factory=torch.optim:Adafactor",
-            "Adafactor cannot .* strategy.name=ddp shards none",
-        ),
         ("optimizer.factory=torch.nn:Linear", "returned Linear, not a torch.optim.Optimizer"),
         ("optimizer.groups=[{match: '*.norms.*'}]", r"groups.0.match: no parameter is called"),
         ("optimizer.muon={momentum: 0.9}", "only with optimizer.name: muon"),
@@ -258,22 +290,6 @@ def test_what_cannot_train_is_refused_before_anything_starts(workspace, override
     data = f"data.sources.0.path={workspace / 'data'}"
     with pytest.raises(RecipeError, match=message):
         check_launch(load_recipe(workspace / "recipe.yaml", [data, override]), 2, 2)
-
-
-@soak
-def test_factors_of_a_sharded_matrix_are_refused(workspace, start, train):
-    """torch's Adafactor sums squares over columns, which torch cannot do of DTensors in place."""
-    own = (*COMMON, "optimizer.factory=torch.optim:Adafactor", "optimizer.lr=1e-2")
-    code, output = start(2, "run.dir=factors", *own).wait()
-    assert code == 2
-    assert "Adafactor cannot make its state" in output
-    assert "the parameters are sharded: strategy.name=ddp shards none" in output
-    whole = ("run.dir=factors", *own, "strategy.name=ddp")
-    train(2, "run.dir=factors-whole", *whole[1:])
-    train(3, *whole, "run.steps=6")
-    train(2, *whole)
-    curves = losses(workspace, "factors"), losses(workspace, "factors-whole")
-    assert worst(*curves) <= TOLERANCE
 
 
 def test_an_optimizer_and_a_schedule_in_a_file_of_the_users(workspace, train):

@@ -65,7 +65,8 @@ class StateTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     like_parameter: bool
-    """It has the parameter's shape, and is sharded as that is; else it is whole on every rank."""
+    """It has the parameter's shape, and is sharded as that is; else it is counted as whole on every
+    rank, though Adafactor's factors of rows are cut with the rows."""
 
     def nbytes(self, elements: int) -> int:
         """On a rank that holds so many elements of the parameter."""

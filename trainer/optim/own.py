@@ -1,20 +1,26 @@
 """An optimizer of the user's, or of torch.optim: checked when it is made, not at its first step."""
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from checkpointing import optimizer_tensors
+from checkpointing.format.tensors import local_tensor
 from trainer.optim.groups import named_groups
 from trainer.optim.method import stand_in
 from trainer.optim.slices import SliceOptimizer, is_elementwise
 from trainer.recipe import Optimizer, RecipeError
-from trainer.recipe.factory import call_factory, import_factory, place_in, refusing
+from trainer.recipe.factory import call_factory, failure, import_factory, place_in, refusing
+
+_OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
+"""What DTensor's errors speak of: operations that it does not know."""
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
@@ -85,6 +91,8 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
         )
     _check_kind(name, type(optimizer))
     names = {parameter: fqn for fqn, parameter in parameters.items() if parameter.requires_grad}
+    if any(isinstance(parameter, DTensor) for parameter in names):
+        _complete(optimizer)
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if odd := names.keys() ^ set(given):
         fqn = names.get(next(iter(odd)))
@@ -95,13 +103,18 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
     try:
         tensors = optimizer_tensors(optimizer, parameters)
     except Exception as error:
+        failed = error.__cause__ or error
+        sharded = any(isinstance(parameter, DTensor) for parameter in given)
+        hint = "; the parameters are sharded: strategy.name=ddp shards none" if sharded else ""
+        if sharded and _OF_SHARDS.search(str(failed)):
+            raise RecipeError(
+                f"optimizer.factory: the step of {name} {failure(failed)}{hint}"
+            ) from error
         with _stepping(options):
-            if place_in(failed := error.__cause__ or error):  # in the user's step
+            if place_in(failed):  # in the user's step
                 raise failed from None
         if not isinstance(error, (ValueError, NotImplementedError)):
             raise
-        sharded = any(isinstance(parameter, DTensor) for parameter in given)
-        hint = "; the parameters are sharded: strategy.name=ddp shards none" if sharded else ""
         raise RecipeError(f"optimizer.factory: {error}{hint}") from error
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
@@ -132,3 +145,61 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in ("params", "param_names", "lr") and not isinstance(value, torch.Tensor)
     }
+
+
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Have each step of an optimizer of DTensors run under `_Completed`."""
+    step = optimizer.step
+
+    def completed(closure: Callable[[], float] | None = None) -> None:
+        with _Completed():
+            step(closure)
+
+    optimizer.step = completed  # type: ignore[method-assign, assignment]
+
+
+class _Completed(TorchFunctionMode):
+    """Operations on DTensors as code for tensors expects them. DTensor leaves sums over shards
+    untaken, which cannot be worked with in place; makes new tensors whole; and changes nothing in
+    place that has fewer rows than ranks."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        first, given, name = args[0] if args else None, kwargs or {}, getattr(func, "__name__", "")
+        if isinstance(first, DTensor) and _in_place(name) and _few(first):
+            found = getattr(torch.Tensor, name[:-1])(*args, **given)
+            local_tensor(first).copy_(local_tensor(_placed(found, first.placements)))
+            return first
+        found = func(*args, **given)
+        if not isinstance(found, DTensor):
+            return found
+        if isinstance(first, DTensor) and name.startswith("new_"):
+            kept = [cut if _keeps(cut, found, first) else Replicate() for cut in first.placements]
+            return _placed(found, kept)
+        return _placed(found, [Replicate() if p.is_partial() else p for p in found.placements])
+
+
+def _in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _few(tensor: DTensor) -> bool:
+    """Whether some ranks have no part of it."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(isinstance(cut, Shard) and tensor.shape[cut.dim] < ranks for cut, ranks in sizes)
+
+
+def _keeps(cut: Placement, made: DTensor, like: DTensor) -> bool:
+    """Whether a new tensor can be cut as the one that it was made from."""
+    if type(cut) is not Shard or made.dim() != like.dim():
+        return False
+    return made.shape[cut.dim] == like.shape[cut.dim] and not _few(like)
+
+
+def _placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    return (
+        tensor.redistribute(placements=placements)
+        if tensor.placements != tuple(placements)
+        else tensor
+    )
