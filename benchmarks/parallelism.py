@@ -225,7 +225,7 @@ def titans_step(recipe: Recipe) -> tuple[Any, str]:
     from benchmarks.peers.torchtitan_loop import layout_step
 
     layout_step(recipe, drawn(recipe))(micro_batches(recipe, 0))
-    note = "FSDP2 over one rank below"
+    note = "also FSDP2, over one rank"
     if recipe.strategy.pp > 1:
         note += "; 1F1B, called with the batch whole as torch 2.13 wants it"
     return layout_step(recipe, drawn(recipe)), note
