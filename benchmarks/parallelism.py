@@ -93,7 +93,7 @@ def step_times(options: Any) -> None:
         for layout, one in found.items()
         for peer, note in one["notes"].items()
     ]
-    report("CPU seconds of a step on two ranks, all together", rows, found, options.json)
+    report("CPU seconds of a step on two ranks, both together", rows, found, options.json)
     if not titan_version():
         print("\ntorchtitan is left out: it is not installed")
 
