@@ -2,9 +2,11 @@
 
 `step`: CPU seconds of a step (forward, backward, AdamW) on two ranks under tensor, sequence,
 pipeline and context parallelism, beside torch's own: DTensor styles, pipelining, and for a ring,
-as torch's has no way for the CPU, keys that are gathered. Both compute an untied Llama of the
-quickstart's size, on the same tokens from the same weights, in the same processes, in turn. Seconds
-are user and system time of all threads of both ranks, so what else the machine does counts little.
+as torch's has no way for the CPU, keys that are gathered; and beside torchtitan, where it is
+installed and can. All compute an untied Llama of the quickstart's size, on the same tokens from the
+same weights, in the same processes, in turn; a pipeline has the same cut, micro-batches and order.
+Seconds are user and system time of all threads of both ranks, so what else the machine does counts
+little.
 
 `ring-memory`: what a rank of a ring holds of a sequence. A Llama of 1 block (hidden 64, 2 query
 heads and 1 key head of 32, vocabulary 1,024) in float32 computes loss and gradients of one sequence
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,7 +55,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "pp2, 4 x 1,024": ("strategy.pp=2", "batch.global_batch=16", "batch.micro_batch=4"),
     "cp2": ("strategy.cp=2", "batch.global_batch=1", "batch.micro_batch=1", "data.seq_len=1024"),
 }
-OURS, TORCHS = "ours", "torch"
+OURS, TORCHS, TITANS = "ours", "torch", "torchtitan"
 
 
 def main() -> None:
@@ -81,14 +84,26 @@ def step_times(options: Any) -> None:
         {
             "layout": layout,
             "CPU s a step": f"{one[OURS]:.3f}",
-            "torch's": f"{one[TORCHS]:.3f}",
-            "ratio": f"{one[OURS] / one[TORCHS]:.3f}",
-            "loss, relative difference": f"{one['difference']:.0e}",
-            "note": one["note"],
+            "beside": peer,
+            "its": f"{one[peer]:.3f}" if peer in one else "-",
+            "ratio": f"{one[OURS] / one[peer]:.3f}" if peer in one else "-",
+            "loss, relative difference": f"{one['differences'][peer]:.0e}" if peer in one else "-",
+            "note": note,
         }
         for layout, one in found.items()
+        for peer, note in one["notes"].items()
     ]
     report("CPU seconds of a step on two ranks, both together", rows, found, options.json)
+    if not titan_version():
+        print("\ntorchtitan is left out: it is not installed")
+
+
+def titan_version() -> str:
+    """The version of torchtitan that is installed, or nothing."""
+    try:
+        return version("torchtitan")
+    except PackageNotFoundError:
+        return ""
 
 
 def measure_steps(layout: str, count: int) -> None:
@@ -100,27 +115,33 @@ def measure_steps(layout: str, count: int) -> None:
     recipe = load_recipe(str(QUICKSTART), [*plain, *alike, *LAYOUTS[layout]])
     step = {OURS: our_step(recipe, world)}
     step[TORCHS], note = torchs_step(recipe, layout)
-    taken: dict[str, list[float]] = {OURS: [], TORCHS: []}
-    differences = []
+    notes = {TORCHS: note}
+    if titan_version():
+        notes[TITANS] = titan_version()
+        try:
+            step[TITANS], note = titans_step(recipe)
+            notes[TITANS] += f", {note}"
+        except RuntimeError as error:
+            notes[TITANS] += f" has no step here: {error}"
+    taken: dict[str, list[float]] = {who: [] for who in step}
+    differences = dict.fromkeys(step, 0.0)
+    turns = list(step)
     for number in range(WARM_UP + count):
         batches, losses = micro_batches(recipe, number), {}
-        for who in sorted(step, reverse=number % 2 == 1):  # each is first as often as the other
+        for who in turns:
             began = time.process_time()
             losses[who] = step[who](batches).item()
             taken[who].append(time.process_time() - began)
-        differences.append(abs(losses[OURS] - losses[TORCHS]) / max(losses[TORCHS], 1e-9))
-    told = torch.tensor(
-        [median(seconds[WARM_UP:]) for seconds in taken.values()] + [0.0], dtype=torch.float64
-    )
-    if losses[TORCHS]:  # a stage without the loss has none
-        told[2] = max(differences)
-    ranks = [torch.empty_like(told) for _ in range(world.world_size)]
-    dist.all_gather(ranks, told)
+        turns.append(turns.pop(0))  # each is first as often as the others
+        for who, loss in losses.items():  # a stage without the loss has none
+            differences[who] = max(differences[who], abs(losses[OURS] - loss) / max(loss, 1e-9))
+    told = {who: (median(taken[who][WARM_UP:]), differences[who]) for who in step}
+    ranks: list[Any] = [None] * world.world_size
+    dist.all_gather_object(ranks, told)
     if world.is_main:
-        ours, torchs, _ = torch.stack(ranks).sum(0).tolist()
-        difference = max(float(rank[2]) for rank in ranks)
-        figures = {OURS: ours, TORCHS: torchs, "difference": difference, "note": note}
-        print(json.dumps(figures))
+        seconds = {who: sum(rank[who][0] for rank in ranks) for who in step}
+        most = {who: max(rank[who][1] for rank in ranks) for who in step if who != OURS}
+        print(json.dumps({**seconds, "differences": most, "notes": notes}))
     leave_world(0)
 
 
@@ -180,15 +201,7 @@ def torchs_step(recipe: Recipe, layout: str) -> tuple[Any, str]:
     from benchmarks.peers import torch_layouts as peers
 
     lr = recipe.optimizer.lr
-
-    def model() -> Decoder:
-        architecture = architecture_of(recipe)
-        whole = Decoder(architecture)
-        with torch.no_grad():
-            for name, parameter in whole.named_parameters():
-                parameter.copy_(init_parameter(name, tuple(parameter.shape), architecture, 0))
-        return whole
-
+    model = partial(drawn, recipe)
     if recipe.strategy.tp > 1:
         sequence = recipe.strategy.sequence_parallel
         return peers.tensor_parallel(model(), lr, sequence), "DTensor styles, loss_parallel"
@@ -201,6 +214,31 @@ def torchs_step(recipe: Recipe, layout: str) -> tuple[Any, str]:
     except RuntimeError as error:
         why = " ".join(str(error).split())[:80]
         return peers.context_by_gathering(model(), lr), f"gathered keys; context_parallel: {why}"
+
+
+def titans_step(recipe: Recipe) -> tuple[Any, str]:
+    """A step of torchtitan's parts, and what they are.
+
+    Raises:
+        RuntimeError: the layout has no way for the CPU, as a step that was tried shows.
+    """
+    from benchmarks.peers.torchtitan_loop import layout_step
+
+    layout_step(recipe, drawn(recipe))(micro_batches(recipe, 0))
+    note = "also FSDP2, over one rank"
+    if recipe.strategy.pp > 1:
+        note += "; 1F1B, called with the batch whole as torch 2.13 wants it"
+    return layout_step(recipe, drawn(recipe)), note
+
+
+def drawn(recipe: Recipe) -> Decoder:
+    """The whole model with the weights that `our_step` begins from."""
+    architecture = architecture_of(recipe)
+    whole = Decoder(architecture)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(init_parameter(name, tuple(parameter.shape), architecture, 0))
+    return whole
 
 
 # --- memory of a ring ------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class Job:
     @property
     def replicas(self) -> int:
         """Into how many shares the batch is cut: ranks that compute a layer together have one."""
-        return self.world_size // self.recipe.strategy.tp
+        strategy = self.recipe.strategy
+        return self.world_size // (strategy.tp * strategy.pp * strategy.cp)
 
     @property
     def passes(self) -> int:
