@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -327,7 +327,7 @@ def _apply(
     Products in 8 bits come first, as they take the place of layers. Tensor and expert parallelism
     change what layers compute, and what they hold.
     Activation checkpointing comes before compilation, so that recomputation is part of the
-    compiled graph, and both before FSDP, whose hooks stay outside it.
+    compiled graph if a block has one, and both before FSDP, whose hooks stay outside it.
     """
     strategy = recipe.strategy
     if recipe.precision.matmul:
@@ -344,10 +344,18 @@ def _apply(
 
         experts = stacked_modules(model)
         apply_expert_parallel(model, mesh.experts[EXPERT])
+    # Messages and experts stay outside of what is compiled. Of a block that is recomputed torch
+    # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
+    how: Literal["no", "whole", "pieces"] = "no"
+    if strategy.compile:
+        in_pieces = strategy.tp > 1 or strategy.cp > 1 or bool(getattr(model, "stacks", ()))
+        how = "pieces" if in_pieces else "whole"
+    compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
-            model, blocks, strategy.activation_checkpointing, strategy.compile
+            model, blocks, strategy.activation_checkpointing, how
         )
+        compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
         # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
         torch._dynamo.config.optimize_ddp = False
@@ -355,7 +363,7 @@ def _apply(
             # Of tensor and expert parallelism. Ranks talk in it: a compiler would only cut it.
             if "forward" in vars(module):
                 module.forward = torch.compiler.disable(module.forward)
-        for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
+        for part in (*(compiled or [model]), *getattr(model, "compiled_beside_blocks", ())):
             part.compile()
     if SHARD in (mesh.device_mesh.mesh_dim_names or ()):
         apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype, experts, mesh.expert_data_mesh)

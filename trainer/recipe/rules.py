@@ -201,11 +201,6 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "divides experts among ranks that share parameters, which these do not; use "
             "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
         )
-    if strategy.compile and strategy.activation_checkpointing == "selective":
-        yield (
-            "strategy.activation_checkpointing",
-            "selective does not work with strategy.ep above 1 and compile yet; use full, or none",
-        )
     if recipe.model.factory:
         yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
 
