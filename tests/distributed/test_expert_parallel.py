@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
-from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, ZERO_BUBBLE
+from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, NVME, ZERO_BUBBLE
 from tests.distributed.test_tensor_parallel import EVEN, HSDP
 
 MOE = (
@@ -58,6 +58,9 @@ def weights(checkpoint):
                  [*EP, *PP, *SELECTIVE, "batch.global_batch=7"], MOE),
                 ("moe-selective", 2, ["strategy.activation_checkpointing=selective"], MOE),
                 ("ep2-every", 2, [*EP, "strategy.reduce_every_pass=true"], MOE),
+                ("ep2-offload", 4, [*EP, "strategy.offload=cpu"], MOE),
+                ("ep2-nvme", 2, [*EP, *NVME], UNTIED),
+                ("ep2-tp2-sp-pp2-nvme", 4, [*EP, *SP, *PP, *NVME], MOE),
                 ("ep2-whole", 2, [*EP, "data.document_mask=false"], MOE),
                 ("ep2-uneven", 2, [*EP, "batch.global_batch=5"], MOE),
                 ("ep2-fsdp2", 4, EP, MOE),

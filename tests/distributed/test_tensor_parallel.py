@@ -9,6 +9,7 @@ from tests.distributed.jobs import LAYOUT, ROOT, TEN, THIRTY, assert_follows, so
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 CP = ("strategy.cp=2",)
+NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
 COMPILE = ("strategy.compile=true",)
 FULL, SELECTIVE = (f"strategy.activation_checkpointing={how}" for how in ("full", "selective"))
 SGD = ("optimizer.factory=torch.optim:SGD", "optimizer.factory_options={momentum: 0.9}")
@@ -55,6 +56,8 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
                 ("cp2-selective", 2, [*CP, SELECTIVE], ()),
                 ("cp2-every", 2, [*CP, "strategy.reduce_every_pass=true"], ()),
                 ("cp2-offload", 2, [*CP, "strategy.offload=cpu"], ()),
+                ("tp2-offload", 4, [*SP, "strategy.offload=cpu"], ()),
+                ("tp2-nvme", 2, [*SP, *NVME], LLAMA),
                 ("tp2-compile", 2, [*SP, *COMPILE], ()),
                 ("tp2-full-compile", 2, [*SP, *COMPILE, FULL], ()),
                 ("tp2-selective-compile", 2, [*SP, *COMPILE, SELECTIVE], ()),

@@ -236,15 +236,15 @@ def parallelize(
     if recipe.exact:
         use_exact_kernels(device)
     stages: dict[int, Decoder] = {}
+    blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     if strategy.pp > 1:
         from trainer.parallel.pipeline import Pipeline, stages_of  # others get by without
 
         stages = stages_of(model, mesh, recipe)
-        for stage in stages.values():
-            _apply(stage, list(stage.blocks), mesh, recipe, dtype)
+        blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
         model = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-    else:
-        blocks = _apply(model, list(blocks), mesh, recipe, dtype)
+    for part, whole in blocks_of.items():
+        blocks_of[part] = _apply(part, list(whole), mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
         kept = moments(recipe.optimizer)
@@ -253,7 +253,8 @@ def parallelize(
         file = OffloadFile(strategy.offload_directory, nbytes, kept)
         file.take_weights(model, device)
         file.take_gradients(model.parameters())
-        file.read_ahead(model, blocks)
+        for part, units in blocks_of.items():
+            file.read_ahead(part, units)
     elif fill:
         # Buffers are computed with where the model computes, whatever becomes of parameters.
         host = torch.device("cpu") if strategy.offload == "cpu" else device
@@ -262,12 +263,11 @@ def parallelize(
         )
     elif not sharded_by_fsdp:
         model.to(device)
-    parts: list[nn.Module] = [*stages.values()] or [model]
-    parameters = {_fqn(name): p for part in parts for name, p in part.named_parameters()}
-    persistent = {name for part in parts for name in part.state_dict()}
+    parameters = {_fqn(name): p for part in blocks_of for name, p in part.named_parameters()}
+    persistent = {name for part in blocks_of for name in part.state_dict()}
 
     def buffers() -> dict[str, torch.Tensor]:
-        named = ((_fqn(name), b) for part in parts for name, b in part.named_buffers())
+        named = ((_fqn(name), b) for part in blocks_of for name, b in part.named_buffers())
         return {name: buffer for name, buffer in named if name in persistent}
 
     module, optimized, view = model, parameters, None
@@ -305,7 +305,7 @@ def parallelize(
     if gathers_8_bits and sharded_by_fsdp:
         from trainer.parallel.float8 import gather_in_8_bits  # others get by without
 
-        for part in stages.values() or (model,):
+        for part in blocks_of:
             gather_in_8_bits(part)
     context = None
     if mesh.ring:

@@ -207,7 +207,6 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
     """What does not work with `tp`, `pp`, `cp` or `ep` yet."""
-    strategy = recipe.strategy
     yet = f"does not work with strategy.{ranks} above 1 yet"
     # Those of a ring hold parameters like any others, so the optimizer and its like see no change.
     cut = ranks != "cp"
@@ -220,7 +219,6 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
             f"set strategy.{ranks}=1",
         ),
         ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
-        ("strategy.offload", cut and strategy.offload != "none", "set none"),
     ):
         if chosen:
             yield key, f"{yet}; {instead}"

@@ -78,6 +78,7 @@ def test_a_single_rank_shards_only_what_needs_it(world, recipe, overrides, by_fs
         (4, ("strategy.tp=2",), True),
         (2, ("precision.dtype=bf16",), True),
         (2, ("run.determinism=exact",), True),
+        (2, ("strategy.offload=cpu",), True),
     ],
 )
 def test_a_stage_is_sharded_where_that_is_needed(recipe, world_size, overrides, by_fsdp):
