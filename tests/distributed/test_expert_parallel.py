@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
-from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, ZERO_BUBBLE
+from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, NVME, ZERO_BUBBLE
 from tests.distributed.test_tensor_parallel import EVEN, HSDP
 
 MOE = (
@@ -17,6 +17,7 @@ MOE = (
 )
 UNTIED = (*MOE, "model.architecture.tie_word_embeddings=false")
 EP = ("strategy.ep=2",)
+SELECTIVE = ("strategy.activation_checkpointing=selective", "strategy.compile=true")
 CP, PP = ("strategy.cp=2",), ("strategy.pp=2", "batch.micro_batch=2")
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 
@@ -47,8 +48,19 @@ def weights(checkpoint):
                 ("ep2-full", 2, [*EP, "strategy.activation_checkpointing=full"], MOE),
                 ("ep2-selective", 2, [*EP, "strategy.activation_checkpointing=selective"], MOE),
                 ("ep2-compile", 2, [*EP, "strategy.compile=true"], MOE),
+                ("ep2-full-compile", 2,
+                 [*EP, "strategy.activation_checkpointing=full", SELECTIVE[1]], MOE),
+                ("ep2-selective-compile", 2, [*EP, *SELECTIVE], MOE),
+                ("moe-selective-compile", 2, SELECTIVE, MOE),
+                ("ep2-tp2-selective-compile", 2, [*EP, *SP, *SELECTIVE], MOE),
+                ("ep2-cp2-selective-compile", 2, [*EP, *CP, *SELECTIVE], MOE),
+                ("ep2-pp2-selective-compile", 4,
+                 [*EP, *PP, *SELECTIVE, "batch.global_batch=7"], MOE),
                 ("moe-selective", 2, ["strategy.activation_checkpointing=selective"], MOE),
                 ("ep2-every", 2, [*EP, "strategy.reduce_every_pass=true"], MOE),
+                ("ep2-offload", 4, [*EP, "strategy.offload=cpu"], MOE),
+                ("ep2-nvme", 2, [*EP, *NVME], UNTIED),
+                ("ep2-tp2-sp-pp2-nvme", 4, [*EP, *SP, *PP, *NVME], MOE),
                 ("ep2-whole", 2, [*EP, "data.document_mask=false"], MOE),
                 ("ep2-uneven", 2, [*EP, "batch.global_batch=5"], MOE),
                 ("ep2-fsdp2", 4, EP, MOE),

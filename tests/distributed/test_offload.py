@@ -170,12 +170,20 @@ def test_trains_under_a_memory_limit_that_its_optimizer_state_exceeds(workspace,
     assert len(losses(workspace, "limited")) == 3
 
 
+LARGEST = (f"model.architecture.hidden_size={1 << 30}",)
+
+
 def test_a_disk_without_room_is_refused_before_training(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
-    recipe = load_recipe("recipe.yaml", [*NVME, f"model.architecture.hidden_size={1 << 30}"])
-    refusal = r"strategy.offload_directory: offload has .* GB free, but .* \([\d,]+ bytes\)"
-    with pytest.raises(RecipeError, match=refusal):
-        check_inputs(recipe, build_task(recipe), 0, 2, 2)
+    refusal = r"strategy.offload_directory: offload has .* GB free, but .* \(([\d,]+) bytes\)"
+    needed = []
+    for more in ((), ("strategy.pp=2",), ("strategy.tp=2",)):  # two ranks share all of it
+        recipe = load_recipe("recipe.yaml", [*NVME, *LARGEST, *more])
+        with pytest.raises(RecipeError, match=refusal) as error:
+            check_inputs(recipe, build_task(recipe), 0, 2, 2)
+        needed += re.findall(refusal, str(error.value))
+    assert len(needed) == 3
+    assert len({*needed}) == 1
     with pytest.raises(RecipeError, match=r"offload cannot take the .* GB of this rank: "):
         OffloadFile("offload", 1 << 60, ())
     assert not list((workspace / "offload").iterdir())

@@ -4,7 +4,7 @@ import pytest
 
 from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
-from tests.distributed.test_tensor_parallel import FOUR_HEADS, HSDP, SGD
+from tests.distributed.test_tensor_parallel import FOUR_HEADS, HSDP, NVME, SGD
 
 LENGTH = (*THIRTY, "batch.micro_batch=1")
 PP = ("strategy.pp=2",)
@@ -13,6 +13,7 @@ EIGHT = ("model.architecture.num_hidden_layers=8",)
 INTERLEAVED = ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2")
 ZERO_BUBBLE = ("strategy.pp_schedule=zero_bubble", "strategy.sharding=SHARD_GRAD_OP")
 CP = ("strategy.cp=2",)
+CPU = ("strategy.offload=cpu",)
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
 
@@ -21,6 +22,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
     ("name", "ranks", "strategy", "model"),
     [
         ("pp2-short", 2, [*PP, *TEN], ()),
+        ("pp2-nvme-short", 2, [*PP, *NVME, *TEN], ()),
         ("pp2-tp2-sp-short", 4, [*PP, *SP, *TEN, "batch.micro_batch=4"], ()),
         *(
             pytest.param(*case, marks=soak)
@@ -68,6 +70,14 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-tp2-sp-cp2", 8, [*PP, *SP, *CP], ()),
                 ("pp2-fsdp3", 6, PP, ["batch.global_batch=7"]),
                 ("pp2-hsdp", 8, [*PP, *HSDP], ()),
+                ("pp2-offload", 2, [*PP, *CPU], ()),
+                ("pp2-fsdp2-offload", 4, [*PP, *CPU], LLAMA),
+                ("pp2-zero2-zero-bubble-offload", 4, [*PP, *ZERO_BUBBLE, *CPU], ()),
+                ("pp2-every-offload", 4, [*PP, "strategy.reduce_every_pass=true", *CPU], ()),
+                ("pp2-fsdp2-interleaved-nvme", 4, [*PP, *INTERLEAVED, *NVME], FOUR),
+                ("pp2-zero-bubble-nvme", 2, [*PP, *ZERO_BUBBLE, *NVME], ()),
+                ("pp2-tp2-sp-nvme", 4, [*PP, *SP, *NVME], ()),
+                ("pp2-cp2-hsdp-offload", 8, [*PP, *CP, *HSDP, *CPU], ()),
                 ("pp2-fsdp4-uneven", 8, PP, ["batch.global_batch=7"]),
                 ("pp2-fsdp2-gpipe", 4, [*PP, "strategy.pp_schedule=gpipe"], ()),
                 ("pp2-zero-bubble-ddp2", 4,
@@ -124,6 +134,8 @@ def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start)
         (4, ["strategy.pp=4", *ZERO_BUBBLE]),
         (4, [*PP, "strategy.name=ddp"]),
         (4, [*PP, *SP]),
+        (4, [*PP, *SP, *NVME]),
+        (2, [*PP, *CPU]),
         (2, PP),
     )
     for number, (ranks, overrides) in enumerate(layouts):
@@ -145,9 +157,9 @@ def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start)
 def test_a_run_goes_on_in_other_layouts(workspace, train, alone):
     """From memory and storage, with the same order of data and the same state of the optimizer."""
     layouts = (
-        (2, PP),
+        (2, [*PP, *CPU]),
         (1, ["strategy.name=ddp"]),
-        (4, [*PP, *INTERLEAVED]),
+        (4, [*PP, *INTERLEAVED, *NVME]),
         (2, []),
         (4, [*PP, *ZERO_BUBBLE]),
     )

@@ -9,7 +9,9 @@ from tests.distributed.jobs import LAYOUT, ROOT, TEN, THIRTY, assert_follows, so
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 CP = ("strategy.cp=2",)
+NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
 COMPILE = ("strategy.compile=true",)
+FULL, SELECTIVE = (f"strategy.activation_checkpointing={how}" for how in ("full", "selective"))
 SGD = ("optimizer.factory=torch.optim:SGD", "optimizer.factory_options={momentum: 0.9}")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
 EVEN = ("model.architecture.vocab_size=264",)  # eight ranks have equal parts of it
@@ -34,8 +36,8 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
                 ("tp2-fsdp2", 4, SP, ()),
                 ("tp2-zero2", 4, [*SP, "strategy.zero=2"], LLAMA),
                 ("tp2-ddp2", 4, [*SP, "strategy.name=ddp"], ()),
-                ("full", 4, [*SP, "strategy.activation_checkpointing=full"], ()),
-                ("selective", 4, [*SP, "strategy.activation_checkpointing=selective"], ()),
+                ("full", 4, [*SP, FULL], ()),
+                ("selective", 4, [*SP, SELECTIVE], ()),
                 ("every", 4, [*SP, "strategy.reduce_every_pass=true"], ()),
                 ("uneven", 4, SP, ["batch.global_batch=7"]),
                 ("tp2-fsdp3", 6, SP, ()),
@@ -50,11 +52,17 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
                 ("cp2-fsdp2", 4, CP, ()),
                 ("cp2-zero2", 4, [*CP, "strategy.zero=2"], LLAMA),
                 ("cp2-zero1", 4, [*CP, "strategy.zero=1"], ()),
-                ("cp2-full", 2, [*CP, "strategy.activation_checkpointing=full"], ()),
-                ("cp2-selective", 2, [*CP, "strategy.activation_checkpointing=selective"], ()),
+                ("cp2-full", 2, [*CP, FULL], ()),
+                ("cp2-selective", 2, [*CP, SELECTIVE], ()),
                 ("cp2-every", 2, [*CP, "strategy.reduce_every_pass=true"], ()),
                 ("cp2-offload", 2, [*CP, "strategy.offload=cpu"], ()),
+                ("tp2-offload", 4, [*SP, "strategy.offload=cpu"], ()),
+                ("tp2-nvme", 2, [*SP, *NVME], LLAMA),
                 ("tp2-compile", 2, [*SP, *COMPILE], ()),
+                ("tp2-full-compile", 2, [*SP, *COMPILE, FULL], ()),
+                ("tp2-selective-compile", 2, [*SP, *COMPILE, SELECTIVE], ()),
+                ("cp2-full-compile", 2, [*CP, *COMPILE, FULL], ()),
+                ("cp2-selective-compile", 2, [*CP, *COMPILE, SELECTIVE], ()),
                 ("tp2-auto", 2, [*SP, "batch.micro_batch=auto"], ()),
                 ("tp2-own", 4, SP, SGD),
                 ("cp2-compile", 2, [*CP, *COMPILE], ()),

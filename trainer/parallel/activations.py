@@ -3,7 +3,7 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -29,15 +29,19 @@ _EXPENSIVE = {
 }
 """Matrix products and attention, by name: not every version of torch has them all, and some are
 known only once their module is imported."""
+_OVERWRITTEN = {"aten._scaled_mm.default", "aten._scaled_mm_v2.default"}
+"""What a compiler calls as it is, and may write over: backward does not need the result. It needs
+that of attention, and for other products the compiler makes room itself, past these modes."""
 
 
 def apply_activation_checkpointing(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     mode: Literal["full", "selective"],
-    compiled: bool = False,
+    compiled: Literal["no", "whole", "pieces"] = "no",
 ) -> list[nn.Module]:
-    """Wrap each block in place; returns the wrapped blocks, in order, which may be `compiled`."""
+    """Wrap each block in place; returns the wrapped blocks, in order. They may be `compiled`
+    afterwards as a whole; what is in them, in pieces. Of a piece attention alone is kept."""
     contexts: dict[str, Any] = {}
     if mode == "selective":
         contexts["context_fn"] = partial(_selective, compiled)
@@ -54,9 +58,12 @@ def apply_activation_checkpointing(
     return [replaced[block] for block in blocks]
 
 
-def _selective(compiled: bool) -> tuple[TorchDispatchMode, ...]:
+def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
     modes: tuple[TorchDispatchMode, ...] = create_selective_checkpoint_contexts(_policy)
-    return modes if compiled else tuple(_Only(mode) for mode in modes)  # a compiler knows torch's
+    if compiled == "whole":  # a compiler knows torch's
+        return modes
+    seen = _EXPENSIVE - _OVERWRITTEN if compiled == "pieces" else _EXPENSIVE
+    return tuple(_Only(mode, seen) for mode in modes)
 
 
 class _Only(TorchDispatchMode):
@@ -70,12 +77,12 @@ class _Only(TorchDispatchMode):
         """As torch's: what a block calls compiled, such as FlexAttention, stays so."""
         return True
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, seen: Collection[str]) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode, self._seen = mode, seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in _EXPENSIVE:
+        if str(func) in self._seen:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 

@@ -193,12 +193,12 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     pipeline it also casts what stages send.
     """
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
-    if recipe.exact or strategy.tp > 1:
+    if recipe.exact or strategy.tp > 1 or strategy.offload != "none":
         return True
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
     by_fsdp = strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
-    return by_fsdp and (not alone or strategy.offload != "none")
+    return by_fsdp and not alone
 
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:

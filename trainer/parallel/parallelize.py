@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -236,15 +236,15 @@ def parallelize(
     if recipe.exact:
         use_exact_kernels(device)
     stages: dict[int, Decoder] = {}
+    blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     if strategy.pp > 1:
         from trainer.parallel.pipeline import Pipeline, stages_of  # others get by without
 
         stages = stages_of(model, mesh, recipe)
-        for stage in stages.values():
-            _apply(stage, list(stage.blocks), mesh, recipe, dtype)
+        blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
         model = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-    else:
-        blocks = _apply(model, list(blocks), mesh, recipe, dtype)
+    for part, whole in blocks_of.items():
+        blocks_of[part] = _apply(part, list(whole), mesh, recipe, dtype)
     file: OffloadFile | None = None
     if strategy.offload == "nvme" and strategy.offload_directory:
         kept = moments(recipe.optimizer)
@@ -253,7 +253,8 @@ def parallelize(
         file = OffloadFile(strategy.offload_directory, nbytes, kept)
         file.take_weights(model, device)
         file.take_gradients(model.parameters())
-        file.read_ahead(model, blocks)
+        for part, units in blocks_of.items():
+            file.read_ahead(part, units)
     elif fill:
         # Buffers are computed with where the model computes, whatever becomes of parameters.
         host = torch.device("cpu") if strategy.offload == "cpu" else device
@@ -262,12 +263,11 @@ def parallelize(
         )
     elif not sharded_by_fsdp:
         model.to(device)
-    parts: list[nn.Module] = [*stages.values()] or [model]
-    parameters = {_fqn(name): p for part in parts for name, p in part.named_parameters()}
-    persistent = {name for part in parts for name in part.state_dict()}
+    parameters = {_fqn(name): p for part in blocks_of for name, p in part.named_parameters()}
+    persistent = {name for part in blocks_of for name in part.state_dict()}
 
     def buffers() -> dict[str, torch.Tensor]:
-        named = ((_fqn(name), b) for part in parts for name, b in part.named_buffers())
+        named = ((_fqn(name), b) for part in blocks_of for name, b in part.named_buffers())
         return {name: buffer for name, buffer in named if name in persistent}
 
     module, optimized, view = model, parameters, None
@@ -305,7 +305,7 @@ def parallelize(
     if gathers_8_bits and sharded_by_fsdp:
         from trainer.parallel.float8 import gather_in_8_bits  # others get by without
 
-        for part in stages.values() or (model,):
+        for part in blocks_of:
             gather_in_8_bits(part)
     context = None
     if mesh.ring:
@@ -327,7 +327,7 @@ def _apply(
     Products in 8 bits come first, as they take the place of layers. Tensor and expert parallelism
     change what layers compute, and what they hold.
     Activation checkpointing comes before compilation, so that recomputation is part of the
-    compiled graph, and both before FSDP, whose hooks stay outside it.
+    compiled graph if a block has one, and both before FSDP, whose hooks stay outside it.
     """
     strategy = recipe.strategy
     if recipe.precision.matmul:
@@ -344,10 +344,18 @@ def _apply(
 
         experts = stacked_modules(model)
         apply_expert_parallel(model, mesh.experts[EXPERT])
+    # Messages and experts stay outside of what is compiled. Of a block that is recomputed torch
+    # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
+    how: Literal["no", "whole", "pieces"] = "no"
+    if strategy.compile:
+        in_pieces = strategy.tp > 1 or strategy.cp > 1 or bool(getattr(model, "stacks", ()))
+        how = "pieces" if in_pieces else "whole"
+    compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
-            model, blocks, strategy.activation_checkpointing, strategy.compile
+            model, blocks, strategy.activation_checkpointing, how
         )
+        compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
         # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
         torch._dynamo.config.optimize_ddp = False
@@ -355,7 +363,7 @@ def _apply(
             # Of tensor and expert parallelism. Ranks talk in it: a compiler would only cut it.
             if "forward" in vars(module):
                 module.forward = torch.compiler.disable(module.forward)
-        for part in (*(blocks or [model]), *getattr(model, "compiled_beside_blocks", ())):
+        for part in (*(compiled or [model]), *getattr(model, "compiled_beside_blocks", ())):
             part.compile()
     if SHARD in (mesh.device_mesh.mesh_dim_names or ()):
         apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype, experts, mesh.expert_data_mesh)

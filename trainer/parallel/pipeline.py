@@ -248,12 +248,13 @@ class Pipeline:
         if self._tied is None or self._tied.grad is None:
             return
         gradient, peer = self._tied.grad, self._links.ranks - 1 - self._links.rank
-        mine = local_tensor(gradient)
-        theirs = torch.empty_like(mine)
+        mine = local_tensor(gradient)  # on the host, with strategy.offload
+        sent = mine.to(self._links.device)
+        theirs = torch.empty_like(sent)
         receiving = self._links.receive(theirs, peer)
-        self._links.send(mine, peer).wait()
+        self._links.send(sent, peer).wait()
         receiving.wait()
-        mine += theirs
+        mine += theirs.to(mine.device)
 
 
 def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> list[Node]:

@@ -95,7 +95,8 @@ class Held:
         self._flat = flat if layout.shards > 1 else 0  # a group of one rank copies without it
         self._root = self._padded(self._units[0])
         self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
-        self._slices = sum(bytes_of(unit, layout.shards) for unit in self._units)
+        reduced = 0 if offloaded else sum(bytes_of(unit, layout.shards) for unit in self._units)
+        self._slices = reduced  # the gradients of a step on the device
         self._whole = sum(map(self._accumulated, self._units))
         # Of the root, which is reduced last; without one of a block.
         last = (*parts_of(self._units[0]), *self._parts)[:1]

@@ -201,18 +201,12 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "divides experts among ranks that share parameters, which these do not; use "
             "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
         )
-    if strategy.compile and strategy.activation_checkpointing == "selective":
-        yield (
-            "strategy.activation_checkpointing",
-            "selective does not work with strategy.ep above 1 and compile yet; use full, or none",
-        )
     if recipe.model.factory:
         yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
 
 
 def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
     """What does not work with `tp`, `pp`, `cp` or `ep` yet."""
-    strategy = recipe.strategy
     yet = f"does not work with strategy.{ranks} above 1 yet"
     # Those of a ring hold parameters like any others, so the optimizer and its like see no change.
     cut = ranks != "cp"
@@ -225,7 +219,6 @@ def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
             f"set strategy.{ranks}=1",
         ),
         ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
-        ("strategy.offload", cut and strategy.offload != "none", "set none"),
     ):
         if chosen:
             yield key, f"{yet}; {instead}"

@@ -269,7 +269,8 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, shards:
 
     directory = Path(recipe.strategy.offload_directory)
     each = 4 * copies(moments(recipe.optimizer) or ())
-    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // shards
+    among = shards * recipe.strategy.tp * recipe.strategy.pp
+    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // among
     status = os.statvfs(_existing(directory))
     free = status.f_bavail * status.f_frsize
     if free < nbytes:

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
 from elastic import World
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import RECIPE
+from tests.distributed.test_expert_parallel import MOE
 from trainer.models import init_parameter
 from trainer.parallel import parallelize as parallelizing
 from trainer.parallel.fsdp import fsdp_units
@@ -76,6 +78,7 @@ def test_a_single_rank_shards_only_what_needs_it(world, recipe, overrides, by_fs
         (4, ("strategy.tp=2",), True),
         (2, ("precision.dtype=bf16",), True),
         (2, ("run.determinism=exact",), True),
+        (2, ("strategy.offload=cpu",), True),
     ],
 )
 def test_a_stage_is_sharded_where_that_is_needed(recipe, world_size, overrides, by_fsdp):
@@ -154,3 +157,32 @@ def test_weights_are_drawn_at_once_and_are_the_same(world, recipe, monkeypatch, 
     made.draw_weights()
     for name, tensor in made.parameters.items():
         assert tensor.equal(init_parameter(name, tuple(tensor.shape), architecture, 7)), name
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_recomputed_blocks_with_experts_are_compiled(world, recipe, monkeypatch, how):
+    """Experts are outside of what is compiled, where torch would compile nothing of a block."""
+    graphs, compile_ = [], nn.Module.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(nn.Module, "compile", lambda part: compile_(part, backend=backend))
+    losses = []
+    for strategy in ((), (f"strategy.activation_checkpointing={how}", "strategy.compile=true")):
+        given = recipe(*MOE, *strategy)
+        model, blocks, _ = bare_model(given)
+        architecture = model.model.architecture
+        made = parallelize(
+            model, blocks, build_mesh(given, world), given, CPU,
+            lambda name, shape, known=architecture: init_parameter(name, shape, known, 0),
+        )  # fmt: skip
+        made.draw_weights()
+        tokens = torch.arange(64).view(2, 32)
+        loss = made.module(input_ids=tokens, labels=tokens)["loss"]
+        loss.backward()
+        norms = [parameter.grad.norm() for parameter in made.parameters.values()]
+        losses.append(torch.stack([loss.detach(), *norms]))
+        assert bool(graphs) == bool(strategy)
+    torch.testing.assert_close(*losses)

@@ -230,7 +230,19 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
     ("ranks", "case"),
     [
         (1, f"{BLOCKS} strategy.zero=3"),
-        pytest.param(4, f"{BLOCKS} {HYBRID} strategy.activation_checkpointing=full", marks=soak),
+        *(
+            pytest.param(*case, marks=soak)
+            for case in (
+                (4, f"{BLOCKS} {HYBRID} strategy.activation_checkpointing=full"),
+                (2, PP),
+                (2, f"{PP} {FP32} {BLOCKS}"),
+                (2, f"{PP} {ZERO_BUBBLE}"),
+                (2, f"{EARLY} {BLOCKS} {FEW_ROWS} strategy.zero=2"),
+                (4, f"{PP} {BLOCKS} {FEW_ROWS} strategy.zero=3"),
+                (4, f"{TP} {EVEN} {PP} {FP32}"),
+                (2, f"{EP} {FULL} strategy.zero=3"),
+            )
+        ),
     ],
 )
 def test_a_run_on_files_holds_what_was_predicted(recipe_file, ranks, case):
@@ -243,7 +255,7 @@ def test_a_run_on_files_holds_what_was_predicted(recipe_file, ranks, case):
 
     measured = run_ranks(ranks, work, recipe_file.parent)
     predicted = predict(recipe, ranks, ranks)
-    for kind, tolerance in (("activations", 0.01), ("peak", 0.03)):
+    for kind, tolerance in (("activations", 0.03 if TP in case else 0.01), ("peak", 0.03)):
         most = max(of_one[kind] for of_one in measured)
         assert getattr(predicted, kind) == pytest.approx(most, rel=tolerance), kind
 

@@ -109,7 +109,6 @@ def test_one_clear_line(recipe_file, override, message):
     [
         ("model.kgat={}", "model.kgat: does not work with strategy.tp"),
         ("strategy.zero=1", "use SHARD_GRAD_OP"),
-        ("strategy.offload=cpu", "strategy.offload: does not work with strategy.tp"),
         ("data.seq_len=15", "data.seq_len=15 is not a multiple of strategy.tp=2"),
     ],
 )
