@@ -5,6 +5,7 @@ import atexit
 import hashlib
 import json
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -153,7 +154,7 @@ class Checkpointer:
         Buffers of modules become those of the first rank that has them, on all ranks.
 
         Args:
-            step: names the checkpoint.
+            step: names the checkpoint: a whole number, from 0 on, the same on all ranks.
             state: as for `load`. Objects whose state differs among ranks have all of it saved.
             wait: return when the checkpoint is in storage.
             files: others that are to lie beside the tensors, by name, such as config.json or
@@ -165,20 +166,23 @@ class Checkpointer:
             or the writer process is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the state cannot be saved, on whatever rank; says what and why.
+            ValueError: the step or the state cannot be saved, on whatever rank; says what and why.
             CheckpointError: storage has a newer step, which the next `load` would take.
             SaveFailed: with `wait`.
         """
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
-        def take() -> tuple[Parts, bytes, tuple[int, bytes]]:
+        def take() -> tuple[int, Parts, bytes, tuple[int, bytes]]:
+            number = _whole(step)
             parts = take_apart(state, self._guarded if guarded else ())
             buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
             nbytes = sum(one.nbytes for one in parts.buffers.values())
-            return parts, _digest([parts.values, parts.groups]), (nbytes, _digest(buffers))
+            digest = _digest([parts.values, parts.groups])
+            return number, parts, digest, (nbytes, _digest(buffers))
 
-        parts, digest, buffers = self.on_all(take)
+        step, parts, digest, buffers = self.on_all(take)
+        values = self._agreed(step, parts, digest, buffers)
         self._look()
         if self._newest is not None and step < self._newest:
             raise CheckpointError(
@@ -190,7 +194,7 @@ class Checkpointer:
             step,
             model=parts.model,
             optimizer=parts.optimizer,
-            state={**(metrics or {}), "step": step, **self._agreed(parts, digest, buffers)},
+            state={**(metrics or {}), "step": step, **values},
             files=files or {},
             wait=wait,
         )
@@ -283,12 +287,20 @@ class Checkpointer:
 
         self._newest, self._looked = self._main(newest), True
 
-    def _agreed(self, parts: Parts, digest: bytes, buffers: tuple[int, bytes]) -> dict[str, Any]:
+    def _agreed(
+        self, step: int, parts: Parts, digest: bytes, buffers: tuple[int, bytes]
+    ) -> dict[str, Any]:
         """The values of all ranks, once where they are equal, as their digests tell, and their
-        parameter groups. Buffers become those of the first rank."""
-        told = self._ranks.together(lambda: (digest, buffers))
-        self._ranks.share(parts.buffers.values(), [held for _, held in told])
-        if len({of_values for of_values, _ in told}) == 1:
+        parameter groups. Buffers become those of the first rank.
+
+        Raises:
+            ValueError: ranks save different steps.
+        """
+        told = self._ranks.together(lambda: (step, digest, buffers))
+        if len(steps := sorted({number for number, _, _ in told})) > 1:
+            raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
+        self._ranks.share(parts.buffers.values(), [held for _, _, held in told])
+        if len({of_values for _, of_values, _ in told}) == 1:
             return {"values": parts.values, "groups": parts.groups, "kinds": parts.kinds}
         ranks = self._ranks.together(lambda: (parts.values, parts.groups))
         first = ranks[0][0]
@@ -327,6 +339,21 @@ class Checkpointer:
         """work() on the first rank; its result, or its error, on all."""
         with failing_alike():
             return self._ranks.on_main(work)
+
+
+def _whole(step: Any) -> int:
+    """A step, which numpy or torch may hold.
+
+    Raises:
+        ValueError: it is no whole number, or below 0.
+    """
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step {step!r}: name a checkpoint by a whole number, from 0 on")
+    return number
 
 
 def _digest(value: Any) -> bytes:
