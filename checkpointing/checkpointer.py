@@ -74,6 +74,8 @@ class Checkpointer:
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
         """The step that `load` would take now, once `_looked`."""
+        self._own_step: int | None = None
+        """The step that was last loaded or saved."""
         self._looked = False
         self._outcomes: list[SaveOutcome] = []
         self._process = os.getpid()
@@ -102,14 +104,15 @@ class Checkpointer:
             The step; None if there is no checkpoint, and nothing was changed.
 
         Raises:
-            WrongModel: the checkpoint is of other objects, names, shapes, dtypes or parameter
-                groups; nothing was changed.
+            WrongModel: the checkpoint is of other objects, names, shapes or parameter groups, or of
+                dtypes that do not convert; floating point numbers do. Nothing was changed.
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read.
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
-        parts, wanted = self.on_all(lambda: take_apart(state)), self._main(lambda: step)
+        parts = self.on_all(lambda: take_apart(state))
+        wanted = self._main(lambda: None if step is None else _whole(step))
 
         def refuse(saved: Mapping[str, Any]) -> None:
             told = saved.get("groups", {}), saved.get("kinds", {})
@@ -127,6 +130,7 @@ class Checkpointer:
         if found is None:
             return None
         self.on_all(lambda: restore(found))
+        self._own_step = int(found["step"])
         if self._tensors.newer_than_storage:  # memory may be lost with its machine
             self.save(found["step"], state)
         return int(found["step"])
@@ -167,7 +171,8 @@ class Checkpointer:
 
         Raises:
             ValueError: the step or the state cannot be saved, on whatever rank; says what and why.
-            CheckpointError: storage has a newer step, which the next `load` would take.
+            CheckpointError: storage has a newer step, which the next `load` would take; or this
+                step, and it was neither loaded nor saved here.
             SaveFailed: with `wait`.
         """
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
@@ -184,11 +189,12 @@ class Checkpointer:
         step, parts, digest, buffers = self.on_all(take)
         values = self._agreed(step, parts, digest, buffers)
         self._look()
-        if self._newest is not None and step < self._newest:
+        there = self._newest
+        if there is not None and (step < there or step == there != self._own_step):
+            how = f"older than step {there}" if step < there else "there already"
             raise CheckpointError(
-                f"step {step} is older than step {self._newest} in {self.directory}, which the "
-                "next load would take: call load before training, move newer steps away, or save "
-                "elsewhere"
+                f"step {step} is {how} in {self.directory}, which the next load would take: call "
+                "load before training, move newer steps away, or save elsewhere"
             )
         saved = self._tensors.save(
             step,
@@ -199,7 +205,7 @@ class Checkpointer:
             wait=wait,
         )
         if saved:
-            self._newest = step
+            self._newest = self._own_step = step
         if not guarded:
             self.wait_staged()
         if wait:
@@ -240,7 +246,7 @@ class Checkpointer:
         that there are. Waits for the save that is being written. Nothing in memory is left to a
         restart from then on."""
         self._tensors.move(directory)
-        self._newest, self._looked = None, False
+        self._newest, self._own_step, self._looked = None, None, False
 
     def on_all(self, work: Callable[[], T]) -> T:
         """work() on every rank, such as what a state is taken from: an error of one is one of all,

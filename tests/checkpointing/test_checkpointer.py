@@ -367,6 +367,10 @@ def test_what_is_wrong_is_told(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:  # load is forgotten
         with pytest.raises(CheckpointError, match="step 1 is older than step 5"):
             checkpointer.save(1, state)
+        with pytest.raises(CheckpointError, match=r"step 5 is there already in .*: call load"):
+            checkpointer.save(5, state)
+        with pytest.raises(ValueError, match="by a whole number"):
+            checkpointer.load(state, step="5")
         with pytest.raises(CheckpointError, match="no step 3; it has 5"):
             checkpointer.load(state, step=3)
         with pytest.raises(WrongModel, match="nothing for more"):
@@ -389,6 +393,7 @@ def test_what_is_wrong_is_told(tmp_path):
             checkpointer.load(wide)
         checkpointer.load(state)
         assert torch.equal(model.bulk, bulk)
+        assert checkpointer.save(5, state, wait=True), "this is what is there"
 
 
 def test_who_listens_in_on_the_group_does_not_learn_by_what_writers_know_each_other(
