@@ -5,6 +5,7 @@ import atexit
 import hashlib
 import json
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -73,6 +74,8 @@ class Checkpointer:
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
         """The step that `load` would take now, once `_looked`."""
+        self._own_step: int | None = None
+        """The step that was last loaded or saved."""
         self._looked = False
         self._outcomes: list[SaveOutcome] = []
         self._process = os.getpid()
@@ -101,14 +104,15 @@ class Checkpointer:
             The step; None if there is no checkpoint, and nothing was changed.
 
         Raises:
-            WrongModel: the checkpoint is of other objects, names, shapes, dtypes or parameter
-                groups; nothing was changed.
+            WrongModel: the checkpoint is of other objects, names, shapes or parameter groups, or of
+                dtypes that do not convert; floating point numbers do. Nothing was changed.
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read.
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
-        parts, wanted = self.on_all(lambda: take_apart(state)), self._main(lambda: step)
+        parts = self.on_all(lambda: take_apart(state))
+        wanted = self._main(lambda: None if step is None else _whole(step))
 
         def refuse(saved: Mapping[str, Any]) -> None:
             told = saved.get("groups", {}), saved.get("kinds", {})
@@ -126,6 +130,7 @@ class Checkpointer:
         if found is None:
             return None
         self.on_all(lambda: restore(found))
+        self._own_step = int(found["step"])
         if self._tensors.newer_than_storage:  # memory may be lost with its machine
             self.save(found["step"], state)
         return int(found["step"])
@@ -153,7 +158,7 @@ class Checkpointer:
         Buffers of modules become those of the first rank that has them, on all ranks.
 
         Args:
-            step: names the checkpoint.
+            step: names the checkpoint: a whole number, from 0 on, the same on all ranks.
             state: as for `load`. Objects whose state differs among ranks have all of it saved.
             wait: return when the checkpoint is in storage.
             files: others that are to lie beside the tensors, by name, such as config.json or
@@ -165,37 +170,42 @@ class Checkpointer:
             or the writer process is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the state cannot be saved, on whatever rank; says what and why.
-            CheckpointError: storage has a newer step, which the next `load` would take.
+            ValueError: the step or the state cannot be saved, on whatever rank; says what and why.
+            CheckpointError: storage has a newer step, which the next `load` would take; or this
+                step, and it was neither loaded nor saved here.
             SaveFailed: with `wait`.
         """
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
-        def take() -> tuple[Parts, bytes, tuple[int, bytes]]:
+        def take() -> tuple[int, Parts, bytes, tuple[int, bytes]]:
+            number = _whole(step)
             parts = take_apart(state, self._guarded if guarded else ())
             buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
             nbytes = sum(one.nbytes for one in parts.buffers.values())
-            return parts, _digest([parts.values, parts.groups]), (nbytes, _digest(buffers))
+            digest = _digest([parts.values, parts.groups])
+            return number, parts, digest, (nbytes, _digest(buffers))
 
-        parts, digest, buffers = self.on_all(take)
+        step, parts, digest, buffers = self.on_all(take)
+        values = self._agreed(step, parts, digest, buffers)
         self._look()
-        if self._newest is not None and step < self._newest:
+        there = self._newest
+        if there is not None and (step < there or step == there != self._own_step):
+            how = f"older than step {there}" if step < there else "there already"
             raise CheckpointError(
-                f"step {step} is older than step {self._newest} in {self.directory}, which the "
-                "next load would take: call load before training, move newer steps away, or save "
-                "elsewhere"
+                f"step {step} is {how} in {self.directory}, which the next load would take: call "
+                "load before training, move newer steps away, or save elsewhere"
             )
         saved = self._tensors.save(
             step,
             model=parts.model,
             optimizer=parts.optimizer,
-            state={**(metrics or {}), "step": step, **self._agreed(parts, digest, buffers)},
+            state={**(metrics or {}), "step": step, **values},
             files=files or {},
             wait=wait,
         )
         if saved:
-            self._newest = step
+            self._newest = self._own_step = step
         if not guarded:
             self.wait_staged()
         if wait:
@@ -236,7 +246,7 @@ class Checkpointer:
         that there are. Waits for the save that is being written. Nothing in memory is left to a
         restart from then on."""
         self._tensors.move(directory)
-        self._newest, self._looked = None, False
+        self._newest, self._own_step, self._looked = None, None, False
 
     def on_all(self, work: Callable[[], T]) -> T:
         """work() on every rank, such as what a state is taken from: an error of one is one of all,
@@ -283,12 +293,20 @@ class Checkpointer:
 
         self._newest, self._looked = self._main(newest), True
 
-    def _agreed(self, parts: Parts, digest: bytes, buffers: tuple[int, bytes]) -> dict[str, Any]:
+    def _agreed(
+        self, step: int, parts: Parts, digest: bytes, buffers: tuple[int, bytes]
+    ) -> dict[str, Any]:
         """The values of all ranks, once where they are equal, as their digests tell, and their
-        parameter groups. Buffers become those of the first rank."""
-        told = self._ranks.together(lambda: (digest, buffers))
-        self._ranks.share(parts.buffers.values(), [held for _, held in told])
-        if len({of_values for of_values, _ in told}) == 1:
+        parameter groups. Buffers become those of the first rank.
+
+        Raises:
+            ValueError: ranks save different steps.
+        """
+        told = self._ranks.together(lambda: (step, digest, buffers))
+        if len(steps := sorted({number for number, _, _ in told})) > 1:
+            raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
+        self._ranks.share(parts.buffers.values(), [held for _, _, held in told])
+        if len({of_values for _, of_values, _ in told}) == 1:
             return {"values": parts.values, "groups": parts.groups, "kinds": parts.kinds}
         ranks = self._ranks.together(lambda: (parts.values, parts.groups))
         first = ranks[0][0]
@@ -327,6 +345,21 @@ class Checkpointer:
         """work() on the first rank; its result, or its error, on all."""
         with failing_alike():
             return self._ranks.on_main(work)
+
+
+def _whole(step: Any) -> int:
+    """A step, which numpy or torch may hold.
+
+    Raises:
+        ValueError: it is no whole number, or below 0.
+    """
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step {step!r}: name a checkpoint by a whole number, from 0 on")
+    return number
 
 
 def _digest(value: Any) -> bytes:

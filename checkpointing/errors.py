@@ -17,7 +17,7 @@ class CheckpointError(Exception):
 
 
 class WrongModel(CheckpointError):
-    """Names, shapes or dtypes in a checkpoint are not those of the model."""
+    """Names or shapes in a checkpoint are not those of the model, or dtypes do not convert."""
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -111,9 +111,27 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
             raise ValueError(f"{key}: another optimizer has state called {twice[0]}, too")
         optimizer |= own
         values[key] = to_json(_groups(value), key)
+    for name, value in model.items():
+        if problem := _not_to_be_held(value):
+            raise ValueError(f"{name} {problem}")
     live = {name: value if value in kept else value.detach() for name, value in model.items()}
     kinds = {key: type(value).__name__ for key, value in optimizers.items()}
     return Parts(live, optimizer, values, groups, kinds, buffers)
+
+
+def _not_to_be_held(tensor: Tensor) -> str | None:
+    """Why files cannot hold a tensor, or not be read into it; None if they can."""
+    if tensor.layout != torch.strided:
+        return f"is of {tensor.layout}: only dense tensors are saved"
+    if tensor.is_meta:
+        return (
+            "is on the meta device, without contents: make it where it is to live, as by to_empty"
+        )
+    if isinstance(tensor, DTensor):
+        return None
+    if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "has elements that share memory, as expand() makes them: give a clone() of it"
+    return None
 
 
 @runtime_checkable

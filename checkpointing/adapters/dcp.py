@@ -61,8 +61,8 @@ def load(
     hold them. On all ranks of the group, from whatever number of ranks it was saved.
 
     Raises:
-        WrongModel: the state_dict has other names, shapes or dtypes than were saved. Unlike DCP,
-            no part of a checkpoint is loaded alone.
+        WrongModel: the state_dict has other names or shapes than were saved, or dtypes that do not
+            convert; floating point numbers do. Unlike DCP, no part of a checkpoint is loaded alone.
         CheckpointError: there is no checkpoint, or no good one.
     """
     checkpointer, step = _opened(checkpoint_id, process_group)

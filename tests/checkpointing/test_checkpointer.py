@@ -5,6 +5,7 @@ import copy
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -350,10 +351,26 @@ def test_what_is_wrong_is_told(tmp_path):
         ]:
             with pytest.raises(ValueError, match=why):
                 checkpointer.save(1, wrong)
-        checkpointer.save(5, state, wait=True)
+        for wrong, why in [
+            (torch.eye(2).to_sparse(), "sparse_coo: only dense"),
+            (torch.ones(2, device="meta"), "on the meta device"),
+            (torch.ones(1).expand(3), "share memory"),
+        ]:
+            odd = nn.Linear(1, 1)
+            odd.register_buffer("one", wrong)
+            with pytest.raises(ValueError, match=rf"odd\.one (is of torch\.)?.*{why}"):
+                checkpointer.save(1, {**state, "odd": odd})
+        for wrong in (3.0, 2.5, -1, "3", None):
+            with pytest.raises(ValueError, match="by a whole number, from 0 on"):
+                checkpointer.save(wrong, state)
+        checkpointer.save(np.int64(5), state, wait=True)
     with Checkpointer(tmp_path) as checkpointer:  # load is forgotten
         with pytest.raises(CheckpointError, match="step 1 is older than step 5"):
             checkpointer.save(1, state)
+        with pytest.raises(CheckpointError, match=r"step 5 is there already in .*: call load"):
+            checkpointer.save(5, state)
+        with pytest.raises(ValueError, match="by a whole number"):
+            checkpointer.load(state, step="5")
         with pytest.raises(CheckpointError, match="no step 3; it has 5"):
             checkpointer.load(state, step=3)
         with pytest.raises(WrongModel, match="nothing for more"):
@@ -376,6 +393,7 @@ def test_what_is_wrong_is_told(tmp_path):
             checkpointer.load(wide)
         checkpointer.load(state)
         assert torch.equal(model.bulk, bulk)
+        assert checkpointer.save(5, state, wait=True), "this is what is there"
 
 
 def test_who_listens_in_on_the_group_does_not_learn_by_what_writers_know_each_other(
@@ -421,6 +439,8 @@ def test_what_differs_by_rank_is_not_taken_from_rank_0(tmp_path):
         with Checkpointer(tmp_path / "run") as checkpointer:
             with pytest.raises(ValueError, match="4300 digits"):  # on both
                 checkpointer.save(2, {"data": Position(10**5000 if rank else 1)})
+            with pytest.raises(ValueError, match="different steps: 2, 3"):
+                checkpointer.save(2 + rank, state)
             checkpointer.save(3, state, wait=True)
 
     def load(rank):

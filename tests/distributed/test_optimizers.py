@@ -271,9 +271,44 @@ class Distinct(torch.optim.SGD):
                 parameter.sub_(parameter.grad / parameter.grad.unique().norm())
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps where no checkpoint looks."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        super().step()
+
+
+class Wandering(torch.optim.SGD):
+    """Adds noise to each matrix as a whole; takes no closure."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noise = torch.randn_like(parameter)
+                parameter.add_(noise - noise.mean(), alpha=group["lr"])
+        super().step()
+
+
+def test_replicas_draw_alike(workspace, train):
+    """What a step draws is a function of the step, on any number of ranks that hold whole
+    weights."""
+    own = (*COMMON, f"optimizer.factory={__name__}:Wandering")
+    for ranks in (1, 2):
+        train(ranks, f"run.dir=wandering-{ranks}", *own, "strategy.name=ddp")
+    train(2, "run.dir=wandering-sharded", *own)
+    curves = losses(workspace, "wandering-2"), losses(workspace, "wandering-1")
+    assert worst(*curves) <= TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            f"optimizer.factory={__name__}:Counting",
+            "Counting changes steps of the optimizer itself",
+        ),
         (
             f"optimizer.factory={__name__}:Distinct",
             "unique.* strategy.name=ddp shards none",

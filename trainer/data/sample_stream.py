@@ -94,7 +94,7 @@ class SampleStream:
             batch = _checked(self._collate(items))
         except _TRANSIENT:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 f"data.factory: {self._name}: "
                 + (str(error) if isinstance(error, DataError) else f"collate {failure(error)}")
@@ -126,7 +126,7 @@ class SampleStream:
             return self._dataset[sample]
         except _TRANSIENT:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 f"data.factory: {self._name}: sample {sample} {failure(error)}"
             ) from error
@@ -166,10 +166,15 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
     except (ValueError, RuntimeError, TypeError) as error:
         shapes = [tuple(np.shape(value)) for value in values if hasattr(value, "shape")]
         shapes = shapes or [(len(value),) for value in values if hasattr(value, "__len__")]
-        found = _some(dict.fromkeys(shapes))
+        if len(set(shapes)) > 1:
+            raise DataError(
+                f"{name!r} has no one shape ({_some(dict.fromkeys(shapes))}), so items cannot be "
+                "stacked; give a collate function that pads them"
+            ) from error
+        said = str(error).partition("\n")[0]
         raise DataError(
-            f"{name!r} has no one shape ({found or error}), so items cannot be stacked; give a "
-            "collate function that pads them"
+            f"{name!r} cannot be stacked ({said}); make it of one shape and of one format that "
+            "torch has, or give a collate function"
         ) from error
     if stacked is None:
         raise DataError(

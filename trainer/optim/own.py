@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from checkpointing import optimizer_tensors
 from checkpointing.format.tensors import local_tensor
@@ -21,6 +22,8 @@ from trainer.recipe.factory import call_factory, failure, import_factory, place_
 
 _OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
 """What DTensor's errors speak of: operations that it does not know."""
+_UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
+"""What they say of operations that it knows of evenly cut or whole tensors alone."""
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
@@ -53,12 +56,13 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> No
 
     Raises:
         RecipeError: as `build_own`; a step fails for what is wrong, with the user's line; or it
-            keeps something in its parameter groups.
+            keeps something in its parameter groups or in itself.
     """
     draw = torch.Generator().manual_seed(0)
     tried = {name: stand_in(parameter, draw) for name, parameter in parameters.items()}
     optimizer = _called(tried, options)
     before = [_settings(group) for group in optimizer.param_groups]
+    beside = _kept_beside(optimizer)
     with _stepping(options):
         for _ in range(3):
             for one in tried.values():
@@ -70,6 +74,12 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> No
             raise RecipeError(
                 f"optimizer.factory: a step of {options.factory} changes {changed[0]} of its "
                 "parameter groups, which no checkpoint holds; keep it in the parameters' state"
+            )
+    for key, value in _kept_beside(optimizer).items():
+        if str(beside.get(key)) != str(value):
+            raise RecipeError(
+                f"optimizer.factory: a step of {options.factory} changes {key} of the optimizer "
+                "itself, which no checkpoint holds; keep it in the parameters' state, as a tensor"
             )
 
 
@@ -147,21 +157,36 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Numbers that it holds beside its state and its groups, by attribute; flags of torch aside."""
+    return {
+        key: [
+            one.tolist() if isinstance(one, torch.Tensor) else one
+            for one in tree_leaves(value)
+            if isinstance(one, (torch.Tensor, int, float))
+        ]
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups", "defaults")
+        if not (key.startswith("_") and isinstance(value, bool))
+    }
+
+
 def _complete(optimizer: torch.optim.Optimizer) -> None:
     """Have each step of an optimizer of DTensors run under `_Completed`."""
     step = optimizer.step
 
-    def completed(closure: Callable[[], float] | None = None) -> None:
+    def completed(*given: Any) -> None:
         with _Completed():
-            step(closure)
+            step(*given)
 
     optimizer.step = completed  # type: ignore[method-assign, assignment]
 
 
 class _Completed(TorchFunctionMode):
     """Operations on DTensors as code for tensors expects them. DTensor leaves sums over shards
-    untaken, which cannot be worked with in place; makes new tensors whole; and changes nothing in
-    place that has fewer rows than ranks."""
+    untaken, which cannot be worked with in place; makes new tensors whole; changes nothing in place
+    that has fewer rows than ranks; and refuses products of stacks of matrices, such as kernels of a
+    convolution, whose rows ranks cannot share evenly: these are computed whole."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -171,7 +196,12 @@ class _Completed(TorchFunctionMode):
             found = getattr(torch.Tensor, name[:-1])(*args, **given)
             local_tensor(first).copy_(local_tensor(_placed(found, first.placements)))
             return first
-        found = func(*args, **given)
+        try:
+            found = func(*args, **given)
+        except RuntimeError as error:  # alike on all ranks: shapes and placements tell
+            if _in_place(name) or not _UNEVEN.search(str(error)):
+                raise
+            found = func(*tree_map_only(DTensor, _whole, args), **given)
         if not isinstance(found, DTensor):
             return found
         if isinstance(first, DTensor) and name.startswith("new_"):
@@ -195,6 +225,10 @@ def _keeps(cut: Placement, made: DTensor, like: DTensor) -> bool:
     if type(cut) is not Shard or made.dim() != like.dim():
         return False
     return made.shape[cut.dim] == like.shape[cut.dim] and not _few(like)
+
+
+def _whole(tensor: DTensor) -> DTensor:
+    return _placed(tensor, [Replicate()] * tensor.device_mesh.ndim)
 
 
 def _placed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:

@@ -81,6 +81,8 @@ def train_step(run: Run, batches: Batches) -> StepResult:
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) * found.undivided / scale
         set_rate(optimizer, lr)
+        if options.factory:  # a user's may draw: replicas are to draw alike, and after a resume
+            torch.manual_seed(stable_seed(recipe.run.seed, "update", step))
         update(optimizer, model.portions(optimizer), factor)
         model.publish_weights()
     model.zero_gradients()

@@ -149,7 +149,7 @@ def refusing_misfits(
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = _misfit(recipe, error, first())
         if not told:
             raise
@@ -160,7 +160,7 @@ def refusing_misfits(
         raise OwnCodeError(told) from cause
 
 
-def _misfit(recipe: Recipe, error: Exception, first: bool) -> str | None:
+def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
     """What to tell, if it was code of the user's that failed, and will do so again."""
     if isinstance(error, RecipeError) or (isinstance(error, DataError) and recipe.data.factory):
         return str(error)

@@ -1,6 +1,7 @@
 """The user's own data: what stands at a position, and what is told of what does not fit."""
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -78,6 +79,9 @@ def test_a_validation_set_comes_in_its_own_order():
         ([{"x": [0.0] * n} for n in range(1, 5)], r"'x' has no one shape \(\(1,\), \(2,\), \(3,\)"),
         ([{"x": np.zeros(n)} for n in range(1, 5)], r"'x' has no one shape .*collate function"),
         ([{"x": torch.zeros(n)} for n in range(1, 5)], r"'x' has no one shape .*collate function"),
+        ([{"x": torch.zeros(())}, {"x": 1.0}, {"x": 1.0}], "'x' cannot be stacked .*but got float"),
+        ([{"x": [[1], [1, 2]]}] * 4, "'x' cannot be stacked .*inhomogeneous"),
+        ([{"x": np.zeros(3, np.longdouble)}] * 4, "'x' cannot be stacked .*one format that torch"),
         ([{"x": "word"}] * 4, "'x' is a str, no array"),
         ([{"x": None}] * 4, "'x' is a NoneType, no array"),
         ([{"x": 1}, {"y": 1}, {"x": 1}], "items have x, and y"),
@@ -116,6 +120,13 @@ def test_what_fails_in_the_user_s_code_is_told_with_its_line():
 
     with pytest.raises(DataError, match=rf"sample 3 fails at {__file__}:\d+: ValueError: sample 3"):
         stream(Holes(), shuffle=False).fetch([3])
+
+    class Leaving(Noisy):
+        def __getitem__(self, number):
+            sys.exit()
+
+    with pytest.raises(DataError, match=r"sample 3 fails at .* SystemExit"):
+        stream(Leaving(), shuffle=False).fetch([3])
 
     class Away(Noisy):
         def __getitem__(self, number):

@@ -12,7 +12,10 @@ from tests.checkpointing.worlds import run_ranks
 from trainer.optim.own import build_own
 from trainer.recipe import Optimizer
 
-SHAPES = (7, 5), (8, 6), (6,), (5, 4, 3), (1, 9), (4, 1), (2, 6), (1, 1), (2,)
+SHAPES = (
+    *((7, 5), (8, 6), (6,), (5, 4, 3), (1, 9), (4, 1), (2, 6), (1, 1), (2,)),
+    *((4, 3, 2, 2), (5, 1, 3, 3), (1, 2, 3, 3)),  # kernels of convolutions
+)
 """With fewer rows than ranks, and rows that ranks cannot share evenly."""
 FACTORS = Optimizer(factory="torch.optim:Adafactor", lr=0.05)
 

@@ -2,6 +2,7 @@
 with the place in the user's code; one that only cannot do it there and then is not."""
 
 import re
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -106,6 +107,10 @@ def has_a_gpu_alone(hidden):
     raise RuntimeError("this kernel takes tensors on a GPU")
 
 
+def leaves(hidden):
+    sys.exit(0)
+
+
 @pytest.mark.parametrize("function", [branches, counts, asks_for_its_rank, has_a_gpu_alone])
 def test_what_fails_for_reasons_of_its_own_is_let_pass(recipe, function):
     check_forward(recipe, Of(function), BATCH)
@@ -163,6 +168,7 @@ def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe)
     assert page.read(0).step == 0, "the agent ends the job: no step has begun"
     for function, first, error in (
         (wrong_shapes, False, OwnCodeError),
+        (leaves, False, OwnCodeError),
         (has_a_gpu_alone, True, RuntimeError),
     ):
         with pytest.raises(error):
