@@ -33,9 +33,9 @@ LONG = 16_384
 STAGES_PER_RANK = (2, 4)
 MICRO_BATCHES = (1, 2, 4)
 """Those that are tried with model parallelism: a pipeline needs many passes."""
-PASSES_PER_STAGE = 4
-"""Of a pipeline, passes for each of its ranks that `batch.micro_batch: auto` leaves where there are
-so many: its bubble is then below a fifth."""
+PASSES_PER_RANK = 4
+"""Passes for each rank of a pipeline that `batch.micro_batch: auto` leaves where there are so many:
+its bubble is then below a fifth."""
 SHOWN = 5
 """Layouts of model parallelism in the table: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -340,7 +340,7 @@ def largest_micro_batch(
 
     sizes, pp = _micro_batches(recipe, world_size), recipe.strategy.pp
     if pp > 1:
-        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_STAGE * pp]
+        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * pp]
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 

@@ -640,7 +640,7 @@ def test_grouped_products_are_work(recipe_file, dtype):
 
 def test_experts_beside_other_parallelism(recipe_file):
     """Over nodes, too; `batch.micro_batch: auto` finds a size, and the search looks at both."""
-    auto = [*f"{EP} {PP} {TP}".split(" "), "batch.micro_batch=auto"]
+    auto = [*f"{EP} {PP} {TP}".split(" "), "batch.micro_batch=auto", "batch.global_batch=64"]
     for ranks_of_a_node, ep in ((4, 2), (2, 4)):
         recipe = load_recipe(recipe_file, [*auto, f"strategy.ep={ep}"])
         assert largest_micro_batch(recipe, 8, ranks_of_a_node, 1e9, "cpu") == 4
