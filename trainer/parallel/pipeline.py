@@ -91,7 +91,7 @@ class Pipeline:
         self._context = context
         self._links = _Links(mesh)
         self.tied: Tensor | None = None
-        """Of the first and the last rank, where they have a weight in common."""
+        """A weight that the first and the last rank have in common, on these."""
         self._before: dict[int, int] = {}  # blocks before a stage
         self._marks: tuple[Any, Any, list[tuple[Any, Any]]] = 0.0, 0.0, []
         for number, stage in stages.items():
