@@ -89,6 +89,7 @@ CASES = {
 
 FP32 = "precision.dtype=fp32"
 TP, PP, EVEN = "strategy.tp=2", "strategy.pp=2", "model.architecture.vocab_size=1032"
+INTERLEAVED = "strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2"
 EARLY = (
     f"{PP} strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2 "
     "strategy.reduce_every_pass=true"
@@ -97,7 +98,13 @@ ZERO_BUBBLE = "strategy.pp_schedule=zero_bubble strategy.zero=2"
 FEW_ROWS = (
     "data.seq_len=8 model.architecture.vocab_size=2067 model.architecture.num_hidden_layers=4"
 )
+# Many rows of one weight on two stages: the peak is at its gradient on the first of them.
+TIED = (
+    f"{PP} model.architecture.tie_word_embeddings=true model.architecture.vocab_size=8192 "
+    "data.seq_len=32 batch.micro_batch=1"
+)
 PARALLEL = [
+    (2, [f"{TIED} {FP32}", f"{TIED} {FP32} {INTERLEAVED}", TIED, f"{TIED} {INTERLEAVED}"]),
     (
         2,
         [
