@@ -25,8 +25,8 @@ class ElasticOptions:
     steps. 0: only with checkpoints. Needs `checkpoint.slots: 2`."""
 
     check_replicas_every: Count = 0
-    """Steps between comparisons of replicated weights (DDP, HYBRID_SHARD, tp) by checksum. A rank
-    that differs computes wrongly, and is named. 0: never."""
+    """Steps between comparisons of replicated weights (DDP, HYBRID_SHARD, tp, ties of pp) by
+    checksum. A rank that differs computes wrongly, and is named. 0: never."""
 
     recovery: Literal["in_place", "refork"] = "in_place"
     """What ranks do after another rank or node has failed. in_place: they keep their processes and

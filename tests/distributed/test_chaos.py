@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.support import python_path
 from tests.distributed.jobs import ROOT, soak
+from trainer.recipe import RecipeError
 from trainer.tools.chaos.faults import gone, processes_with
 from trainer.tools.chaos.plan import Fault, Plan, random_plan
 from trainer.tools.chaos.run import judge, run_chaos
@@ -100,6 +101,32 @@ def test_a_hundred_faults(chaos, mode):
     print(verdict)
     assert not verdict.problems, verdict
     assert len(verdict.outcomes) == 100
+
+
+@soak
+@pytest.mark.timeout(900)
+def test_nodes_of_two_ranks_that_compute_together(workspace, monkeypatch):
+    """The undisturbed run is still that of one process."""
+    monkeypatch.chdir(workspace)
+    faults = (Fault(what="kill_worker", at=10, node=1), Fault(what="kill_node", at=20))
+    overrides = [*STEADY, "run.dir=together", "run.steps=40", "strategy.tp=2"]
+    verdict = run_chaos(
+        "recipe.yaml",
+        overrides,
+        Plan(nodes=2, faults=faults),
+        ranks=2,
+        tolerance=2e-5,
+        patience=180.0,
+        environment={"PYTHONPATH": python_path(ROOT, workspace)},
+    )
+    assert not verdict.problems, verdict
+
+
+def test_a_node_holds_whole_replicas(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    with pytest.raises(RecipeError, match="takes 2 ranks, and a node has 1; give it a multiple of"):
+        run_chaos("recipe.yaml", ["strategy.pp=2"], Plan(nodes=2), tolerance=2e-5)
+    assert not (workspace / "run-chaos").exists()
 
 
 @pytest.mark.timeout(900)

@@ -130,6 +130,14 @@ def test_the_largest_that_leaves_room(workspace, monkeypatch):
     assert largest_micro_batch(recipe, 3, 3, 80e9, "cpu") == 3
 
 
+@pytest.mark.parametrize(("sequences", "expected"), [(4, 1), (8, 1), (16, 2), (17, 2), (64, 8)])
+def test_a_pipeline_keeps_enough_passes(workspace, sequences, expected):
+    """Whatever fits: of a single pass each rank would wait for half of the time."""
+    given = ["batch.micro_batch=auto", "strategy.pp=2", f"batch.global_batch={sequences}"]
+    recipe = load_recipe(workspace / "recipe.yaml", given)
+    assert largest_micro_batch(recipe, 2, 2, 80e9, "cpu") == expected
+
+
 def test_what_cannot_be_planned_wants_a_number(workspace):
     kgat = ["model={kgat: {}}", "data={graph: {path: data}}", "batch.micro_batch=auto"]
     with pytest.raises(RecipeError, match=r"batch.micro_batch: model.kgat .* name a number"):

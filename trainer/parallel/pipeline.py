@@ -90,7 +90,8 @@ class Pipeline:
         self._stages, self._recipe, self._dtype = stages, recipe, dtype
         self._context = context
         self._links = _Links(mesh)
-        self._tied: Tensor | None = None
+        self.tied: Tensor | None = None
+        """A weight that the first and the last rank have in common, on these."""
         self._before: dict[int, int] = {}  # blocks before a stage
         self._marks: tuple[Any, Any, list[tuple[Any, Any]]] = 0.0, 0.0, []
         for number, stage in stages.items():
@@ -100,12 +101,12 @@ class Pipeline:
             blocks = [int(name) for name in stage.model.layers._modules]
             self._before |= {number: blocks[0], number + 1: blocks[-1] + 1}
             if architecture.tie_word_embeddings and hasattr(stage.model, "embed_tokens"):
-                self._tied = stage.model.embed_tokens.weight
+                self.tied = stage.model.embed_tokens.weight
 
     @property
     def counted_elsewhere(self) -> Tensor | None:
         """A weight of this rank that the norm is to count on another, which has it, too."""
-        return self._tied if self._links.rank == self._links.ranks - 1 else None
+        return self.tied if self._links.rank == self._links.ranks - 1 else None
 
     @property
     def beside_loss(self) -> list[str]:
@@ -245,9 +246,9 @@ class Pipeline:
 
     def add_tied_gradients(self) -> None:
         """After `run`: both stages that have a tied weight get the sum of its gradients."""
-        if self._tied is None or self._tied.grad is None:
+        if self.tied is None or self.tied.grad is None:
             return
-        gradient, peer = self._tied.grad, self._links.ranks - 1 - self._links.rank
+        gradient, peer = self.tied.grad, self._links.ranks - 1 - self._links.rank
         mine = local_tensor(gradient)  # on the host, with strategy.offload
         sent = mine.to(self._links.device)
         theirs = torch.empty_like(sent)

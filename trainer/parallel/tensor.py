@@ -84,8 +84,9 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
             continue
         if kind not in _CUT:
             found = f"is to be {kind!r}" if kind else "has no pattern"
+            named = name or f"what {type(model).__name__} has of parameters by itself"
             raise RecipeError(
-                f"strategy.tp: {name} {found} in the tensor_plan; the kinds are {', '.join(_CUT)}"
+                f"strategy.tp: {named} {found} in the tensor_plan; the kinds are {', '.join(_CUT)}"
             )
         if problem := _problem(kind, module, tp, shards):
             raise RecipeError(f"strategy.tp: {name} cannot be {kind}: {problem}")
@@ -354,7 +355,9 @@ def _vocabulary(module: Any, ranks: Together) -> Forward:
         index = ids - first_row(module.weight, ranks)
         mine = (index >= 0) & (index < len(weight))
         rows = nn.functional.embedding(index.clamp(0, len(weight) - 1), weight)
-        return ranks.leave(rows.masked_fill(~mine[..., None], 0))
+        rows = rows.masked_fill(~mine[..., None], 0)
+        # Positions are the same for all rows of a batch: (T) is cut along the sequence, too.
+        return ranks.leave(rows) if ids.dim() > 1 else ranks.leave(rows[None])[0]
 
     def refuse(*args: Any) -> Tensor:
         raise RecipeError(

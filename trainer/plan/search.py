@@ -33,6 +33,9 @@ LONG = 16_384
 STAGES_PER_RANK = (2, 4)
 MICRO_BATCHES = (1, 2, 4)
 """Those that are tried with model parallelism: a pipeline needs many passes."""
+PASSES_PER_RANK = 4
+"""Passes for each rank of a pipeline that `batch.micro_batch: auto` leaves where there are so many:
+its bubble is then below a fifth."""
 SHOWN = 5
 """Layouts of model parallelism in the table: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -75,7 +78,7 @@ class Plan:
     machine: Machine
     blueprint: Blueprint
     own: Candidate
-    """The recipe as it is."""
+    """The recipe as it is; the first of `candidates`, if it cannot run there."""
     candidates: tuple[Candidate, ...]
     """One per strategy and kind of recomputation, each with its best micro-batch and way to
     reduce."""
@@ -311,7 +314,8 @@ def largest_micro_batch(
     *,
     blueprint: Blueprint | None = None,
 ) -> int:
-    """Sequences of the largest pass that leaves ROOM; 1 if none does.
+    """Sequences of the largest pass that leaves ROOM, and a pipeline enough passes to fill it; 1 if
+    none does.
 
     Args:
         recipe: whose `batch.micro_batch` does not count.
@@ -334,7 +338,9 @@ def largest_micro_batch(
         needed = prediction.node_memory if device == "cpu" else prediction.peak
         return needed > (1 - ROOM) * memory
 
-    sizes = _micro_batches(recipe, world_size)
+    sizes, pp = _micro_batches(recipe, world_size), recipe.strategy.pp
+    if pp > 1:
+        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * pp]
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 

@@ -12,9 +12,11 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.data.documents import room_for_documents
+from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.plan.blueprint import Blueprint, Stage
 from trainer.plan.kernels import cuda_kernels
@@ -81,7 +83,11 @@ def trace(
     keep = not autocast if keep_gradients is None else keep_gradients
     gpu = (flash, gpu_memory) if device == "cuda" else None
     in_two = in_two and stage is not None and not stage.first
-    tape = _taped(blueprint, micro_batch, recompute, dtype, autocast, gpu, keep, cut, in_two)
+    # On two stages a tied embedding is two weights, and neither's gradient waits for the other's.
+    untied = stage is not None and not (stage.first and stage.last)
+    tape = _taped(
+        blueprint, micro_batch, recompute, dtype, autocast, gpu, keep, cut, in_two, untied
+    )
     if stage is None:
         return tape.result(blueprint.block_count, True, True)
     return tape.result(stage.blocks, stage.first, stage.last)
@@ -98,9 +104,14 @@ def _taped(
     keep: bool,
     cut: Cut,
     in_two: bool,
+    untied: bool,
 ) -> Tape:
-    """See `trace`; `gpu`: whether it has flash attention, and its bytes."""
+    """See `trace`; `gpu`: whether it has flash attention, and its bytes; `untied`: a tied output
+    head is a weight of its own."""
     model = copy.deepcopy(blueprint.traced)
+    if untied and isinstance(model, Decoder) and model.lm_head is None:
+        sizes = model.model.architecture
+        model.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False, device="meta")
     blocks = repeated_blocks(model)
     depth = len(blocks)
     tape = Tape(depth, blueprint.seq_len)

@@ -10,13 +10,16 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
-from trainer.parallel.mesh import REPLICATE, TENSOR
+from trainer.parallel.mesh import PIPELINE, REPLICATE, TENSOR
 from trainer.run.state import Run
 
 
-def diverged_ranks(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> list[int]:
+def diverged_ranks(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, ends: bool = False
+) -> list[int]:
     """Global ranks whose tensors differ from those of most ranks of a group of replicas; of a group
-    without a majority, all. Called on all ranks of the group, each with its own tensors.
+    without a majority, all. Called on all ranks of the group, each with its own tensors; with
+    `ends` the first and the last are compared alone.
 
     One checksum a rank is exchanged: 64 bits, the sum of all 8-byte words, each multiplied by an
     odd number that depends on the tensor.
@@ -32,8 +35,10 @@ def diverged_ranks(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) ->
     sums = [torch.zeros_like(checksum) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sums, checksum, group=group)
     values = [int(value) for value in sums]
-    value, count = Counter(values).most_common(1)[0]
     ranks = dist.get_process_group_ranks(group)
+    if ends:
+        values, ranks = [values[0], values[-1]], [ranks[0], ranks[-1]]
+    value, count = Counter(values).most_common(1)[0]
     if count * 2 <= len(values):
         return ranks
     return [rank for rank, found in zip(ranks, values, strict=True) if found != value]
@@ -44,7 +49,8 @@ def check_replicas(run: Run) -> None:
     ranks."""
     every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
     copied = [name for name in (REPLICATE, TENSOR) if name in (mesh.mesh_dim_names or ())]
-    if not every or not run.due(every) or not copied:
+    pipeline = run.model.pipeline
+    if not every or not run.due(every) or not (copied or pipeline):
         return
     weights = [*run.model.parameters.values()]
     held = {REPLICATE: weights, TENSOR: [weight for weight in weights if _on_all(TENSOR, weight)]}
@@ -53,6 +59,9 @@ def check_replicas(run: Run) -> None:
         for name in copied
         for rank in diverged_ranks(map(local_tensor, held[name]), mesh[name].get_group())
     ]
+    if pipeline:  # a tied embedding, if there is one; between the ends nothing is held of it
+        tied = torch.empty(0, device=mesh.device_type) if pipeline.tied is None else pipeline.tied
+        ranks += diverged_ranks([local_tensor(tied)], mesh[PIPELINE].get_group(), ends=True)
     flags = torch.zeros(run.world.world_size, device=mesh.device_type)
     flags[ranks] = 1  # other groups of replicas hold other shards
     dist.all_reduce(flags)

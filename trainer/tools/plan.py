@@ -51,7 +51,8 @@ def plan_text(plan: Plan, command: str, *, everything: bool = False) -> str:
         everything: a line for each micro-batch and way to reduce, not for the best ones alone.
     """
     shown = plan.tried if everything else plan.candidates
-    rows = [_row(candidate, plan) for candidate in (plan.own, *shown)]
+    own = [] if any(plan.own is candidate for candidate in plan.candidates) else [plan.own]
+    rows = [_row(candidate, plan) for candidate in (*own, *shown)]
     lines = table([tuple(COLUMNS), tuple(COLUMNS.values()), *rows], right=range(2, len(COLUMNS)))
     lines.insert(2, "-" * max(map(len, lines[:2])))
     parts = [_headline(plan), "\n".join(lines), _advice(plan, command), _notes(plan)]
@@ -209,6 +210,13 @@ def _notes(plan: Plan) -> str:
         rate = (machine.storage or 0) / 1e9
         lines[0] += f", written in {p.checkpoint_seconds:.1f} s at {rate:g} GB/s beside training"
     lines += assumptions(plan)
+    kept = [f"{k}={n}" for k in ("tp", "pp", "cp") if (n := getattr(recipe.strategy, k)) > 1]
+    if kept:
+        rest = "compile: true" if recipe.strategy.compile else ""
+        lines += [
+            f"The recipe sets {', '.join(kept)}: so do all strategies above.",
+            f"With 'strategy={{{rest}}}' others are looked for, too.",
+        ]
     if recipe.strategy.compile:
         lines.append(
             "strategy.compile: figures are those of eager kernels; compiled ones keep fewer "

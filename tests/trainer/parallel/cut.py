@@ -52,6 +52,7 @@ class Own(nn.Module):
 
     tensor_plan = {  # noqa: RUF012
         "embed": "vocabulary",
+        "places": "vocabulary",
         "head": "vocabulary",
         "*.up": "column",
         "*.gate": "column",
@@ -62,12 +63,12 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19, bias=False)
-        self.head.weight = self.embed.weight
+        self.head.weight, self.places = self.embed.weight, nn.Embedding(9, 8)
         self.layers = nn.ModuleList([OwnBlock(), OwnBlock()])
         self.loss = HeadLoss()
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        x = self.embed(ids) + self.places(torch.arange(ids.shape[1]))
         for layer in self.layers:
             x = layer(x)
         loss: Tensor = self.loss(x, self.head.weight, ids.roll(-1, 1))

@@ -69,4 +69,7 @@ def test_a_plan_leaves_nothing_out() -> None:
     assert "layers.0.norm cannot be column: that needs an nn.Linear" in refusal(model, 2)
     del model.tensor_plan["*.down"], model.tensor_plan["*.norm"]
     assert "layers.0.down has no pattern in the tensor_plan" in refusal(model, 2)
+    model = Own()
+    model.scale = nn.Parameter(torch.ones(1))
+    assert "what Own has of parameters by itself has no pattern" in refusal(model, 2)
     assert "Linear has no tensor_plan" in refusal(nn.Linear(2, 2), 2)

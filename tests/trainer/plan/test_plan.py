@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ from trainer.plan.search import (
     make_plan,
 )
 from trainer.plan.trace import trace
-from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe import RecipeError, Strategy, load_recipe
 from trainer.tools.plan import plan_json, plan_text
 
 ROOT = Path(__file__).parents[3]
@@ -88,6 +89,7 @@ CASES = {
 
 FP32 = "precision.dtype=fp32"
 TP, PP, EVEN = "strategy.tp=2", "strategy.pp=2", "model.architecture.vocab_size=1032"
+INTERLEAVED = "strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2"
 EARLY = (
     f"{PP} strategy.pp_schedule=interleaved_1f1b strategy.pp_stages_per_rank=2 "
     "strategy.reduce_every_pass=true"
@@ -96,7 +98,13 @@ ZERO_BUBBLE = "strategy.pp_schedule=zero_bubble strategy.zero=2"
 FEW_ROWS = (
     "data.seq_len=8 model.architecture.vocab_size=2067 model.architecture.num_hidden_layers=4"
 )
+# Many rows of one weight on two stages: the peak is at its gradient on the first of them.
+TIED = (
+    f"{PP} model.architecture.tie_word_embeddings=true model.architecture.vocab_size=8192 "
+    "data.seq_len=32 batch.micro_batch=1"
+)
 PARALLEL = [
+    (2, [f"{TIED} {FP32}", f"{TIED} {FP32} {INTERLEAVED}", TIED, f"{TIED} {INTERLEAVED}"]),
     (
         2,
         [
@@ -362,6 +370,26 @@ def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
         assert best.recipe == load_recipe(recipe_file, command[3:])
         recipe_file.write_text(yaml.safe_dump(sections))
         assert best.recipe == load_recipe(recipe_file)
+
+
+def test_model_parallelism_that_the_recipe_sets_is_told(recipe_file, monkeypatch):
+    """All strategies of the table have it, which their names do not say."""
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
+    recipe = load_recipe(recipe_file, [TP, EVEN, "strategy.compile=true"])
+    text = plan_text(make_plan(recipe, describe_machine("2x1GB", 1, "bf16", tflops=1), "cpu"), "")
+    assert "The recipe sets tp=2: so do all strategies above." in text
+    others = re.search("With '(.*)' others", text)[1]
+    assert load_recipe(recipe_file, [others]).strategy == Strategy(compile=True)
+
+
+def test_a_recipe_that_cannot_run_there_as_it_is_has_no_line(recipe_file, monkeypatch):
+    """Nor has what can run instead two of them."""
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
+    recipe = load_recipe(recipe_file, ["batch.global_batch=32", EVEN])  # fewer than ranks
+    plan = make_plan(recipe, describe_machine("8x1GB", 8, "bf16", tflops=1), "cpu")
+    marked = [line for line in plan_text(plan, "").splitlines() if " * " in line]
+    assert len(marked) == 1
+    assert re.match("TP2|PP2", marked[0])
 
 
 def machine_with(memory, **more):
@@ -631,7 +659,7 @@ def test_grouped_products_are_work(recipe_file, dtype):
 
 def test_experts_beside_other_parallelism(recipe_file):
     """Over nodes, too; `batch.micro_batch: auto` finds a size, and the search looks at both."""
-    auto = [*f"{EP} {PP} {TP}".split(" "), "batch.micro_batch=auto"]
+    auto = [*f"{EP} {PP} {TP}".split(" "), "batch.micro_batch=auto", "batch.global_batch=64"]
     for ranks_of_a_node, ep in ((4, 2), (2, 4)):
         recipe = load_recipe(recipe_file, [*auto, f"strategy.ep={ep}"])
         assert largest_micro_batch(recipe, 8, ranks_of_a_node, 1e9, "cpu") == 4

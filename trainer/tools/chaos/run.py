@@ -20,6 +20,7 @@ from checkpointing.tools.inspect import find_checkpoint, table
 from elastic.record.goodput import goodput
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
+from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tools import container
 from trainer.tools.chaos.faults import (
@@ -37,6 +38,11 @@ from trainer.tools.report.report import check, read_metrics
 
 NODE = ("trainer.cli", "train")
 GONE_SECONDS = 5.0
+ALONE = (
+    *("strategy.tp=1", "strategy.sequence_parallel=false", "strategy.cp=1", "strategy.ep=1"),
+    *("strategy.pp=1", "strategy.pp_schedule=1f1b", "strategy.pp_stages_per_rank=1"),
+)
+"""What one process has of model parallelism."""
 
 
 @dataclass
@@ -89,7 +95,8 @@ def run_chaos(
         environment: added to that of this process for what is started.
 
     Raises:
-        RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan.
+        RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan, or nodes
+            that do not hold whole replicas.
     """
     recipe = load_recipe(recipe_path, overrides)
     folder = Path(f"{recipe.run.dir}-chaos").absolute()
@@ -99,6 +106,11 @@ def run_chaos(
         raise RecipeError(
             f"run.steps: the last fault comes at step {plan.last_step}, but the run has only "
             f"{recipe.run.steps}; set more, or plan fewer faults"
+        )
+    if ranks % (replica := replica_ranks(recipe)):
+        raise RecipeError(
+            f"--nproc-per-node: a replica of the model takes {replica} ranks, and a node has "
+            f"{ranks}; give it a multiple of {replica}"
         )
     logs, mark = folder / "logs", secrets.token_hex(8)
     logs.mkdir(parents=True)
@@ -113,7 +125,7 @@ def run_chaos(
     environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}
     print(f"undisturbed run of {recipe.run.steps} steps in one process")
     quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
-    _undisturbed([*of("undisturbed"), *quiet], logs / "undisturbed.log", environment)
+    _undisturbed([*of("undisturbed"), *quiet, *ALONE], logs / "undisturbed.log", environment)
 
     run = folder / "run"
     checkpoints = run / "checkpoints"
