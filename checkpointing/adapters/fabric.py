@@ -17,7 +17,12 @@ from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
 
-__all__ = ["CheckpointedDDP", "CheckpointedModelParallel", "CheckpointedSingleDevice"]
+__all__ = [
+    "Checkpointed",
+    "CheckpointedDDP",
+    "CheckpointedModelParallel",
+    "CheckpointedSingleDevice",
+]
 VALUES = "values"
 """What stands for all that is no object."""
 

@@ -50,9 +50,14 @@ class Companion:
             self._process.stdin.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end; after `seconds` it is killed."""
+        """Wait for its end; after `seconds` it is killed. That it has failed is told: who is killed
+        cannot tell that itself."""
         try:
-            self._process.wait(seconds)
+            if code := self._process.wait(seconds):
+                logger.warning(
+                    "%s ended with exit code %d; what it had not done is lost",
+                    " ".join(self._words), code,
+                )  # fmt: skip
         except subprocess.TimeoutExpired:
             logger.warning(
                 "%s did not end in time, and was killed; what it had not done is lost",

@@ -203,3 +203,10 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     assert loss == losses(workspace, run.name)[60]
     assert 'perdure_validation_loss{run="tracked-on"}' in found
     assert list(tmp_path.glob("run.prom*")) == [prom]
+
+
+def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):
+    companion = Companion(["trainer.run.trackers", str(tmp_path), "hooks", "os:kill"])
+    companion._process.kill()
+    part_with([companion], 30)
+    assert "hooks os:kill ended with exit code -9; what it had not done is lost" in caplog.text
