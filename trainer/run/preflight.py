@@ -159,7 +159,11 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
     """A forward pass of a model of the user's."""
     if not recipe.model.factory:
         return
-    unused = check_forward(recipe, task.model, task.inputs or task.stream.fetch([0]))
+    training, *validation = task.tried or [task.stream.fetch([0])]
+    unused = check_forward(recipe, task.model, training)
+    for batch in validation:
+        task.model.eval()
+        check_forward(recipe, task.model, batch, ", given a batch of the validation set,")
     ddp = world_size > 1 and not is_sharded_by_fsdp(recipe, world_size)
     if unused and ddp and not getattr(task.model, "some_unused", False):
         raise RecipeError(

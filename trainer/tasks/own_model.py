@@ -61,7 +61,7 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def check_forward(
-    recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor]
+    recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor], given: str = ""
 ) -> list[str]:
     """Refuse a model whose forward pass fails, or gives no loss; returns the names of parameters
     that take no part in it. The model is spent: to be called where it is thrown away.
@@ -74,6 +74,7 @@ def check_forward(
         recipe: names the model.
         model: from its factory, on the CPU.
         inputs: a micro-batch.
+        given: what of, for the message.
 
     Raises:
         RecipeError: with the place in the user's code.
@@ -110,12 +111,12 @@ def check_forward(
                 problem = loss_problem(call({}, inputs))
         except Exception as error:
             if _fails_anywhere(error) and place_in(error) == place_in(failed):
-                what = f"the forward pass of {recipe.model.factory} {failure(error)}"
+                what = f"the forward pass of {recipe.model.factory}{given} {failure(error)}"
                 raise RecipeError(f"model.factory: {what}") from error
             return []
     if problem:
         name = type(model).__name__
-        raise RecipeError(f"model.factory: forward of {name} returns {problem}")
+        raise RecipeError(f"model.factory: forward of {name}{given} returns {problem}")
     if failed:
         return []
     trained = {name: fakes[name] for name, one in model.named_parameters() if one.requires_grad}

@@ -71,8 +71,9 @@ class Task:
     usual_count: float = 1.0
     """Over how many things the mean loss of a sample is usually taken (see COUNTED): gradients are
     divided by so much at once, by what is left when the step has counted."""
-    inputs: Mapping[str, torch.Tensor] | None = None
-    """Something that the model can be called with, to try it."""
+    tried: Sequence[Mapping[str, torch.Tensor]] = ()
+    """What the model can be called with, to try it: a batch of the training set, and of the
+    validation set."""
     notes: Sequence[str] = ()
     """What a user should know before training."""
     groups: Sequence[ParameterGroup] = ()
@@ -191,7 +192,8 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill]":
 def _build_on_samples(recipe: Recipe) -> Task:
     """A model on the user's own data. No speed in FLOPs: what a sample costs is not known."""
     stream, held_out = open_samples(recipe)
-    inputs = inputs_of(first_batch(stream))
+    tried = [inputs_of(first_batch(one)) for one in (stream, held_out) if one]
+    inputs = tried[0]
     rows = max(1, len(next(iter(inputs.values()), ())))
     files: dict[str, bytes] = {}
     notes: list[str] = []
@@ -207,20 +209,21 @@ def _build_on_samples(recipe: Recipe) -> Task:
     else:
         model, fill = _decoder(recipe)
         architecture, family = model.model.architecture, model.family
-        check_decoder_inputs(inputs, architecture.vocab_size)
+        for batch in tried:
+            check_decoder_inputs(batch, architecture.vocab_size)
         blocks, values, groups = list(model.blocks), _loss_values, family.groups
         after_step = _after_step(family)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(architecture, start, family)
         name = f"{architecture.model_type} decoder"
-    for names in (inputs, *([inputs_of(first_batch(held_out))] if held_out else [])):
-        check_signature(recipe, model, names)
+    for batch in tried:
+        check_signature(recipe, model, batch)
     validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
     count = count_of(inputs, rows, shifted=stream.shifted)
     return Task(
         name, model, blocks, fill, stream, validation, files, 0.0,
         sum(p.numel() for p in model.parameters()),
-        unit="samples", notes=notes, usual_count=max(1.0, count / rows), inputs=inputs,
+        unit="samples", notes=notes, usual_count=max(1.0, count / rows), tried=tried,
         groups=groups, after_step=after_step,
     )  # fmt: skip
 

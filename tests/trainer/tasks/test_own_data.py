@@ -30,6 +30,9 @@ def ragged():
 def ragged_validation():
     return Samples(ROWS, validation=ragged())
 
+def wide_validation():
+    return Samples(ROWS, validation=[{"x": [1.0] * 3, "y": n} for n in range(40)])
+
 def stream():
     return iter(ROWS)
 
@@ -45,8 +48,11 @@ def missing():
 def unready():
     raise RuntimeError("Dataset not found. You can use download=True")
 
-def tokens():
-    return [{"input_ids": [n, 70], "labels": [70, -100]} for n in range(40)]
+def tokens(last=70):
+    return [{"input_ids": [n, last], "labels": [last, -100]} for n in range(40)]
+
+def tokens_validation():
+    return Samples(tokens(0), validation=tokens())
 
 class Line(nn.Module):
     def __init__(self):
@@ -107,8 +113,12 @@ WRONG = [
         ["data.factory=mine:ragged_validation", "run.evaluate_every=2"],
         "the validation set of mine:ragged_validation: 'x'",
     ),
-    (["data.factory=mine:missing"], "mine.py:30: FileNotFoundError: "),
-    (["data.factory=mine:unready"], "mine.py:33: RuntimeError: Dataset not found"),
+    (
+        ["data.factory=mine:wide_validation", "run.evaluate_every=2"],
+        "mine:Line, given a batch of the validation set, fails at ",
+    ),
+    (["data.factory=mine:missing"], "mine.py:33: FileNotFoundError: "),
+    (["data.factory=mine:unready"], "mine.py:36: RuntimeError: Dataset not found"),
     (["run.evaluate_every=2"], "run.evaluate_every: mine:rows gives no validation set"),
     (["model.factory=mine:Plane"], "whose forward(x, z) is called with x=, y=: "),
     (["model.factory=mine:Each"], "returns a tensor of shape (8,); it should be the mean loss"),
@@ -116,6 +126,10 @@ WRONG = [
     (["batch.micro_batch=auto"], "batch.micro_batch: data.factory cannot be planned"),
     ([DECODER], "samples have no input_ids and no labels"),
     ([DECODER, "data.factory=mine:tokens"], "token 70 is outside model.architecture.vocab_size=64"),
+    (
+        [DECODER, "data.factory=mine:tokens_validation", "run.evaluate_every=2"],
+        "token 70 is outside model.architecture.vocab_size=64",
+    ),
 ]
 
 
