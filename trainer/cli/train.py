@@ -103,7 +103,7 @@ def _train(arguments: argparse.Namespace) -> int:
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     least, _, most = arguments.nnodes.partition(":")
     nodes = min(least_nodes(recipe, int(least), ranks), int(most or least))
-    notes = check_launch(recipe, nodes * ranks, ranks)
+    notes = check_launch(recipe, nodes * ranks, ranks, int(most or least) * ranks)
     if arguments.dry_run:
         for note in notes:
             print(f"# note: {note}", file=sys.stderr)

@@ -237,10 +237,11 @@ def parallelize(
         use_exact_kernels(device)
     stages: dict[int, Decoder] = {}
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
+    costs: list[float] = []
     if strategy.pp > 1:
-        from trainer.parallel.pipeline import Pipeline, stages_of  # others get by without
+        from trainer.parallel.pipeline import Pipeline, costs_of, stages_of  # others get by without
 
-        stages = stages_of(model, mesh, recipe)
+        stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
         blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
         model = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     for part, whole in blocks_of.items():
@@ -312,7 +313,7 @@ def parallelize(
         from trainer.parallel.context import Context  # others get by without
 
         context = Context(mesh.ring, strategy.compile)
-    pipeline = Pipeline(stages, mesh, recipe, dtype, context) if stages else None
+    pipeline = Pipeline(stages, mesh, recipe, dtype, context, costs) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, recipe, autocast,
         draw_weights, share_buffers, pipeline, context, stacks,

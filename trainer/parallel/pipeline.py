@@ -68,6 +68,13 @@ def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder
     return {s: model.part(runs[s]) for s in range(rank, len(runs), recipe.strategy.pp)}
 
 
+def costs_of(model: nn.Module, recipe: Recipe) -> list[float]:
+    """What forward of each stage costs, as `runs_of` takes it."""
+    assert isinstance(model, Decoder)  # or it would have been refused
+    costs = model.block_costs(recipe.data.seq_len)
+    return [sum(costs[run.start : run.stop]) for run in runs_of(model, recipe)]
+
+
 class Pipeline:
     """This rank's part of a pipeline. Made, and each method called, on all its ranks."""
 
@@ -78,6 +85,7 @@ class Pipeline:
         recipe: Recipe,
         dtype: torch.dtype,
         context: "Context | None",
+        costs: Sequence[float],
     ) -> None:
         """
         Args:
@@ -86,7 +94,9 @@ class Pipeline:
             recipe: of the run.
             dtype: of hidden states.
             context: by which a stage computes with a part of each sequence.
+            costs: of all stages, see `costs_of`.
         """
+        self.costs = costs
         self._stages, self._recipe, self._dtype = stages, recipe, dtype
         self._context = context
         self._links = _Links(mesh)

@@ -3,7 +3,7 @@
 A restart takes the same path as a start: it only finds state to load.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -118,8 +118,8 @@ def describe(run: Run) -> str:
     if recipe.strategy.tp > 1:
         sequence = " with sequence parallelism" if recipe.strategy.sequence_parallel else ""
         strategy = f"tp={recipe.strategy.tp}{sequence}, {strategy}"
-    if recipe.strategy.pp > 1:
-        strategy = f"{pipeline(recipe, run.plan.passes)}, {strategy}"
+    if run.model.pipeline:
+        strategy = f"{pipeline(recipe, run.plan.passes, run.model.pipeline.costs)}, {strategy}"
     if recipe.strategy.cp > 1:
         strategy = f"cp={recipe.strategy.cp}, {strategy}"
     if recipe.strategy.ep > 1:
@@ -155,13 +155,15 @@ def describe(run: Run) -> str:
     return "\n".join(lines)
 
 
-def pipeline(recipe: Recipe, passes: int) -> str:
-    """What is to be known of the pipeline of a recipe before it runs."""
-    from trainer.parallel.schedules import schedule, simulate  # others get by without
+def pipeline(recipe: Recipe, passes: int, costs: Sequence[float]) -> str:
+    """What is to be known of the pipeline of a recipe before it runs. `costs`: of its stages."""
+    from trainer.parallel.schedules import COST, schedule, simulate  # others get by without
 
     strategy = recipe.strategy
     name, per_rank = strategy.pp_schedule, strategy.pp_stages_per_rank
-    bubble = simulate(schedule(name, strategy.pp, per_rank, passes)).bubble
+    stages_cost = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
+    orders = schedule(name, strategy.pp, per_rank, passes)
+    bubble = simulate(orders, stages=stages_cost).bubble
     stages = f" x {per_rank}" if per_rank > 1 else ""
     return f"pp={strategy.pp}{stages} {name} (ranks idle for {bubble:.0%} of a step)"
 

@@ -52,9 +52,11 @@ def check_inputs(
     refusals.tell()
 
 
-def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequence[str]:
+def check_launch(
+    recipe: Recipe, world_size: int, local_world_size: int, most: int = 0
+) -> Sequence[str]:
     """Refuse what cannot work before anything is started; a user's own model does a pass. Returns
-    what a user should know before training.
+    what a user should know before training. `most`: ranks to which the world may grow.
 
     Raises:
         RecipeError, DataError, ConfigError, CheckpointError: what is wrong, a line for each thing.
@@ -79,6 +81,10 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
         with refusals:
             model, blocks, _ = bare_model(recipe)
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)
+    if model:
+        with refusals:
+            larger = range(world_size + local_world_size, most + 1, local_world_size)
+            check_growth(recipe, model, larger)
     _check_places(refusals, recipe, task, 0)
     with refusals:
         build_schedule(recipe, TRIED_RATES)
@@ -92,6 +98,24 @@ def check_launch(recipe: Recipe, world_size: int, local_world_size: int) -> Sequ
             _check_pass(recipe, task, world_size)
     refusals.tell()
     return [*(task.notes if task else ()), *slow_arithmetic(recipe)]
+
+
+def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
+    """Refuse a vocabulary that some of these worlds, a node apart, cannot cut: a job that has begun
+    would end when it comes to that.
+
+    Raises:
+        RecipeError: the first of them.
+    """
+    rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
+    if all(count % recipe.strategy.tp == 0 for count in rows):
+        return  # then it is even on any number
+    for world_size in worlds:
+        try:
+            _, shards = mesh_shape(recipe, world_size, worlds.step)
+        except RecipeError:  # nor is there such a round
+            continue
+        check_parallel(recipe, model, shards)
 
 
 def _check_world(

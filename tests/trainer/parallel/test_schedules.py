@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import chain, combinations, pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ from trainer.parallel.schedules import (
     schedule,
     simulate,
 )
+from trainer.recipe import Strategy
+from trainer.run.build import pipeline as line_of
 from trainer.run.speed import bubble
 
 
@@ -98,3 +101,11 @@ def test_stages_are_cut_by_cost(costs, data):
     ways = ([0, *between, len(costs)] for between in combinations(range(1, len(costs)), stages - 1))
     best = min(max(sum(costs[a:b]) for a, b in pairwise(ends)) for ends in ways)
     assert max(sum(costs[i] for i in run) for run in runs) == best
+
+
+def test_what_a_run_says_first_goes_by_the_cost_of_its_stages():
+    """The head of a small model is much of it: the other ranks wait for the last one."""
+    recipe = SimpleNamespace(strategy=Strategy(pp=2))
+    assert "pp=2 1f1b (ranks idle for 11% of a step)" in line_of(recipe, 8, [1.0, 1.0])
+    # The last takes 3 x 3 for each of 8, and waits for the first forward; the first works for 24.
+    assert f"ranks idle for {1 - 96 / (2 * 75):.0%}" in line_of(recipe, 8, [1.0, 3.0])

@@ -1,6 +1,7 @@
 """How models are cut among tensor-parallel ranks: the plan, the loss, and what is refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from tests.distributed.jobs import Job
 from tests.trainer.parallel.cut import Own
 from trainer.models import Decoder
 from trainer.parallel.tensor import kinds_of
-from trainer.recipe import RecipeError
+from trainer.recipe import RecipeError, Strategy
 from trainer.recipe.architecture import Architecture
+from trainer.run.preflight import check_growth
 
 
 def architecture(**changes: Any) -> Architecture:
@@ -73,3 +75,14 @@ def test_a_plan_leaves_nothing_out() -> None:
     model.scale = nn.Parameter(torch.ones(1))
     assert "what Own has of parameters by itself has no pattern" in refusal(model, 2)
     assert "Linear has no tensor_plan" in refusal(nn.Linear(2, 2), 2)
+
+
+def test_a_vocabulary_that_a_larger_world_could_not_cut_is_refused_at_the_start() -> None:
+    """Three nodes of two ranks can, and a fourth would end the job."""
+    recipe = SimpleNamespace(strategy=Strategy(tp=2), sharding="FULL_SHARD")
+    with torch.device("meta"):
+        odd, even = (Decoder(architecture(vocab_size=size)) for size in (257, 258))
+    check_growth(recipe, odd, range(2, 7, 2))  # type: ignore[arg-type]
+    check_growth(recipe, even, range(2, 9, 2))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="257 rows are not even on tp=2 ranks with 4 shards each"):
+        check_growth(recipe, odd, range(2, 9, 2))  # type: ignore[arg-type]
