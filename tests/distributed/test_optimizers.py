@@ -5,6 +5,10 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpointing import newest_checkpoint, read_state
 from tests.distributed.jobs import ROOT, losses, records, soak
@@ -167,6 +171,26 @@ def test_an_update_of_muon_has_the_bits_of_torchs(monkeypatch, nesterov, adjust)
         update(optimizer, [optimizer.param_groups], 0.5)
         torchs.step()
     assert all(one.equal(other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_a_single_rank_multiplies_what_is_offloaded_on_its_device(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh, seen = DeviceMesh("meta", [0], mesh_dim_names=("dp_shard",)), []
+
+    def orthogonal(matrix, group):
+        seen.append(matrix.device.type)
+        return torch.ones(matrix.shape, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(muon, "orthogonal", orthogonal)
+    like = distribute_tensor(torch.empty(3, 4, device="meta"), mesh, [Shard(0)])
+    weight = nn.Parameter(DTensor(torch.zeros(3, 4), like._spec, requires_grad=False))
+    weight.grad = DTensor(torch.ones(3, 4), like._spec, requires_grad=False)
+    optimizer = build_optimizer({"matrix": weight}, Optimizer(name="muon", lr=0.1))
+    update(optimizer, [optimizer.param_groups], 1.0)
+    dist.destroy_process_group()
+    assert seen == ["meta"]
+    assert weight.to_local().device.type == "cpu"
+    assert (weight.to_local() < 0).all()
 
 
 @soak

@@ -168,7 +168,10 @@ def _at_owners(
     """This rank's slices of the orthogonal matrices, from its slices of the given ones, which are
     cut over `axes`. Over the first, matrix n goes to rank n modulo its size."""
     if mesh is None or not axes:
-        return [orthogonal(each, group) for each in slices]
+        return [
+            orthogonal(each.to(_device(matrix)), group).to(each.device)
+            for matrix, each in zip(matrices, slices, strict=True)
+        ]
     axis, *inner = axes
     ranks, me = mesh.size(axis), mesh.get_local_rank(axis)
     order = [n for rank in range(ranks) for n in range(rank, len(matrices), ranks)]
@@ -177,7 +180,6 @@ def _at_owners(
     shapes = [_slice_shapes(matrix, mesh, axis, inner) for matrix in mine]
     by_rank = [[math.prod(each[rank]) for each in shapes] for rank in range(ranks)]
     kept = [sum(sizes) for sizes in by_rank]
-    # With strategy.offload slices are on the host.
     outgoing = _flat((slices[n] for n in order), mesh.device_type)
     incoming = outgoing.new_empty(sum(kept))
     shards = mesh.get_group(axis)
@@ -198,6 +200,11 @@ def _at_owners(
     by_order = outgoing.split([slices[n].numel() for n in order])
     came = dict(zip(order, by_order, strict=True))
     return [came[n].view(each.shape).to(each.device) for n, each in enumerate(slices)]
+
+
+def _device(matrix: nn.Parameter) -> torch.device | str:
+    """Where products are to be computed: with strategy.offload slices are on the host."""
+    return matrix.device_mesh.device_type if isinstance(matrix, DTensor) else matrix.device
 
 
 def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:

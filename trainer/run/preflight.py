@@ -61,7 +61,6 @@ def check_launch(
     Raises:
         RecipeError, DataError, ConfigError, CheckpointError: what is wrong, a line for each thing.
     """
-    from trainer.optim.optimizer import state_of
     from trainer.optim.schedule import build_schedule
 
     refusals, task = Refusals(), None
@@ -89,11 +88,8 @@ def check_launch(
     with refusals:
         build_schedule(recipe, TRIED_RATES)
     if task:
-        parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
         with refusals:
-            state_of(parameters, options)
-            if is_sharded_by_fsdp(recipe, world_size):
-                _check_sharded(parameters, options)
+            check_optimizer(recipe, task, world_size)
         with refusals:
             _check_pass(recipe, task, world_size)
     refusals.tell()
@@ -116,6 +112,20 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
         except RecipeError:  # nor is there such a round
             continue
         check_parallel(recipe, model, shards)
+
+
+def check_optimizer(recipe: Recipe, task: Task, world_size: int) -> None:
+    """Have the optimizer make its state for small parameters.
+
+    Raises:
+        RecipeError: it cannot, or does not fit the strategy.
+    """
+    from trainer.optim.optimizer import state_of
+
+    parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
+    state_of(parameters, options)
+    if is_sharded_by_fsdp(recipe, world_size):
+        _check_sharded(parameters, options)
 
 
 def _check_world(

@@ -122,6 +122,33 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
 
 
 @pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("LBFGS", "optimizer.factory: LBFGS computes losses of its own in each step"),
+        ("SparseAdam", "optimizer.factory: SparseAdam cannot make its state before the first"),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train"],
+        ["plan", "--gpus", "2xH100", "precision.dtype=bf16"],
+        ["compare", "--strategies", "ddp,zero3"],
+        ["chaos", "--faults", "1", "run.steps=90"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_refuses_an_optimizer(folder, monkeypatch, capsys, command, name, why):
+    before = sorted(folder.rglob("*"))
+    options = [*command[1:], f"optimizer.factory=torch.optim:{name}"]
+    code, error = perdure(monkeypatch, capsys, command[0], "recipe.yaml", *options)
+    assert why in error
+    assert error.count("\n") == 1
+    assert code == 2
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
     ("key", "size", "ranks"), [("tp", 1, 8), ("tp", 2, 16), ("pp", 2, 16), ("cp", 2, 16)]
 )
 def test_an_agent_knows_how_many_ranks_have_work_and_how_many_hold_the_model(

@@ -62,12 +62,14 @@ BLOCKS = (
 FULL = f"{BLOCKS} strategy.activation_checkpointing=full"
 FEW_TOKENS = f"{FULL} data.seq_len=8"
 HYBRID = "strategy.sharding=HYBRID_SHARD strategy.shard_size=2"
+MUON_OFFLOAD = "optimizer.name=muon strategy.offload=cpu"
 CASES = {
     1: [
         "strategy.zero=2 precision.dtype=fp32 batch.micro_batch=8",
         f"{FEW_TOKENS} strategy.zero=3 batch.micro_batch=8",
         f"{FULL} strategy.zero=3 strategy.reduce_every_pass=true",
         "strategy.zero=3 optimizer.name=muon",
+        f"strategy.zero=3 {MUON_OFFLOAD}",
         "strategy.name=ddp precision.dtype=fp32 optimizer.name=muon",
     ],
     2: [
@@ -75,14 +77,20 @@ CASES = {
         "strategy.zero=1 strategy.activation_checkpointing=selective",
         "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
         f"{FULL} strategy.zero=3 optimizer.name=muon",
+        f"{FULL} strategy.zero=3 {MUON_OFFLOAD}",
         "strategy.name=ddp optimizer.name=muon",
         "strategy.zero=1 optimizer.name=muon",
     ],
-    3: ["strategy.zero=3", "strategy.zero=3 optimizer.name=muon"],
+    3: [
+        "strategy.zero=3",
+        "strategy.zero=3 optimizer.name=muon",
+        f"strategy.zero=3 {MUON_OFFLOAD}",
+    ],
     4: [
         f"{HYBRID} batch.micro_batch=1 batch.global_batch=12 strategy.reduce_every_pass=true",
         "strategy.zero=2 optimizer.name=muon",
         f"{HYBRID} optimizer.name=muon",
+        f"{HYBRID} {MUON_OFFLOAD} strategy.reduce_every_pass=true",
         f"{FULL} strategy.zero=1",
     ],
 }
@@ -147,6 +155,7 @@ PARALLEL = [
     ),
     (2, [f"{TP} strategy.sequence_parallel=true", TP]),
     (2, [f"{TP} strategy.name=ddp strategy.activation_checkpointing=full"]),
+    (4, [f"{PP} {MUON_OFFLOAD}", f"{TP} {EVEN} {MUON_OFFLOAD}"]),
     (4, [f"{TP} {PP}", f"{TP} {EVEN}", f"{PP} batch.global_batch=16", "strategy.cp=2"]),
     (4, [f"strategy.pp=4 {ZERO_BUBBLE} batch.micro_batch=1", f"{TP} {PP} {ZERO_BUBBLE}"]),
     (8, [f"{TP} {PP} {EVEN} batch.global_batch=16"]),

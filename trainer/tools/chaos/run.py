@@ -22,6 +22,7 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
 from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
+from trainer.run.preflight import check_launch
 from trainer.tools import container
 from trainer.tools.chaos.faults import (
     MARK,
@@ -113,13 +114,14 @@ def run_chaos(
             f"{ranks}; give it a multiple of {replica}"
         )
     logs, mark = folder / "logs", secrets.token_hex(8)
-    logs.mkdir(parents=True)
     # Nodes of one machine cannot share a GPU: NCCL refuses two ranks on one.
     shared = [*overrides, "run.device=cpu", "run.log_every=1", "checkpoint.directory=null"]
 
     def of(name: str) -> list[str]:
         return [recipe_path, *shared, f"run.dir={folder / name}"]
 
+    check_launch(load_recipe(recipe_path, of("undisturbed")[1:]), 1, 1)
+    logs.mkdir(parents=True)
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
     preload = "trainer.run.worker,trainer.tools.chaos.poison"
     environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}

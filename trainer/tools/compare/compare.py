@@ -21,7 +21,7 @@ from elastic.process import usable_cores
 from elastic.record.history import LedgerError, StepLine, read_history
 from trainer.plan import predict
 from trainer.recipe import RecipeError
-from trainer.run.preflight import check_inputs
+from trainer.run.preflight import check_inputs, check_optimizer
 from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
 from trainer.tools.chaos.faults import gone
@@ -159,6 +159,7 @@ def _checked(one: Candidate, task: Task, ranks: int) -> Candidate:
     try:
         if one.recipe:
             check_inputs(one.recipe, task, 0, ranks, ranks)
+            check_optimizer(one.recipe, task, ranks)
     except RecipeError as error:
         return replace(one, recipe=None, problem=str(error))
     return one
