@@ -7,13 +7,14 @@ from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
 from trainer.cli.parser import Commands, add_command, add_recipe
-from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe import RecipeError, load_recipe, shipped_recipes
 
 PLAN_EXAMPLES = """\
 examples:
   perdure plan recipes/llama3_8b.yaml --gpus 8xH100
   perdure plan recipes/llama3_70b.yaml --gpus 8x80GB --nodes 16 --net 8x400Gb/s --storage 10GB/s
   perdure plan recipes/qwen3_0_6b.yaml --gpus 4xT4 precision.dtype=fp16 --json plan.json
+  perdure plan llama3_405b --gpus 1024xH100
 
 Needs no GPU and no data. Memory is predicted from the code that trains; seconds are a roofline.
 exit codes: 0 something fits; 1 nothing does; 2 wrong recipe or machine
@@ -38,7 +39,9 @@ def add_plan_command(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    own = arguments.recipe
+    shipped = None if Path(own).exists() else shipped_recipes().get(own)
+    recipe = load_recipe(shipped or own, arguments.overrides)
     from trainer.plan.costs import describe_machine
     from trainer.plan.search import make_plan
     from trainer.tasks.task import check_plannable
@@ -56,7 +59,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         tflops=arguments.tflops,
     )
     plan = make_plan(recipe, machine, "cpu" if recipe.run.device == "cpu" else "cuda")
-    command = shlex.join(["perdure", "train", arguments.recipe, *arguments.overrides])
+    first = f"perdure recipe copy {own} {own}.yaml && " if shipped else ""
+    file = f"{own}.yaml" if shipped else own
+    command = first + shlex.join(["perdure", "train", file, *arguments.overrides])
     print(plan_text(plan, command, everything=arguments.all))
     if arguments.json:
         try:

@@ -94,8 +94,8 @@ class Plan:
 
 def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
     """Predict every strategy of `recipe` on `machine`, and model parallelism where there is a point
-    in it: where nothing else fits without offload, and from MANY GPUs on. What cannot be faster
-    than what fits already is left out.
+    in it: where the recipe has some, where nothing else fits without offload, and from MANY GPUs
+    on. What cannot be faster than what fits already is left out.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
@@ -138,8 +138,8 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             if tried:
                 found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
                 everything += tried
-    alone = recipe.strategy.together == 1  # what it says of model parallelism, stays
-    if alone and (machine.world_size >= MANY or not _best_on_gpus(found, machine)):
+    together = recipe.strategy.together > 1 or machine.world_size >= MANY
+    if together or not _best_on_gpus(found, machine):
         best, cut = _best_on_gpus([*own, *found], machine), []
         least = partial(_least_seconds, recipe, machine, blueprint)
         layouts = sorted(_layouts(recipe, machine, blueprint), key=lambda layout: least(layout[1]))
@@ -154,7 +154,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             ]
             tried = _of_layout(recipe, strategy, recomputes, machine, partial(candidates, label))
             everything += tried
-            if fastest := _best(tried, machine):
+            if (fastest := _best(tried, machine)) and label not in {one.label for one in found}:
                 cut.append(fastest)
                 best = _best([*filter(None, [best]), fastest], machine)
         found += sorted(cut, key=_order)[:SHOWN]
@@ -203,8 +203,12 @@ def _layouts(
     )
     rings = powers if recipe.data.seq_len >= LONG else [1]
     for tp, cp, pp in product(powers, rings, powers):
-        replica = tp * cp * pp
-        if replica == 1 or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
+        replica, alone = tp * cp * pp, recipe.strategy.together == 1  # tried with others already
+        if (
+            (replica == 1 and alone)
+            or machine.world_size % replica
+            or machine.gpus_per_node % (tp * cp)
+        ):
             continue
         if recipe.batch.global_batch * tp * cp < machine.world_size:  # fewer passes than stages
             continue
@@ -229,7 +233,7 @@ def _layouts(
                 too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
                 changed = _changed(recipe, strategy, 1)
                 if not (too_large or _refused(changed)):
-                    yield f"{_name(strategy)} {label}", strategy
+                    yield f"{_name(strategy)} {label}".strip(), strategy
 
 
 def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
@@ -287,7 +291,8 @@ def _of_layout(
     for recompute in recomputes:
         changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
         fastest = None
-        for micro_batch in MICRO_BATCHES:
+        alone = _micro_batches(_changed(recipe, changed, 1), machine.world_size)
+        for micro_batch in MICRO_BATCHES if strategy.together > 1 else alone:
             ways: list[Candidate] = []
             for way in _reductions(
                 _changed(recipe, changed, micro_batch), changed, micro_batch, machine.world_size
@@ -347,8 +352,15 @@ def largest_micro_batch(
 def _strategies(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """What `trainer.parallel` offers, and DeepSpeed's name for it; below the model parallelism of
-    the recipe. Experts whole, and divided among the ranks of a node."""
+    """What `trainer.parallel` offers, and DeepSpeed's name for it; with the recipe's model
+    parallelism. Experts whole, and divided among the ranks of a node."""
+    for name, strategy in _shardings(recipe, machine, blueprint):
+        yield " ".join(filter(None, (_name(strategy), name))), strategy
+
+
+def _shardings(
+    recipe: Recipe, machine: Machine, blueprint: Blueprint
+) -> Iterator[tuple[str, Strategy]]:
     plain = _plain(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
     if not recipe.exact:
@@ -359,8 +371,8 @@ def _strategies(
     yield "ZeRO-3", three
     ep = _experts_apart(machine, blueprint)
     if ep > 1:
-        yield f"EP{ep} ZeRO-2", dataclasses.replace(two, ep=ep)
-        yield f"EP{ep} ZeRO-3", dataclasses.replace(three, ep=ep)
+        yield "ZeRO-2", dataclasses.replace(two, ep=ep)
+        yield "ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
     tp, pp = plain.tp, plain.pp

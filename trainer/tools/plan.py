@@ -210,13 +210,6 @@ def _notes(plan: Plan) -> str:
         rate = (machine.storage or 0) / 1e9
         lines[0] += f", written in {p.checkpoint_seconds:.1f} s at {rate:g} GB/s beside training"
     lines += assumptions(plan)
-    kept = [f"{k}={n}" for k in ("tp", "pp", "cp") if (n := getattr(recipe.strategy, k)) > 1]
-    if kept:
-        rest = "compile: true" if recipe.strategy.compile else ""
-        lines += [
-            f"The recipe sets {', '.join(kept)}: so do all strategies above.",
-            f"With 'strategy={{{rest}}}' others are looked for, too.",
-        ]
     if recipe.strategy.compile:
         lines.append(
             "strategy.compile: figures are those of eager kernels; compiled ones keep fewer "

@@ -38,7 +38,7 @@ from trainer.plan.search import (
     make_plan,
 )
 from trainer.plan.trace import trace
-from trainer.recipe import RecipeError, Strategy, load_recipe
+from trainer.recipe import RecipeError, load_recipe
 from trainer.tools.plan import plan_json, plan_text
 
 ROOT = Path(__file__).parents[3]
@@ -381,14 +381,15 @@ def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
         assert best.recipe == load_recipe(recipe_file)
 
 
-def test_model_parallelism_that_the_recipe_sets_is_told(recipe_file, monkeypatch):
-    """All strategies of the table have it, which their names do not say."""
+def test_beside_model_parallelism_of_the_recipe_others_are_looked_for(recipe_file, monkeypatch):
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
     recipe = load_recipe(recipe_file, [TP, EVEN, "strategy.compile=true"])
-    text = plan_text(make_plan(recipe, describe_machine("2x1GB", 1, "bf16", tflops=1), "cpu"), "")
-    assert "The recipe sets tp=2: so do all strategies above." in text
-    others = re.search("With '(.*)' others", text)[1]
-    assert load_recipe(recipe_file, [others]).strategy == Strategy(compile=True)
+    plan = make_plan(recipe, describe_machine("2x1GB", 1, "bf16", tflops=1), "cpu")
+    labels = [one.label for one in plan.candidates]
+    assert len(labels) == len(set(labels))
+    assert {"TP2 DDP", "TP2 ZeRO-3", "ZeRO-3"} <= set(labels)
+    assert any(label.startswith("PP2") for label in labels)
+    assert all(one.recipe.strategy.compile for one in plan.candidates)
 
 
 def test_a_recipe_that_cannot_run_there_as_it_is_has_no_line(recipe_file, monkeypatch):
@@ -708,3 +709,17 @@ def test_a_recommender_is_told_that_it_cannot_be_planned(monkeypatch, capsys):
         "error: model.kgat: only language models can be planned; "
         "`perdure compare` measures this one\n"
     )
+
+
+def test_a_recipe_that_comes_along_is_planned_by_its_name(tmp_path, monkeypatch, capsys):
+    """Elsewhere; what it says to run copies that first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("none",))
+    arguments = ["perdure", "plan", "quickstart", "--gpus", "2x8GB", "--tflops", "1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    text = capsys.readouterr().out
+    copied = "or: perdure recipe copy quickstart quickstart.yaml && perdure train quickstart.yaml "
+    assert copied in text
