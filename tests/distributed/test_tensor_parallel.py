@@ -56,6 +56,7 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
                 ("cp2-selective", 2, [*CP, SELECTIVE], ()),
                 ("cp2-every", 2, [*CP, "strategy.reduce_every_pass=true"], ()),
                 ("cp2-offload", 2, [*CP, "strategy.offload=cpu"], ()),
+                ("cp2-nvme", 2, [*CP, *NVME], ()),
                 ("tp2-offload", 4, [*SP, "strategy.offload=cpu"], ()),
                 ("tp2-nvme", 2, [*SP, *NVME], LLAMA),
                 ("tp2-compile", 2, [*SP, *COMPILE], ()),
