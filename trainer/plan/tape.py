@@ -256,11 +256,15 @@ class Tape(LiveTensors):
         names = [*phases]
         halves = names[:4], names[4:]
         first_backward = peaks["first back"] - passed + more
+        after_block, tail = (most - passed + more for most in (self._after_block, peaks["tail"]))
         kept, put_off, weights_peak, of_weights = all_saved, self._hidden, 0, halves[1]
         if after := self._after_input:
             # A block keeps its gradients, and that of its output, which the next one makes.
             of_block = after["last back"]
-            first_backward += extra * (self._first_saved + of_block)  # nothing goes before the end
+            others = extra * (self._first_saved + of_block)  # nothing goes before the end
+            first_backward, after_block, tail = (
+                most + others for most in (first_backward, after_block, tail)
+            )
             kept = sum(after[name] for name in halves[0]) + extra * after["first"]
             put_off = sum(after[name] for name in halves[1]) + extra * of_block
             if not last:
@@ -286,9 +290,9 @@ class Tape(LiveTensors):
             head_backward=peaks["head back"] + saved,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,
             first_backward=first_backward,
-            after_block=self._after_block - passed + more,
+            after_block=after_block,
             block_saved=self._first_saved,
-            tail_backward=peaks["tail"] - passed + more,
+            tail_backward=tail,
             forward=work(halves[0]),
             backward=work(halves[1]),
             sent=(sent(halves[0]), sent(halves[1])),

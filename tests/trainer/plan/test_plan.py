@@ -106,6 +106,7 @@ ZERO_BUBBLE = "strategy.pp_schedule=zero_bubble strategy.zero=2"
 FEW_ROWS = (
     "data.seq_len=8 model.architecture.vocab_size=2067 model.architecture.num_hidden_layers=4"
 )
+ONE_BLOCK = "model.architecture.num_hidden_layers=2 batch.micro_batch=1 data.seq_len=32"
 # Many rows of one weight on two stages: the peak is at its gradient on the first of them.
 TIED = (
     f"{PP} model.architecture.tie_word_embeddings=true model.architecture.vocab_size=8192 "
@@ -151,6 +152,7 @@ PARALLEL = [
             f"{PP} {FP32} {ZERO_BUBBLE}",
             f"{PP} {FP32} {ZERO_BUBBLE} batch.micro_batch=1",
             f"{PP} {FP32} {ZERO_BUBBLE} {BLOCKS} {FEW_ROWS}",
+            f"{PP} {FP32} {ZERO_BUBBLE} {ONE_BLOCK}",
         ],
     ),
     (2, [f"{TP} strategy.sequence_parallel=true", TP]),
