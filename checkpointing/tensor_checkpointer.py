@@ -22,9 +22,15 @@ from checkpointing.errors import (
     explain,
 )
 from checkpointing.format.layout import parse_step, step_name
-from checkpointing.format.sections import by_section
+from checkpointing.format.sections import Specs, by_section
 from checkpointing.load.memory import make_token, token
-from checkpointing.load.restore import InStorage, find_memory, load_memory, load_step, survey_all
+from checkpointing.load.restore import (
+    find_memory,
+    load_memory,
+    load_step,
+    newest_step,
+    survey_all,
+)
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks, failing_alike
 from checkpointing.save import messages as msg
@@ -37,13 +43,17 @@ from checkpointing.save.slots import Slots
 from checkpointing.save.staging import Staging
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.place import location
+from checkpointing.storage.place import Place, location
+from checkpointing.storage.steps import list_steps
 
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
 """How long a rank that leaves by an exception waits for what is being written, and for the others
 to leave too."""
+
+LOOKS = 5
+"""So many steps may be deleted by another run just before `load` reads them."""
 
 T = TypeVar("T")
 
@@ -358,18 +368,13 @@ class TensorCheckpointer:
         held: ExitStack,
         refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
-        damage: list[DamagedCheckpoint] = []
         torn = ""
         with failing_alike():
             described = self._planner.describe(signatures(*targets), *targets)
             specs = described.specs
-            storage = self._ranks.on_main(lambda: InStorage.look(self.directory))
-            self._newest = storage.newest
             # A staging's memory is for saves; nothing else was there.
             if self._staging is None and step is None:
-                memory = find_memory(
-                    self._ranks, self.directory, storage, lambda: described.layout, held
-                )
+                memory = find_memory(self._ranks, self.directory, lambda: described.layout, held)
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
                 if found := memory:
@@ -380,46 +385,78 @@ class TensorCheckpointer:
                         self.loaded_from = "memory"
                         self.newer_than_storage = memory.step != memory.newest
                         self._superseded = not self.newer_than_storage
+                        self._newest = memory.listed
                         return memory.state
                 except RankError as failed:
                     torn = f"what was left in memory was lost while it was loaded: {failed.message}"
                     if self._ranks.is_main:
                         logger.warning("%s; going on from storage", torn)
-            paths = [one for one in storage.paths if step in (None, parse_step(one.name))]
-            if step is not None and not paths:
-                there = ", ".join(f"{parse_step(one.name)}" for one in storage.paths)
-                raise CheckpointError(
-                    f"{self.directory} has no step {step}; it has {there or 'none'}"
-                )
-            for path in paths:
-                try:
-                    state = load_step(
-                        self._ranks, path, specs, targets, self.options.verify, refuse
-                    )
-                    self.loaded_from = "storage"
-                    if self.options.verify:
-                        self._right.add(path.name)
-                    return state
-                except RankError as failed:
-                    if not issubclass(failed.kind, DamagedCheckpoint):
-                        raise
-                    damage.append(DamagedCheckpoint(failed.message))
-                    if failed.kind is not UnreadableCheckpoint:
-                        self._damaged.add(path.name)
-                    if self._ranks.is_main:
-                        logger.warning(
-                            "checkpoint %s is damaged and passed over: %s",
-                            path.name,
-                            failed.message,
-                        )
-        if damage:
-            raise DamagedCheckpoint(
-                f"{self.directory}: all checkpoints are damaged, the newest so: {damage[0]}; "
-                "bring a good copy back, or move them away to start afresh"
-            )
+            state = self._load_stored(targets, specs, step, refuse)
+        if state is not None:
+            return state
         if torn:  # nothing has overwritten its parts
             raise DamagedCheckpoint(f"{torn}; {self.directory} has no checkpoint: start again")
         return None
+
+    def _load_stored(
+        self,
+        targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+        specs: tuple[Specs, Specs],
+        step: int | None,
+        refuse: Callable[[Mapping[str, Any]], None],
+    ) -> dict[str, Any] | None:
+        """`_load` from storage. A step that another run deletes before it is read is not damaged:
+        there is a newer one by then."""
+        damage: dict[Place, str] = {}
+        gone = 0
+        while gone < LOOKS and (left := [one for one in self._steps(step) if one not in damage]):
+            path, verify = left[0], self.options.verify
+            try:
+                state = load_step(self._ranks, path, specs, targets, verify, refuse)
+                self.loaded_from = "storage"
+                if verify:
+                    self._right.add(path.name)
+                return state
+            except RankError as failed:
+                if not issubclass(failed.kind, DamagedCheckpoint):
+                    raise
+                problem = failed
+            if path in self._steps():
+                damage[path] = problem.message
+                if problem.kind is not UnreadableCheckpoint:
+                    self._damaged.add(path.name)
+                said = f"is damaged and passed over: {problem.message}"
+            else:
+                gone += 1
+                said = "was deleted before it could be read: another run saves there, too"
+            if self._ranks.is_main:
+                logger.warning("checkpoint %s %s", path.name, said)
+        if gone:
+            raise StorageError(
+                f"{self.directory}: another run deletes checkpoints before they can be read; end "
+                "it, or give this one a directory of its own"
+            )
+        if damage:
+            raise DamagedCheckpoint(
+                f"{self.directory}: all checkpoints are damaged, the newest so: "
+                f"{next(iter(damage.values()))}; bring a good copy back, or move them away to "
+                "start afresh"
+            )
+        return None
+
+    def _steps(self, step: int | None = None) -> list[Place]:
+        """What is in storage now, newest first, or this step of it. On all ranks.
+
+        Raises:
+            CheckpointError: there is no such step.
+        """
+        paths = self._ranks.on_main(lambda: list_steps(self.directory))
+        self._newest = newest_step(paths)
+        chosen = [one for one in paths if step in (None, parse_step(one.name))]
+        if step is not None and not chosen:
+            there = ", ".join(f"{parse_step(one.name)}" for one in paths)
+            raise CheckpointError(f"{self.directory} has no step {step}; it has {there or 'none'}")
+        return chosen
 
     # --- saving ------------------------------------------------------------------------------
 

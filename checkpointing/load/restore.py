@@ -102,6 +102,8 @@ class Memory:
     """A step that a dead run left in memory. Equal on all ranks."""
 
     step: int
+    listed: int | None
+    """Newest step in storage, good or not."""
     newest: int | None
     """Newest good step in storage."""
     run: str
@@ -115,55 +117,32 @@ class Memory:
         return dict(json.loads(self.parts[0].manifest.state))
 
 
-@dataclass(frozen=True)
-class InStorage:
-    """What a run has in storage. Equal on all ranks."""
-
-    paths: Sequence[Place]
-    """Its steps, newest first."""
-    run: str | None
-    """Its token; None: there is none."""
-    good: int | None
-    """The newest step whose record is good, where there is a token; no tensors were read."""
-
-    @property
-    def newest(self) -> int | None:
-        """The newest step, good or not."""
-        return parse_step(self.paths[0].name) if self.paths else None
-
-    @staticmethod
-    def look(directory: Place) -> "InStorage":
-        """Look into the directory of its checkpoints. On one rank."""
-        paths, run = list_steps(directory), token(directory)
-        return InStorage(paths, run, _newest_good(paths) if run else None)
-
-
 def find_memory(
-    ranks: Ranks,
-    directory: Place,
-    storage: InStorage,
-    layout: Callable[[], PlanInput],
-    held: ExitStack,
+    ranks: Ranks, directory: Place, layout: Callable[[], PlanInput], held: ExitStack
 ) -> Memory | None:
     """The step in memory that is whole and no older than storage, if there is one. On all ranks.
 
     Args:
         ranks: who loads.
         directory: of the checkpoints.
-        storage: what is there.
         layout: says where what is to be loaded would be stored.
         held: until it is closed, nobody takes over or deletes what was found.
     """
-    if storage.run is None:
+    run = ranks.on_main(lambda: token(directory))
+    left = survey_all(ranks, directory, run, held) if run else []
+    if not run or not left:
         return None
-    left = survey_all(ranks, directory, storage.run, held)
-    if not left:
-        return None
-    planned, good = layout(), storage.good
-    found = newest_whole(left, planned.tensors, storage.newest, good)
+
+    def look() -> tuple[int | None, int | None]:
+        paths = list_steps(directory)
+        return newest_step(paths), _newest_good(paths)
+
+    planned = layout()
+    listed, good = ranks.on_main(look)  # after `survey`: who lived until then may have saved
+    found = newest_whole(left, planned.tensors, listed, good)
     if found is None:
         return None
-    return Memory(found[0], good, storage.run, found[1], stored_by_name(planned.files))
+    return Memory(found[0], listed, good, run, found[1], stored_by_name(planned.files))
 
 
 def survey_all(ranks: Ranks, directory: Place, run: str, held: ExitStack) -> list[LeftSlot]:
@@ -222,6 +201,11 @@ def load_memory(
             "it too" if memory.newest == memory.step else memory.newest or "none",
         )
     return True
+
+
+def newest_step(paths: Sequence[Place]) -> int | None:
+    """The newest of steps that `list_steps` found, good or not."""
+    return parse_step(paths[0].name) if paths else None
 
 
 def _newest_good(paths: Sequence[Place]) -> int | None:

@@ -7,6 +7,7 @@ before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applicat
 8). So do two runs that were given the same directory by mistake notice each other.
 """
 
+import logging
 import re
 import time
 from contextlib import suppress
@@ -14,8 +15,10 @@ from contextlib import suppress
 from checkpointing.errors import StorageError
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.owners import owner
+from checkpointing.storage.owners import is_alive, owner
 from checkpointing.storage.place import P, Place
+
+logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 4096
 _CLAIM = re.compile(r"\.writer-(\d+)")
@@ -38,25 +41,28 @@ def hold(directory: P, mine: P | None) -> P:
         if mine and claims:
             if claims[-1][1].name == mine.name:
                 return mine
-            raise StorageError(_taken(claims[-1][1]))
+            raise StorageError(_words(claims[-1][1], "another process has taken over this run"))
         new = directory / f".writer-{claims[-1][0] + 1 if claims else 1:06}"
         with suppress(FileExistsError):  # another was faster: be newer than that one
             storage.create(new, f"{owner()} {time.time():.3f}\n".encode())
-            storage.collect(directory, lost=[_owner(old)[0] for _, old in claims])
+            lost = [_owner(old)[0] for _, old in claims]
+            if lost and lost[-1] != owner() and is_alive(lost[-1]):
+                what = "taken over from a process that lives, and can commit no more"
+                logger.warning("%s", _words(claims[-1][1], what))
+            storage.collect(directory, lost=lost)
             for _, old in claims:
                 storage.remove(old)
             return new
 
 
-def _taken(path: Place) -> str:
+def _words(path: Place, what: str) -> str:
     name, moment = _owner(path)
     since = ""
     with suppress(ValueError, OverflowError, OSError):  # whatever stands there, it is taken
         since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(float(moment)))
     return (
-        f"{path.parent}: another process has taken over this run ({printable(name) or 'it'} "
-        f"saves there{since}); if these are two runs, end one or give it a checkpoint.directory of "
-        "its own"
+        f"{path.parent}: {what} ({printable(name) or 'it'} saves there{since}); if these are two "
+        "runs, end one or give it a checkpoint.directory of its own"
     )
 
 

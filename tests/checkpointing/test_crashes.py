@@ -4,6 +4,7 @@ the dead stays. `SOAK=1` kills at every point and at many more random moments.""
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -244,7 +245,7 @@ def test_a_rank_killed_at_any_moment_of_a_save(moment, nodes, victim, tmp_path, 
     assert not memory_of(run)
 
 
-def test_who_comes_back_from_the_dead_commits_nothing(tmp_path):
+def test_who_comes_back_from_the_dead_commits_nothing(tmp_path, capfd):
     """A run that was frozen or cut off while another went on from its checkpoints."""
     run = tmp_path / "run"
     with TensorCheckpointer(run, OPTIONS, None) as frozen:
@@ -252,6 +253,8 @@ def test_who_comes_back_from_the_dead_commits_nothing(tmp_path):
         with TensorCheckpointer(run, OPTIONS, None) as other:
             assert load(other) == 1
             save_now(other, 2, **parts(2))
+            told = r"taken over from a process that lives, .* \(\S+ saves there since 20.*\)"
+            assert len(re.findall(told, capfd.readouterr().err)) == 1
             frozen.save(3, **parts(3))
             with pytest.raises(SaveFailed, match="another process has taken over this run"):
                 frozen.wait()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -84,7 +85,7 @@ class StepProfiler:
         return self._after <= self._done < self._last
 
     def after_step(self) -> None:
-        """To be called after every step, and what is done between it and the next one."""
+        """To be called on all ranks after every step, and what is done between it and the next."""
         if not self._profile:
             return
         self._done += 1
@@ -92,6 +93,8 @@ class StepProfiler:
             self._holdings.watch()
         with self._speed.aside():
             self._profile.step()
+            if self._done == self._last:  # it has written; others may still be at it
+                dist.barrier(self._run.mesh.group)
 
     def _write(self, profiler: profile) -> None:
         self._holdings.leave()

@@ -11,10 +11,14 @@ import torch
 from checkpointing import (
     CheckpointOptions,
     DamagedCheckpoint,
+    StorageError,
     TensorCheckpointer,
     newest_checkpoint,
     read_state,
+    tensor_checkpointer,
 )
+from checkpointing.load import memory
+from checkpointing.load.restore import load_step
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.worlds import same_bits, save_now, whole_state
 
@@ -175,6 +179,54 @@ def test_no_good_checkpoint_left_is_an_error_and_not_a_fresh_start(run):
         pytest.raises(DamagedCheckpoint, match=f"all checkpoints are damaged.*2/{MODEL_2}: checks"),
     ):
         load(checkpointer)
+
+
+def go_on(run, step):
+    """As another run does with keep=1: save a step, then delete those before."""
+    model, optimizer = whole_state(seed=step)
+    before = list(run.glob("step-*"))
+    with TensorCheckpointer(run, OPTIONS, None) as other:
+        save_now(other, step, model=model, optimizer=optimizer, state={"step": step}, files={})
+    for path in before:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize("times", [1, tensor_checkpointer.LOOKS])
+def test_a_step_that_another_run_deletes_is_not_damaged(times, run, caplog, monkeypatch):
+    """It has a newer one by then, which is loaded; unless that goes on for ever."""
+    steps = iter(range(3, 3 + times))
+
+    def load_late(ranks, path, *arguments):
+        if step := next(steps, None):
+            go_on(run, step)
+        return load_step(ranks, path, *arguments)
+
+    monkeypatch.setattr(tensor_checkpointer, "load_step", load_late)
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer, caplog.at_level(logging.WARNING):
+        if times == 1:
+            assert load(checkpointer) == 3
+        else:
+            with pytest.raises(StorageError, match="another run deletes checkpoints before they"):
+                load(checkpointer)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == times
+    assert told[0].startswith("checkpoint step-00000002 was deleted before it could be read: ")
+
+
+def test_a_run_that_lives_and_saves_is_waited_for_before_storage_is_looked_at(
+    run, caplog, monkeypatch
+):
+    """Its memory is: as the writer of a killed rank dies a moment after it."""
+
+    def living(directory):
+        monkeypatch.undo()
+        go_on(run, 3)
+        return []
+
+    monkeypatch.setattr(memory, "living_folders", living)
+    with TensorCheckpointer(run, OPTIONS, None) as checkpointer, caplog.at_level(logging.WARNING):
+        assert load(checkpointer) == 3
+    assert not caplog.records
 
 
 def test_a_cheap_look_finds_the_newest_step_whose_small_files_are_good(run):

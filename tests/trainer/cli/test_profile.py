@@ -5,14 +5,20 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support import python_path
+from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.data.prepare.prepare import prepare
+from trainer.run.profile import StepProfiler
 from trainer.run.trace_summary import (
     PHASES,
     intersect,
@@ -71,7 +77,7 @@ def test_a_traced_run_of_two_ranks(tmp_path, strategy, collective, times):
     out = tmp_path / "run-profile"
     page = (out / "profile.md").read_text()
     assert page in done.stdout
-    assert all(f"| {phase} | " in page for phase in PHASES)
+    assert all(f"\n| {phase} " in page for phase in PHASES)
     assert "with one in 200 steps, as the recipe has it" in page
     assert not (out / "checkpoints").exists()
     for rank in range(2):
@@ -82,6 +88,38 @@ def test_a_traced_run_of_two_ranks(tmp_path, strategy, collective, times):
         assert profile.communication >= profile.phases["communication"]
         assert profile.collectives[collective] == 3 * times
         assert "aten::mm" in [operator.name for operator in profile.operators[:12]]
+
+
+def test_the_step_after_a_trace_waits_for_no_rank_that_still_writes(tmp_path, monkeypatch):
+    """Or its speed, and the bubble of a pipeline, would be that of writing."""
+
+    class SlowOnRank1:
+        def __init__(self, device, after, steps, ready):
+            self.left = after + steps
+
+        def step(self):
+            self.left -= 1
+            if self.left == 0 and dist.get_rank() == 1:
+                time.sleep(0.5)
+
+    monkeypatch.setattr("trainer.run.profile.torch_profiler", SlowOnRank1)
+    monkeypatch.setattr("trainer.run.profile._Holdings", Mock())
+
+    def work(rank):
+        run = Mock(mesh=Mock(group=dist.group.WORLD))
+        run.recipe.tracking = Mock(profile_steps=2, profile_after=1)
+        speed = Mock()
+        speed.aside.side_effect = nullcontext
+        profiler = StepProfiler(run, speed)
+        took = []
+        for _ in range(4):
+            began = time.monotonic()
+            profiler.after_step()
+            took.append(time.monotonic() - began)
+        return took
+
+    for took in run_ranks(2, work, tmp_path):
+        assert [seconds > 0.25 for seconds in took] == [False, False, True, False]
 
 
 def test_on_a_gpu_the_device_comes_first(tmp_path):
