@@ -158,12 +158,16 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Numbers that it holds beside its state and its groups, by attribute; flags of torch aside."""
+    """Numbers that it holds beside its parameters, its state and its groups, by attribute; flags of
+    torch aside."""
+    known = {id(one) for one in tree_leaves([*map(dict, optimizer.state.values())])}
+    known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {
         key: [
             one.tolist() if isinstance(one, torch.Tensor) else one
             for one in tree_leaves(value)
             if isinstance(one, (torch.Tensor, int, float))
+            if not (isinstance(one, torch.Tensor) and id(one) in known)
         ]
         for key, value in vars(optimizer).items()
         if key not in ("state", "param_groups", "defaults")

@@ -56,3 +56,25 @@ def test_factors_of_sharded_matrices_are_those_of_whole_ones(tmp_path, sizes, cu
             torch.testing.assert_close(found[name], whole, rtol=1e-5, atol=1e-6, msg=name)
         assert kept["(7, 5) row_var"] == cuts  # with the rows
         assert not any(cut.is_shard() for cut in kept["(7, 5) col_var"])
+
+
+class Aliases(torch.optim.SGD):
+    """Has its parameters, and what it keeps for them, at hand."""
+
+    def __init__(self, groups, lr=1e-3):
+        super().__init__(groups, lr=lr)
+        self.weights = [one for group in self.param_groups for one in group["params"]]
+        self.sums = [torch.zeros_like(one) for one in self.weights]
+        for one, total in zip(self.weights, self.sums, strict=True):
+            self.state[one]["sum"] = total
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one, total in zip(self.weights, self.sums, strict=True):
+            if one.grad is not None:
+                one.sub_(total.add_(one.grad), alpha=self.param_groups[0]["lr"])
+
+
+def test_what_an_optimizer_has_at_hand_is_no_state_of_its_own():
+    options = Optimizer(factory=f"{__name__}:Aliases", lr=0.1)
+    build_own({"weight": nn.Parameter(torch.randn(4, 3))}, options)

@@ -120,7 +120,7 @@ def run_chaos(
     def of(name: str) -> list[str]:
         return [recipe_path, *shared, f"run.dir={folder / name}"]
 
-    check_launch(load_recipe(recipe_path, of("undisturbed")[1:]), 1, 1)
+    check_launch(load_recipe(recipe_path, [*of("undisturbed")[1:], *ALONE]), 1, 1)
     logs.mkdir(parents=True)
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
     preload = "trainer.run.worker,trainer.tools.chaos.poison"
