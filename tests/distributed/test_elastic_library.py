@@ -117,6 +117,13 @@ def test_a_node_that_is_told_to_go_saves_and_leaves(cluster, tmp_path, undisturb
 def test_a_node_is_lost_and_comes_back(cluster, tmp_path, undisturbed):
     """Two nodes; what the lost one had is in the memory of the other, or in storage."""
     nodes = cluster("elastic_loop", "1:2", ranks=1)
+    loop = tmp_path / "elastic_loop.py"
+    slow = "    __import__('time').sleep(0.2 * (step > 200 and job.world.world_size == 1))"
+    body = "    batch = torch.randn"
+    assert body in loop.read_text()
+    loop.write_text(
+        loop.read_text().replace(body, f"{slow}\n{body}")
+    )  # alone, it waits for the other
     first, second = nodes.add(), nodes.add()
     for node in (first, second):
         node.seen = 0
