@@ -142,8 +142,9 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
     if together or not _best_on_gpus(found, machine):
         best, cut = _best_on_gpus([*own, *found], machine), []
         least = partial(_least_seconds, recipe, machine, blueprint)
-        layouts = sorted(_layouts(recipe, machine, blueprint), key=lambda layout: least(layout[1]))
-        for label, strategy in layouts:
+        known = {one.label for one in found}
+        layouts = [one for one in _layouts(recipe, machine, blueprint) if one[0] not in known]
+        for label, strategy in sorted(layouts, key=lambda layout: least(layout[1])):
             limit = best.prediction.seconds_per_step if best else None
             recomputes = [
                 recompute
@@ -154,7 +155,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             ]
             tried = _of_layout(recipe, strategy, recomputes, machine, partial(candidates, label))
             everything += tried
-            if (fastest := _best(tried, machine)) and label not in {one.label for one in found}:
+            if fastest := _best(tried, machine):
                 cut.append(fastest)
                 best = _best([*filter(None, [best]), fastest], machine)
         found += sorted(cut, key=_order)[:SHOWN]
@@ -202,13 +203,10 @@ def _layouts(
         for shape in unit
     )
     rings = powers if recipe.data.seq_len >= LONG else [1]
+    least = 2 if recipe.strategy.together == 1 else 1  # without any, they are tried already
     for tp, cp, pp in product(powers, rings, powers):
-        replica, alone = tp * cp * pp, recipe.strategy.together == 1  # tried with others already
-        if (
-            (replica == 1 and alone)
-            or machine.world_size % replica
-            or machine.gpus_per_node % (tp * cp)
-        ):
+        replica = tp * cp * pp
+        if replica < least or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
             continue
         if recipe.batch.global_batch * tp * cp < machine.world_size:  # fewer passes than stages
             continue
@@ -288,11 +286,12 @@ def _of_layout(
     """With the least recomputation that fits, and twice the micro-batch as long as that is
     faster."""
     tried: list[Candidate] = []
+    alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
+    micro_batches = MICRO_BATCHES if strategy.together > 1 else alone
     for recompute in recomputes:
         changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
         fastest = None
-        alone = _micro_batches(_changed(recipe, changed, 1), machine.world_size)
-        for micro_batch in MICRO_BATCHES if strategy.together > 1 else alone:
+        for micro_batch in micro_batches:
             ways: list[Candidate] = []
             for way in _reductions(
                 _changed(recipe, changed, micro_batch), changed, micro_batch, machine.world_size

@@ -60,8 +60,9 @@ def check_replicas(run: Run) -> None:
         for rank in diverged_ranks(map(local_tensor, held[name]), mesh[name].get_group())
     ]
     if pipeline:  # a tied embedding, if there is one; between the ends nothing is held of it
-        tied = torch.empty(0, device=mesh.device_type) if pipeline.tied is None else pipeline.tied
-        ranks += diverged_ranks([local_tensor(tied)], mesh[PIPELINE].get_group(), ends=True)
+        none = local_tensor(weights[0])[:0]  # with strategy.offload on the host, as the others
+        tied = none if pipeline.tied is None else local_tensor(pipeline.tied)
+        ranks += diverged_ranks([tied], mesh[PIPELINE].get_group(), ends=True)
     flags = torch.zeros(run.world.world_size, device=mesh.device_type)
     flags[ranks] = 1  # other groups of replicas hold other shards
     dist.all_reduce(flags)
