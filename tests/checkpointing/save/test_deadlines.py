@@ -35,9 +35,9 @@ def save_through(rank: int, run: Path, stopped: int | None) -> tuple[str, float,
         dist.barrier()
         began = time.monotonic()
         checkpointer.save(2, **parts(2, bulk=1 << 20))
+        dist.barrier()  # all have asked, and been answered
         if rank == stopped:  # at once: what is written here takes no more than two seconds
             os.kill(writers[0], signal.SIGSTOP)
-        dist.barrier()  # all have asked
         checkpointer.wait_staged()
         told = []
         while not told:  # training goes on meanwhile
