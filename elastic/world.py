@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from elastic.exits import EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE
 
@@ -110,6 +111,13 @@ def join_world(device: str, timeout_seconds: float) -> World:
         cause=json.loads(read(CAUSE, "null")),
         device=place,
     )
+
+
+def limit_waits(timeout_seconds: float) -> None:
+    """Have the collectives of all groups of this rank wait for a missing one as long as those of
+    the default group: to others torch gives 10 or 30 minutes, whatever was said of that."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def wait_until_freed(free: Callable[[], int], pause: float = 0.05) -> None:

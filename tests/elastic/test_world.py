@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic import EXIT_FAILED, EXIT_PAUSED, EXIT_WRONG_INPUT
-from elastic.world import is_lost_peer, leave_world, wait_until_freed
+from elastic.world import is_lost_peer, leave_world, limit_waits, wait_until_freed
 
 SYSTEM_ERROR = (
     "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
@@ -48,6 +50,18 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_the_others(monkeypatch, code
     with pytest.raises(SystemExit, match=str(code)):
         leave_world(code)
     assert bool(destroyed) == together
+
+
+def test_groups_made_later_wait_as_long_as_was_said():
+    seconds = timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=seconds)
+    try:
+        backend = dist.new_group([0])._get_backend(torch.device("cpu"))
+        assert backend.options._timeout > seconds, "torch hands it on by now"
+        limit_waits(7)
+        assert backend.options._timeout == seconds
+    finally:
+        dist.destroy_process_group()
 
 
 def test_memory_of_a_device_is_waited_for_until_it_grows_no_more(monkeypatch):

@@ -129,6 +129,30 @@ def test_layout(same, copies, layout):
     same(f"{layout}-{copies}", ranks, *LAYOUTS[layout], tolerance=tolerance, stages=stages)
 
 
+DEEP = "model.architecture.num_hidden_layers=6"
+
+
+@pytest.fixture(scope="session")
+def deep_on_cpu(workspace):
+    from tests.distributed.jobs import Job
+
+    overrides = ["run.dir=deep-on-cpu", "strategy.name=ddp", *SHORT, DEEP]
+    code, output = Job(workspace, 1, overrides).wait()
+    assert code == 0, output
+    return losses(workspace, "deep-on-cpu")
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(4, "1f1b"), (3, "interleaved_1f1b")])
+def test_ranks_between_others(workspace, start, copies, deep_on_cpu, ranks, schedule):
+    """Of a pipeline: what one receives ahead holds up nothing that it sends."""
+    run = f"between-{schedule}-{copies}"
+    finish(start(
+        ranks, f"run.dir={run}", *CUDA, DEEP, f"strategy.pp={ranks}", "batch.micro_batch=1",
+        f"strategy.pp_schedule={schedule}", f"strategy.pp_stages_per_rank={1 + ranks % 2}",
+    ))  # fmt: skip
+    assert losses(workspace, run) == pytest.approx(deep_on_cpu, rel=TOLERANCE)
+
+
 def test_without_slots(same, copies):
     output = same(f"no-slots-{copies}", 2, "checkpoint.slots=0")
     assert "no checkpoint slots" in output

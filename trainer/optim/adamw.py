@@ -63,12 +63,12 @@ def _exact(
     IEEE 754 defines these to the last bit, so how a tensor is cut, and which kernel computes it,
     does not show."""
     lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        of_one = state[parameter]
+    states = [state[parameter] for parameter in parameters]
+    for of_one in states:
         of_one["step"] += 1
-        steps = of_one["step"].item()
+    counts = torch.stack([of_one["step"] for of_one in states]).tolist()  # one wait for a GPU
+    for parameter, of_one, steps in zip(parameters, states, counts, strict=True):
+        assert parameter.grad is not None
         weight, gradient, mean, mean_square = map(
             local_tensor, (parameter, parameter.grad, of_one["exp_avg"], of_one["exp_avg_sq"])
         )

@@ -99,7 +99,7 @@ class Pipeline:
         self.costs = costs
         self._stages, self._recipe, self._dtype = stages, recipe, dtype
         self._context = context
-        self._links = _Links(mesh)
+        self._links = _Links(mesh, recipe.strategy.pp_stages_per_rank > 1)
         self.tied: Tensor | None = None
         """A weight that the first and the last rank have in common, on these."""
         self._before: dict[int, int] = {}  # blocks before a stage
@@ -260,12 +260,7 @@ class Pipeline:
             return
         gradient, peer = self.tied.grad, self._links.ranks - 1 - self._links.rank
         mine = local_tensor(gradient)  # on the host, with strategy.offload
-        sent = mine.to(self._links.device)
-        theirs = torch.empty_like(sent)
-        receiving = self._links.receive(theirs, peer)
-        self._links.send(sent, peer).wait()
-        receiving.wait()
-        mine += theirs.to(mine.device)
+        mine += self._links.exchange(mine.to(self._links.device), peer).to(mine.device)
 
 
 def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> list[Node]:
@@ -289,32 +284,69 @@ def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> list[Node]
     return found
 
 
+def turns_of(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]]:
+    """Whom a rank makes groups with, one turn after the other: every two neighbours have a turn
+    together. Whose turn it is not is alone, so that all make groups at the same time.
+
+    Args:
+        rank: of a pipeline.
+        ranks: in it.
+        around: the last and the first are neighbours, too.
+    """
+    last = ranks if around and ranks > 2 else ranks - 1
+    pairs = [(first, (first + 1) % ranks) for first in range(last)]
+    even = ranks - ranks % 2
+    turns = [turn for turn in (pairs[:even:2], pairs[1::2], pairs[even:]) if turn]
+    return [next((pair for pair in turn if rank in pair), (rank,)) for turn in turns]
+
+
 class _Links:
     """This rank among those of its pipeline. Made on all ranks."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, around: bool) -> None:
+        """`around`: the last rank sends to the first, and back."""
         across = mesh.device_mesh[PIPELINE]
         self.rank, self.ranks = across.get_local_rank(), across.size()
         self.device = torch.device(mesh.device_mesh.device_type)
-        self._up = self._down = across.get_group()
-        if self.device.type == "cuda":
-            # Two ranks that talk both ways in one NCCL communicator can wait for each other.
-            members = dist.get_process_group_ranks(self._up)
-            self._down = dist.new_group(members, use_local_synchronization=True)
+        self.group = across.get_group()
+        self._members = dist.get_process_group_ranks(self.group)
+        self._ways: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        """Groups by (sender, receiver)."""
+        if self.device.type != "cuda":
+            return
+        # What has one NCCL communicator is done one after the other. A receive is posted ahead: it
+        # would hold up what goes to the next rank, and ranks would wait for each other.
+        for turn in turns_of(self.rank, self.ranks, around):
+            ranks = [self._members[number] for number in turn]
+            for way in (turn, turn[::-1]):
+                # All ranks are in one at a time: they split their communicator together.
+                self._ways[way] = dist.new_group(
+                    ranks, backend="nccl", use_local_synchronization=True
+                )
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
         """Begin to."""
-        group = self._up if peer > self.rank else self._down
-        work = dist.isend(tensor, group=group, group_dst=peer)
+        group = self._ways.get((self.rank, peer), self.group)
+        work = dist.isend(tensor, self._members[peer], group)
         assert work
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> dist.Work:
         """Begin to."""
-        group = self._down if peer > self.rank else self._up
-        work = dist.irecv(tensor, group=group, group_src=peer)
+        group = self._ways.get((peer, self.rank), self.group)
+        work = dist.irecv(tensor, self._members[peer], group)
         assert work
         return work
+
+    def exchange(self, tensor: Tensor, peer: int) -> Tensor:
+        """What another rank, which calls it as well, has of the shape of this."""
+        theirs = torch.empty_like(tensor)
+        both = (dist.isend, tensor), (dist.irecv, theirs)
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(way, x, group=self.group, group_peer=peer) for way, x in both]
+        ):
+            work.wait()
+        return theirs
 
 
 class _Messages:

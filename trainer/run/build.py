@@ -14,6 +14,7 @@ from elastic import Pulse, Start, World, describe_failure
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
+from elastic.world import limit_waits
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh, placement
@@ -57,6 +58,7 @@ def build(
             task.model, task.blocks, mesh, recipe, world.device, task.fill,
             cores=max(1, usable_cores() // world.local_world_size),
         )  # fmt: skip
+        limit_waits(recipe.elastic.timeout_seconds)
         optimizer = build_optimizer(
             model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
             zeros_like=model.zeros_like,

@@ -7,7 +7,7 @@ import json
 import sys
 import weakref
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -76,14 +76,16 @@ def measure(recipe, world):
             activations = forward.total(ignored=model.module.parameters())
         return found["loss"] if isinstance(found, dict) else found
 
-    sent, send = 0, pipeline._Links.send
+    sent, links = 0, pipeline._Links
+    plain = {"send": links.send, "exchange": links.exchange}
 
-    def counted(links, tensor, peer):
+    def counted(name, links, tensor, peer):
         nonlocal sent
         sent += tensor.nbytes
-        return send(links, tensor, peer)
+        return plain[name](links, tensor, peer)
 
-    with LiveTensors() as live, patch.object(pipeline._Links, "send", counted):
+    counting = {name: partialmethod(partial(counted, name)) for name in plain}
+    with LiveTensors() as live, patch.multiple(links, **counting):
         for step in range(3):
             live.peak = sent = 0
             model.run([batch] * plan.passes, partial(compute, step), train=True)
