@@ -68,6 +68,19 @@ class Pass(NamedTuple):
     """A backward pass of the stage came before in this step."""
     last: bool
     """It is the last backward pass of the stage in this step."""
+    fresh: bool
+    """A forward pass that is the stage's first in this step, or since its last backward pass."""
+
+
+class Resting(NamedTuple):
+    """Bytes that a stage keeps while another one of its rank computes."""
+
+    gathered: int
+    """From a forward pass on until gradients are reduced."""
+    between: int
+    """From the first backward pass on."""
+    after: int
+    """In place of both, after the last one."""
 
 
 class Held:
@@ -91,8 +104,9 @@ class Held:
         # not.
         whole = [part for part in self._parts if part[0].ep == 1]
         self._buffer = max((self._padded(part, self._reduced) for part in whole), default=0)
-        flat = max((self._padded(part) for part in whole), default=0)
-        self._flat = flat if layout.shards > 1 else 0  # a group of one rank copies without it
+        self._flat = max(map(self._flat_of, whole), default=0)
+        self._flats = max(map(self._flat_of, self._parts), default=0)
+        self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
         self._root = self._padded(self._units[0])
         self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
         reduced = 0 if offloaded else sum(bytes_of(unit, layout.shards) for unit in self._units)
@@ -103,22 +117,25 @@ class Held:
         self._last_buffer = sum(self._padded(part, self._reduced) for part in last)
 
     @property
-    def resting(self) -> tuple[int, int, int]:
-        """Bytes that the stage keeps while another one of its rank computes: from the first forward
-        of a step on, from the first backward on, and after the last one."""
-        after = sum(self._of_passes(True)) + self._all_reduced(True, 0)
-        return self._gathered, self._gathered + after, self._slices
+    def resting(self) -> Resting:
+        """What the stage keeps while another one of its rank computes."""
+        between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
+        return Resting(self._gathered, between, self._slices)
 
     def moments(self, which: Pass) -> list[Moment]:
         """The moments of a pass, with what the stage has of those before."""
-        kind, before, last = which
+        kind, before, last, fresh = which
         if kind == "F":
-            return [self._forward(before)]
+            return [self._forward(before, fresh)]
         if kind == "B" or (kind == "W" and self._stage.first):
             return self._backward(before, last or self._every_pass)
         if kind == "W":
             return self._backward_of_weights(before, last)
         return [] if self._stage.first else self._backward(before, False)
+
+    def _flat_of(self, part: Sequence[Shape]) -> int:
+        """What FSDP gathers it into; a group of one rank copies without that."""
+        return self._padded(part) if part[0].over(self._layout.shards) > 1 else 0
 
     def _padded(self, unit: Sequence[Shape], itemsize: int | None = None) -> int:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
@@ -144,23 +161,31 @@ class Held:
         found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
 
-    def _forward(self, before: bool) -> Moment:
+    def _forward(self, before: bool, fresh: bool) -> Moment:
         early, aside, kept = self._of_passes(before)
-        left = 0 if self._layout.gathers_ahead else self._flat
+        gathers = self._free or (fresh and (self._every_pass or not before))
+        left = self._left if gathers and not self._layout.gathers_ahead else 0
         other = self._gathered + left + aside + kept + self._all_reduced(before, 0)
         return Moment("forward", early, self.trace.head_forward, other)
 
     def _backward(self, before: bool, reduces: bool) -> list[Moment]:
         trace, units, shards = self.trace, self._units, self._layout.shards
         early, aside, kept = self._of_passes(before)
-        ahead, own = (self._flat, self._block) if self._free else (0, 0)
-        other = self._gathered + ahead + aside + kept + self._all_reduced(before, 0)
-        moments = [Moment("head", early, trace.head_backward, other)]
+        own, flat, flats = (self._block, self._flat, self._flats) if self._free else (0, 0, 0)
+        other = self._gathered + aside + kept + self._all_reduced(before, 0)
+        moments = [Moment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            moments.append(Moment("blocks", early, trace.last_backward, other + own))
+            ahead = flat if units[2:] else 0  # below the first block nothing is gathered
+            moments += [
+                Moment("blocks", early, trace.entry, other + own + flats),
+                Moment("blocks", early, trace.last_backward, other + own + ahead),
+            ]
         if not reduces:
-            # Only where nothing goes before the end is there more in another block.
-            return [*moments, Moment("blocks", early, trace.first_backward, other + own)]
+            for _, below in inner_blocks(self._stage):
+                held = trace.first_backward + below * trace.block_saved
+                ahead = flat if below else 0
+                moments.append(Moment("blocks", early, held, other + own + ahead))
+            return moments
         root_slices, block_slices = (bytes_of(units[i], shards) for i in (0, -1))
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
 
@@ -174,6 +199,11 @@ class Held:
             held = trace.first_backward + below * trace.block_saved
             done = max(early, back * block_slices)
             moments.append(Moment("blocks", done, held, other + self._all_reduced(before, back)))
+            if not below:
+                held, other = trace.after_block + trace.block_saved, other + flats
+                moments.append(
+                    Moment("blocks", done, held, other + self._all_reduced(before, back))
+                )
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
             other = gathered(back, below) + aside - back * block_aside
@@ -238,9 +268,9 @@ class Unsharded:
         self._whole = self._root + sum(blocks)
 
     @property
-    def resting(self) -> tuple[int, int, int]:
+    def resting(self) -> Resting:
         """As that of `Held`."""
-        return 0, self._whole, self._whole
+        return Resting(0, self._whole, self._whole)
 
     def moments(self, which: Pass) -> list[Moment]:
         """As those of `Held`."""

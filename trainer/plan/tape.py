@@ -36,6 +36,8 @@ class Trace:
     """Peak until the loss is there."""
     head_backward: int
     """Peak of the backward pass before it comes to the blocks."""
+    entry: int
+    """When it comes to them."""
     last_backward: int
     """Peak in the backward pass of the last block, which is the first to go back (of all but the
     first, where they are all traced)."""
@@ -93,7 +95,7 @@ class Tape(LiveTensors):
         """Whether what comes out of the blocks does."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
-        self._after_block = self._after_head = self._hidden = 0
+        self._after_block = self._after_head = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
         """What comes into the blocks, and out of them."""
         self._kept = (True, True)
@@ -154,6 +156,7 @@ class Tape(LiveTensors):
 
     def _leave_head(self) -> None:
         self._after_head = self.total("head") + self.total("head back")
+        self._entry = self.total()
         self._enter("last back")
 
     def _note_alive(self) -> None:
@@ -288,6 +291,7 @@ class Tape(LiveTensors):
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
             ),
             head_backward=peaks["head back"] + saved,
+            entry=self._entry + saved - passed,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,
             first_backward=first_backward,
             after_block=after_block,
