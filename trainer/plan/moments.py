@@ -204,6 +204,21 @@ class Held:
                 moments.append(
                     Moment("blocks", done, held, other + self._all_reduced(before, back))
                 )
+        experts = parts_of(units[-1])[1:]
+        for below in {len(units) - 2, 0} if experts else ():
+            # They are reduced before the rest of their block, which has their buffer beside it.
+            back, which = len(units) - 2 - below, int(below == 0 and bool(units[2:]))
+            done = max(early, back * block_slices)
+            other = gathered(back, below) + own + aside - back * block_aside
+            other += self._all_reduced(before, back) - self._padded(experts[0])
+            other -= self._accumulated(experts[0]) if aside else 0
+            held = below * trace.block_saved if which else 0
+            buffer = self._padded(experts[0], self._reduced)
+            reducing = other + self._reducing(experts[0], before)
+            moments += [
+                Moment("blocks", done, trace.experts[which] + held, reducing),
+                Moment("blocks", done, trace.rest[which] + held, other + buffer),
+            ]
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
             other = gathered(back, below) + aside - back * block_aside
@@ -223,14 +238,16 @@ class Held:
 
     def _reducing(self, unit: Sequence[Shape], before: bool) -> int:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
-        into another; replicas of one rank divide it by 1 in between, which makes a third."""
+        into another, beside the last of the gradients, which torch still refers to; one rank does
+        not, but with replicas divides by 1 in between, which makes a third."""
         buffer = self._padded(unit, self._reduced)
         ranks = unit[0].over(self._layout.shards) if unit else 1
         summed = before and not self._every_pass
         gradients = max(self._padded(unit), self._accumulated(unit) if summed else 0)
+        last = bytes_of(unit[-1:], None, self._reduced if summed else self._compute)
         reduced_to = buffer // ranks
-        divided = ranks == 1 < self._layout.replicas
-        most = max(gradients + buffer, (1 + divided) * buffer + reduced_to)
+        beside = last if ranks > 1 else buffer if self._layout.replicas > 1 else 0
+        most = max(gradients + buffer, buffer + reduced_to + beside)
         # It takes the place of the one before.
         return most - reduced_to if self._apart(before) > 1 else most
 

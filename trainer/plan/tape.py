@@ -51,6 +51,11 @@ class Trace:
     """Part of `saved` that is one block's."""
     tail_backward: int
     """Peak of the backward pass after the blocks."""
+    experts: tuple[int, int]
+    """Where those are divided: when their backward pass is over in the last block, and in another
+    as of `first_backward`; their gradients not counted."""
+    rest: tuple[int, int]
+    """Peak of the rest of that block's backward pass."""
     forward: Work
     backward: Work
     """Recomputation included."""
@@ -71,6 +76,10 @@ class Trace:
 @dataclass
 class _Phase:
     peak: int = 0
+    experts: int = 0
+    """When the backward pass of divided experts is over."""
+    rest: int = 0
+    """Peak after that."""
     work: list[tuple[float, float]] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Sent._fields, 0.0))
 
@@ -109,9 +118,13 @@ class Tape(LiveTensors):
         *,
         keep_gradients: bool,
         in_two: bool = False,
+        experts: Iterable[nn.Module] = (),
     ) -> None:
-        """The model of the pass that comes, whose backward is to be `backward_in_two` or not."""
+        """The model of the pass that comes, whose backward is to be `backward_in_two` or not;
+        `experts` are divided, and FSDP reduces their gradients apart."""
         self._watch(list(blocks), in_two)
+        for module in experts:
+            module.register_forward_pre_hook(self._before_experts)
         # Within autocast, whose casts of weights live until its end.
         model.register_forward_hook(lambda *_: self._note_alive())
         if not keep_gradients:
@@ -149,6 +162,14 @@ class Tape(LiveTensors):
             block.register_forward_pre_hook(before)
             block.register_forward_hook(after)
 
+    def _before_experts(self, module: nn.Module, inputs: Any) -> None:
+        def over() -> None:
+            _drop_all(module)
+            self._phase.experts = self.total()
+
+        if not self._in_backward:
+            _on_gradient(inputs, over)
+
     def _note_end(self, given: Any) -> int:
         hidden = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
         self._ends.append(weakref.ref(storage_of(hidden)))
@@ -168,8 +189,7 @@ class Tape(LiveTensors):
 
     def _leave(self, block: nn.Module, following: str) -> None:
         """The backward pass of a block is over: FSDP would reduce its gradients now."""
-        for parameter in block.parameters():
-            parameter.grad = None
+        _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
         self._enter(following)
@@ -212,6 +232,8 @@ class Tape(LiveTensors):
         if operator.namespace == "prim":
             return result
         self._phase.peak = max(self._phase.peak, self.alive)
+        if self._phase.experts:
+            self._phase.rest = max(self._phase.rest, self.alive)
         work = work_of(operator, args, kwargs or {}, result, self._seq_len)
         if any(work):
             self._phase.work.append(work)
@@ -259,6 +281,8 @@ class Tape(LiveTensors):
         names = [*phases]
         halves = names[:4], names[4:]
         first_backward = peaks["first back"] - passed + more
+        last_back, first_back = (self._phases[name] for name in ("last back", "first back"))
+        in_last, in_first = saved - passed, more - passed
         after_block, tail = (most - passed + more for most in (self._after_block, peaks["tail"]))
         kept, put_off, weights_peak, of_weights = all_saved, self._hidden, 0, halves[1]
         if after := self._after_input:
@@ -291,12 +315,14 @@ class Tape(LiveTensors):
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
             ),
             head_backward=peaks["head back"] + saved,
-            entry=self._entry + saved - passed,
+            entry=self._entry + in_last,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,
             first_backward=first_backward,
             after_block=after_block,
             block_saved=self._first_saved,
             tail_backward=tail,
+            experts=(last_back.experts + in_last, first_back.experts + in_first),
+            rest=(last_back.rest + in_last, first_back.rest + in_first),
             forward=work(halves[0]),
             backward=work(halves[1]),
             sent=(sent(halves[0]), sent(halves[1])),
@@ -306,6 +332,11 @@ class Tape(LiveTensors):
             weights_peak=weights_peak,
             weights=work(of_weights),
         )
+
+
+def _drop_all(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 def _drop(parameter: torch.Tensor) -> None:
