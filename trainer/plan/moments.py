@@ -185,6 +185,8 @@ class Held:
                 held = trace.first_backward + below * trace.block_saved
                 ahead = flat if below else 0
                 moments.append(Moment("blocks", early, held, other + own + ahead))
+            if not before:
+                moments.append(self._first_ends())
             return moments
         root_slices, block_slices = (bytes_of(units[i], shards) for i in (0, -1))
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
@@ -236,6 +238,25 @@ class Held:
             Moment("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
+    def _first_ends(self) -> Moment:
+        """The last unit's gradients are cast, after the first pass of several; those of the others
+        have been."""
+        root = self._units[0]
+        last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
+        others = self._whole - self._accumulated(last)
+        return Moment("end", 0, held, self._gathered + others + self._casting(last))
+
+    def _casting(self, unit: Sequence[Shape]) -> int:
+        """Most while gradients are cast to the format of the reduction, one by one."""
+        if self._compute == self._reduced:
+            return self._accumulated(unit)
+        most, cast, left = 0, 0, bytes_of(unit, None, self._compute)
+        for shape in unit:
+            cast += self._accumulated([shape])
+            most = max(most, cast + left)
+            left -= bytes_of([shape], None, self._compute)
+        return most
+
     def _reducing(self, unit: Sequence[Shape], before: bool) -> int:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
         into another, beside the last of the gradients, which torch still refers to; one rank does
@@ -263,6 +284,9 @@ class Held:
             Moment("blocks", 0, 0, other + sum(whole)),
         ]
         if not last:
+            if not before:
+                cast = self._casting([shape for unit in self._units for shape in unit])
+                moments.append(Moment("end", 0, 0, self._gathered + cast))
             return moments
         for number, unit in enumerate(units):
             after = range(number + 1, len(units))
