@@ -126,7 +126,7 @@ class Held:
         """The moments of a pass, with what the stage has of those before."""
         kind, before, last, fresh = which
         if kind == "F":
-            return [self._forward(before, fresh)]
+            return self._forward(before, fresh)
         if kind == "B" or (kind == "W" and self._stage.first):
             return self._backward(before, last or self._every_pass)
         if kind == "W":
@@ -161,12 +161,16 @@ class Held:
         found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
 
-    def _forward(self, before: bool, fresh: bool) -> Moment:
+    def _forward(self, before: bool, fresh: bool) -> list[Moment]:
         early, aside, kept = self._of_passes(before)
         gathers = self._free or (fresh and (self._every_pass or not before))
         left = self._left if gathers and not self._layout.gathers_ahead else 0
         other = self._gathered + left + aside + kept + self._all_reduced(before, 0)
-        return Moment("forward", early, self.trace.head_forward, other)
+        own = self._block if self._free else 0
+        return [
+            Moment("forward", early, self.trace.head_forward, other),
+            Moment("forward", early, self.trace.last_forward, other + own),
+        ]
 
     def _backward(self, before: bool, reduces: bool) -> list[Moment]:
         trace, units, shards = self.trace, self._units, self._layout.shards

@@ -34,6 +34,8 @@ class Trace:
     """Activations: alive between forward and backward."""
     head_forward: int
     """Peak until the loss is there."""
+    last_forward: int
+    """Peak in the last block."""
     head_backward: int
     """Peak of the backward pass before it comes to the blocks."""
     entry: int
@@ -315,6 +317,7 @@ class Tape(LiveTensors):
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
             ),
             head_backward=peaks["head back"] + saved,
+            last_forward=peaks["others" if self._depth > 1 else "first"] + alive,
             entry=self._entry + in_last,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,
             first_backward=first_backward,
