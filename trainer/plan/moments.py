@@ -37,6 +37,7 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from trainer.parallel.ddp import buckets
@@ -242,6 +243,11 @@ class Held:
             Moment("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
+    def _from_the_last(self) -> Sequence[Sequence[Shape]]:
+        """Units that `Trace.weights_peaks` tells of."""
+        head, *blocks = self._units
+        return [head] * self._stage.last + blocks[::-1]
+
     def _first_ends(self) -> Moment:
         """The last unit's gradients are cast, after the first pass of several; those of the others
         have been."""
@@ -283,10 +289,11 @@ class Held:
         units = [part for unit in self._units for part in parts_of(unit)]
         whole = [0 if added else bytes_of(unit, None, self._compute) for unit in units]
         other = self._gathered + aside
-        moments = [
-            Moment("blocks", 0, self.trace.weights_peak, other),
-            Moment("blocks", 0, 0, other + sum(whole)),
-        ]
+        moments, done = [], 0
+        for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
+            moments.append(Moment("blocks", 0, held, other + done))
+            done += 0 if added else bytes_of(unit, None, self._compute)
+        moments.append(Moment("blocks", 0, 0, other + sum(whole)))
         if not last:
             if not before:
                 cast = self._casting([shape for unit in self._units for shape in unit])
@@ -324,8 +331,10 @@ class Unsharded:
         if kind == "F":
             return [Moment("forward", before, trace.head_forward)]
         if kind == "W" and not self._stage.first:
-            weights = Moment("blocks", before, trace.weights_peak)
-            return [weights, Moment("blocks", whole)]
+            parts = [self._root] * self._stage.last + [self._block] * self._stage.blocks
+            pairs = zip(accumulate([0, *parts[:-1]]), trace.weights_peaks, strict=True)
+            weights = [Moment("blocks", max(before, done), held) for done, held in pairs]
+            return [*weights, Moment("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
         there = kind == "I" or bool(before)  # what there is before does not change

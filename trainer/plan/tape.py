@@ -69,8 +69,9 @@ class Trace:
     """Where the gradients of weights are put off: part of `saved` that stays until then."""
     put_off: int = 0
     """Gradients that stay until then."""
-    weights_peak: int = 0
-    """Peak of what computes them: one at a time, the others not counted."""
+    weights_peaks: tuple[int, ...] = ()
+    """Peaks of what computes them: of the head, if a stage has it, then of each block from the last
+    one on, the gradients of those before not counted."""
     weights: Work = ()
     """The part of `backward` that does."""
 
@@ -102,6 +103,9 @@ class Tape(LiveTensors):
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
         """Where backward is in two: bytes of each phase that stay from the first to the second."""
+        self._before_weights: list[int] = []
+        """And of all: when the weights of the head, the last block and the first one begin, and
+        when all are through."""
         self._keeps_output = False
         """Whether what comes out of the blocks does."""
         self._in_backward = False
@@ -220,12 +224,16 @@ class Tape(LiveTensors):
         self._after_input = {name: self.total(name) for name in self._phases}
         self._keeps_output = self._ends[1]() is not None
         while groups:
-            group = groups.pop(0)
+            group = groups.pop()
             weights = [node.variable for node in group["params"]]
-            self._enter(f"{self._part_of.get(weights[0], 'head')} weights")
+            phase = f"{self._part_of.get(weights[0], 'head')} weights"
+            if phase != self.label:
+                _drop_all(model)  # FSDP keeps those of a unit
+                self._enter(phase)
+                self._before_weights.append(self.total())
             stage_backward_weight(iter(weights), [group])
-            for weight in weights:
-                weight.grad = None
+        _drop_all(model)
+        self._before_weights.append(self.total())
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -286,7 +294,8 @@ class Tape(LiveTensors):
         last_back, first_back = (self._phases[name] for name in ("last back", "first back"))
         in_last, in_first = saved - passed, more - passed
         after_block, tail = (most - passed + more for most in (self._after_block, peaks["tail"]))
-        kept, put_off, weights_peak, of_weights = all_saved, self._hidden, 0, halves[1]
+        kept, put_off, of_weights = all_saved, self._hidden, halves[1]
+        weights_peaks: list[int] = []
         if after := self._after_input:
             # A block keeps its gradients, and that of its output, which the next one makes.
             of_block = after["last back"]
@@ -300,8 +309,11 @@ class Tape(LiveTensors):
                 kept -= after["head"] + (self._hidden if self._keeps_output else 0)
                 put_off += of_block - after["first back"] - after["head back"]
             of_weights = ["first weights", "others weights", *(["head weights"] if last else [])]
-            weights_peak = max(peaks[name] for name in of_weights)
-            weights_peak += kept + put_off - sum(after.values())
+            begin, left = self._before_weights, kept + put_off
+            for place, name in enumerate(("head weights", "others weights", "first weights")):
+                for _ in range(times[name]):
+                    weights_peaks.append(left + peaks[name] - begin[place])
+                    left += begin[place + 1] - begin[place]
 
         def work(half: list[str]) -> Work:
             return tuple(one for name in half for one in self._phases[name].work * times[name])
@@ -332,7 +344,7 @@ class Tape(LiveTensors):
             hidden=self._hidden,
             kept=kept,
             put_off=put_off,
-            weights_peak=weights_peak,
+            weights_peaks=tuple(weights_peaks),
             weights=work(of_weights),
         )
 
