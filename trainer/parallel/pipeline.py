@@ -244,8 +244,14 @@ class Pipeline:
         del roots
 
         def backward_of_weights() -> None:
-            stage_backward_weight(stage.parameters(), groups)
-            owners.clear()
+            while groups:
+                # From the last layer on: with it goes what only it and those above have needed.
+                group = groups.pop()
+                used = group["intermediates"]
+                stage_backward_weight(iter([node.variable for node in group["params"]]), [group])
+                for node in used:
+                    owners.pop(node, None)
+                del used, group, node
             if not isinstance(stage, FSDPModule):
                 return
             # These gradients come past FSDP's hooks, the last of which takes care of what did.
@@ -263,24 +269,27 @@ class Pipeline:
         mine += self._links.exchange(mine.to(self._links.device), peer).to(mine.device)
 
 
-def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> list[Node]:
-    """What keeps those of `nodes` alive that Python defines, such as the loss: in torch 2.11 they
-    end with the tensor that they lead to, whatever else refers to them.
+def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node, Node]:
+    """What keeps each of `nodes` alive that Python defines, such as the loss: in torch 2.11 they
+    end with the tensor that they lead to, whatever else refers to them, but for a node above that
+    Python does not define.
 
     Args:
         roots: of the graph; torch's own.
         nodes: some of it.
     """
     wanted = {node for node in nodes if isinstance(node, torch._C._FunctionBase)}
-    found: list[Node] = []
-    left, seen = [root for root in roots if root], set(roots)
-    while wanted and left:
-        node = left.pop()
-        below = {child for child, _ in node.next_functions if child}
-        if below & wanted and not isinstance(node, torch._C._FunctionBase):
-            found.append(node)
-        left += below - seen
-        seen |= below
+    found: dict[Node, Node] = {}
+    left, seen = [(root, root) for root in roots if root], set(roots)
+    while len(found) < len(wanted) and left:
+        node, above = left.pop()
+        owner = above if isinstance(node, torch._C._FunctionBase) else node
+        for below, _ in node.next_functions:
+            if below in wanted:
+                found.setdefault(below, owner)
+            if below and below not in seen:
+                left.append((below, owner))
+                seen.add(below)
     return found
 
 

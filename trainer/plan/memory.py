@@ -79,7 +79,8 @@ def memory_of(
             for stage, trace in zip(stages, traces, strict=True)
         ]
         alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
-        activations, found = _passes(order or alone, held)
+        each = recipe.strategy.reduce_every_pass
+        activations, found = _passes(order or alone, held, each)
         moments = [Moment("update", slices)] + [
             replace(moment, pass_=moment.pass_ + beside)
             for of_stage, passes in zip(held, found, strict=True)
@@ -115,18 +116,25 @@ def memory_of(
     )
 
 
-def _passes(order: Order, held: Sequence[Held | Unsharded]) -> tuple[int, list[dict[Pass, int]]]:
+def _passes(
+    order: Order, held: Sequence[Held | Unsharded], every_pass: bool
+) -> tuple[int, list[dict[Pass, int]]]:
     """(most bytes of activations on a rank, of each of its stages the passes and the most bytes
-    that are there beside one: for other micro-batches, and of other stages)."""
+    that are there beside one: for other micro-batches, and of other stages). `every_pass`: each
+    backward pass reduces gradients."""
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
     found: dict[int, dict[Pass, int]] = {number: {} for number in stages}
     rests = {number: stage.resting for number, stage in stages.items()}
     left, resting = dict(backward), dict.fromkeys(stages, 0)
+    gathered = dict.fromkeys(stages, False)
+    fresh = dict.fromkeys(stages, True)
     forward = put_off = most = 0
     for kind, number, _ in order:
         trace, before = stages[number].trace, left[number] < backward[number]
-        which = Pass(kind, before, kind in "BW" and left[number] == 1)
+        which = Pass(
+            kind, before, kind in "BW" and left[number] == 1, kind == "F" and fresh[number]
+        )
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number]
         found[number][which] = max(beside, found[number].get(which, 0))
@@ -141,9 +149,13 @@ def _passes(order: Order, held: Sequence[Held | Unsharded]) -> tuple[int, list[d
             case "W":
                 forward -= trace.kept
                 put_off -= trace.put_off
+        fresh[number] = kind != "F"
         left[number] -= kind in "BW"
-        state = (left[number] < backward[number]) + (left[number] == 0)
-        resting[number] = rests[number][state]
+        rest, between = rests[number], left[number] < backward[number]
+        gathered[number] = kind == "F" or (gathered[number] and not every_pass)
+        resting[number] = rest.gathered * gathered[number] + rest.between * between
+        if left[number] == 0:
+            resting[number] = rest.after
         most = max(most, forward)
     return most, list(found.values())
 

@@ -37,6 +37,7 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from trainer.parallel.ddp import buckets
@@ -68,6 +69,19 @@ class Pass(NamedTuple):
     """A backward pass of the stage came before in this step."""
     last: bool
     """It is the last backward pass of the stage in this step."""
+    fresh: bool
+    """A forward pass that is the stage's first in this step, or since its last backward pass."""
+
+
+class Resting(NamedTuple):
+    """Bytes that a stage keeps while another one of its rank computes."""
+
+    gathered: int
+    """From a forward pass on until gradients are reduced."""
+    between: int
+    """From the first backward pass on."""
+    after: int
+    """In place of both, after the last one."""
 
 
 class Held:
@@ -91,8 +105,9 @@ class Held:
         # not.
         whole = [part for part in self._parts if part[0].ep == 1]
         self._buffer = max((self._padded(part, self._reduced) for part in whole), default=0)
-        flat = max((self._padded(part) for part in whole), default=0)
-        self._flat = flat if layout.shards > 1 else 0  # a group of one rank copies without it
+        self._flat = max(map(self._flat_of, whole), default=0)
+        self._flats = max(map(self._flat_of, self._parts), default=0)
+        self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
         self._root = self._padded(self._units[0])
         self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
         reduced = 0 if offloaded else sum(bytes_of(unit, layout.shards) for unit in self._units)
@@ -103,22 +118,25 @@ class Held:
         self._last_buffer = sum(self._padded(part, self._reduced) for part in last)
 
     @property
-    def resting(self) -> tuple[int, int, int]:
-        """Bytes that the stage keeps while another one of its rank computes: from the first forward
-        of a step on, from the first backward on, and after the last one."""
-        after = sum(self._of_passes(True)) + self._all_reduced(True, 0)
-        return self._gathered, self._gathered + after, self._slices
+    def resting(self) -> Resting:
+        """What the stage keeps while another one of its rank computes."""
+        between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
+        return Resting(self._gathered, between, self._slices)
 
     def moments(self, which: Pass) -> list[Moment]:
         """The moments of a pass, with what the stage has of those before."""
-        kind, before, last = which
+        kind, before, last, fresh = which
         if kind == "F":
-            return [self._forward(before)]
+            return self._forward(before, fresh)
         if kind == "B" or (kind == "W" and self._stage.first):
             return self._backward(before, last or self._every_pass)
         if kind == "W":
             return self._backward_of_weights(before, last)
         return [] if self._stage.first else self._backward(before, False)
+
+    def _flat_of(self, part: Sequence[Shape]) -> int:
+        """What FSDP gathers it into; a group of one rank copies without that."""
+        return self._padded(part) if part[0].over(self._layout.shards) > 1 else 0
 
     def _padded(self, unit: Sequence[Shape], itemsize: int | None = None) -> int:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
@@ -144,23 +162,37 @@ class Held:
         found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
 
-    def _forward(self, before: bool) -> Moment:
+    def _forward(self, before: bool, fresh: bool) -> list[Moment]:
         early, aside, kept = self._of_passes(before)
-        left = 0 if self._layout.gathers_ahead else self._flat
+        gathers = self._free or (fresh and (self._every_pass or not before))
+        left = self._left if gathers and not self._layout.gathers_ahead else 0
         other = self._gathered + left + aside + kept + self._all_reduced(before, 0)
-        return Moment("forward", early, self.trace.head_forward, other)
+        own = self._block if self._free else 0
+        return [
+            Moment("forward", early, self.trace.head_forward, other),
+            Moment("forward", early, self.trace.last_forward, other + own),
+        ]
 
     def _backward(self, before: bool, reduces: bool) -> list[Moment]:
         trace, units, shards = self.trace, self._units, self._layout.shards
         early, aside, kept = self._of_passes(before)
-        ahead, own = (self._flat, self._block) if self._free else (0, 0)
-        other = self._gathered + ahead + aside + kept + self._all_reduced(before, 0)
-        moments = [Moment("head", early, trace.head_backward, other)]
+        own, flat, flats = (self._block, self._flat, self._flats) if self._free else (0, 0, 0)
+        other = self._gathered + aside + kept + self._all_reduced(before, 0)
+        moments = [Moment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            moments.append(Moment("blocks", early, trace.last_backward, other + own))
+            ahead = flat if units[2:] else 0  # below the first block nothing is gathered
+            moments += [
+                Moment("blocks", early, trace.entry, other + own + flats),
+                Moment("blocks", early, trace.last_backward, other + own + ahead),
+            ]
         if not reduces:
-            # Only where nothing goes before the end is there more in another block.
-            return [*moments, Moment("blocks", early, trace.first_backward, other + own)]
+            for _, below in inner_blocks(self._stage):
+                held = trace.first_backward + below * trace.block_saved
+                ahead = flat if below else 0
+                moments.append(Moment("blocks", early, held, other + own + ahead))
+            if not before:
+                moments.append(self._first_ends())
+            return moments
         root_slices, block_slices = (bytes_of(units[i], shards) for i in (0, -1))
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
 
@@ -174,6 +206,26 @@ class Held:
             held = trace.first_backward + below * trace.block_saved
             done = max(early, back * block_slices)
             moments.append(Moment("blocks", done, held, other + self._all_reduced(before, back)))
+            if not below:
+                held, other = trace.after_block + trace.block_saved, other + flats
+                moments.append(
+                    Moment("blocks", done, held, other + self._all_reduced(before, back))
+                )
+        experts = parts_of(units[-1])[1:]
+        for below in {len(units) - 2, 0} if experts else ():
+            # They are reduced before the rest of their block, which has their buffer beside it.
+            back, which = len(units) - 2 - below, int(below == 0 and bool(units[2:]))
+            done = max(early, back * block_slices)
+            other = gathered(back, below) + own + aside - back * block_aside
+            other += self._all_reduced(before, back) - self._padded(experts[0])
+            other -= self._accumulated(experts[0]) if aside else 0
+            held = below * trace.block_saved if which else 0
+            buffer = self._padded(experts[0], self._reduced)
+            reducing = other + self._reducing(experts[0], before)
+            moments += [
+                Moment("blocks", done, trace.experts[which] + held, reducing),
+                Moment("blocks", done, trace.rest[which] + held, other + buffer),
+            ]
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
             other = gathered(back, below) + aside - back * block_aside
@@ -191,16 +243,42 @@ class Held:
             Moment("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
+    def _from_the_last(self) -> Sequence[Sequence[Shape]]:
+        """Units that `Trace.weights_peaks` tells of."""
+        head, *blocks = self._units
+        return [head] * self._stage.last + blocks[::-1]
+
+    def _first_ends(self) -> Moment:
+        """The last unit's gradients are cast, after the first pass of several; those of the others
+        have been."""
+        root = self._units[0]
+        last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
+        others = self._whole - self._accumulated(last)
+        return Moment("end", 0, held, self._gathered + others + self._casting(last))
+
+    def _casting(self, unit: Sequence[Shape]) -> int:
+        """Most while gradients are cast to the format of the reduction, one by one."""
+        if self._compute == self._reduced:
+            return self._accumulated(unit)
+        most, cast, left = 0, 0, bytes_of(unit, None, self._compute)
+        for shape in unit:
+            cast += self._accumulated([shape])
+            most = max(most, cast + left)
+            left -= bytes_of([shape], None, self._compute)
+        return most
+
     def _reducing(self, unit: Sequence[Shape], before: bool) -> int:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
-        into another; replicas of one rank divide it by 1 in between, which makes a third."""
+        into another, beside the last of the gradients, which torch still refers to; one rank does
+        not, but with replicas divides by 1 in between, which makes a third."""
         buffer = self._padded(unit, self._reduced)
         ranks = unit[0].over(self._layout.shards) if unit else 1
         summed = before and not self._every_pass
         gradients = max(self._padded(unit), self._accumulated(unit) if summed else 0)
+        last = bytes_of(unit[-1:], None, self._reduced if summed else self._compute)
         reduced_to = buffer // ranks
-        divided = ranks == 1 < self._layout.replicas
-        most = max(gradients + buffer, (1 + divided) * buffer + reduced_to)
+        beside = last if ranks > 1 else buffer if self._layout.replicas > 1 else 0
+        most = max(gradients + buffer, buffer + reduced_to + beside)
         # It takes the place of the one before.
         return most - reduced_to if self._apart(before) > 1 else most
 
@@ -211,11 +289,15 @@ class Held:
         units = [part for unit in self._units for part in parts_of(unit)]
         whole = [0 if added else bytes_of(unit, None, self._compute) for unit in units]
         other = self._gathered + aside
-        moments = [
-            Moment("blocks", 0, self.trace.weights_peak, other),
-            Moment("blocks", 0, 0, other + sum(whole)),
-        ]
+        moments, done = [], 0
+        for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
+            moments.append(Moment("blocks", 0, held, other + done))
+            done += 0 if added else bytes_of(unit, None, self._compute)
+        moments.append(Moment("blocks", 0, 0, other + sum(whole)))
         if not last:
+            if not before:
+                cast = self._casting([shape for unit in self._units for shape in unit])
+                moments.append(Moment("end", 0, 0, self._gathered + cast))
             return moments
         for number, unit in enumerate(units):
             after = range(number + 1, len(units))
@@ -238,9 +320,9 @@ class Unsharded:
         self._whole = self._root + sum(blocks)
 
     @property
-    def resting(self) -> tuple[int, int, int]:
+    def resting(self) -> Resting:
         """As that of `Held`."""
-        return 0, self._whole, self._whole
+        return Resting(0, self._whole, self._whole)
 
     def moments(self, which: Pass) -> list[Moment]:
         """As those of `Held`."""
@@ -249,8 +331,10 @@ class Unsharded:
         if kind == "F":
             return [Moment("forward", before, trace.head_forward)]
         if kind == "W" and not self._stage.first:
-            weights = Moment("blocks", before, trace.weights_peak)
-            return [weights, Moment("blocks", whole)]
+            parts = [self._root] * self._stage.last + [self._block] * self._stage.blocks
+            pairs = zip(accumulate([0, *parts[:-1]]), trace.weights_peaks, strict=True)
+            weights = [Moment("blocks", max(before, done), held) for done, held in pairs]
+            return [*weights, Moment("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
         there = kind == "I" or bool(before)  # what there is before does not change

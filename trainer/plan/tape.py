@@ -34,8 +34,12 @@ class Trace:
     """Activations: alive between forward and backward."""
     head_forward: int
     """Peak until the loss is there."""
+    last_forward: int
+    """Peak in the last block."""
     head_backward: int
     """Peak of the backward pass before it comes to the blocks."""
+    entry: int
+    """When it comes to them."""
     last_backward: int
     """Peak in the backward pass of the last block, which is the first to go back (of all but the
     first, where they are all traced)."""
@@ -49,6 +53,11 @@ class Trace:
     """Part of `saved` that is one block's."""
     tail_backward: int
     """Peak of the backward pass after the blocks."""
+    experts: tuple[int, int]
+    """Where those are divided: when their backward pass is over in the last block, and in another
+    as of `first_backward`; their gradients not counted."""
+    rest: tuple[int, int]
+    """Peak of the rest of that block's backward pass."""
     forward: Work
     backward: Work
     """Recomputation included."""
@@ -60,8 +69,9 @@ class Trace:
     """Where the gradients of weights are put off: part of `saved` that stays until then."""
     put_off: int = 0
     """Gradients that stay until then."""
-    weights_peak: int = 0
-    """Peak of what computes them: one at a time, the others not counted."""
+    weights_peaks: tuple[int, ...] = ()
+    """Peaks of what computes them: of the head, if a stage has it, then of each block from the last
+    one on, the gradients of those before not counted."""
     weights: Work = ()
     """The part of `backward` that does."""
 
@@ -69,6 +79,10 @@ class Trace:
 @dataclass
 class _Phase:
     peak: int = 0
+    experts: int = 0
+    """When the backward pass of divided experts is over."""
+    rest: int = 0
+    """Peak after that."""
     work: list[tuple[float, float]] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Sent._fields, 0.0))
 
@@ -89,11 +103,14 @@ class Tape(LiveTensors):
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
         """Where backward is in two: bytes of each phase that stay from the first to the second."""
+        self._before_weights: list[int] = []
+        """And of all: when the weights of the head, the last block and the first one begin, and
+        when all are through."""
         self._keeps_output = False
         """Whether what comes out of the blocks does."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
-        self._after_block = self._after_head = self._hidden = 0
+        self._after_block = self._after_head = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
         """What comes into the blocks, and out of them."""
         self._kept = (True, True)
@@ -107,9 +124,13 @@ class Tape(LiveTensors):
         *,
         keep_gradients: bool,
         in_two: bool = False,
+        experts: Iterable[nn.Module] = (),
     ) -> None:
-        """The model of the pass that comes, whose backward is to be `backward_in_two` or not."""
+        """The model of the pass that comes, whose backward is to be `backward_in_two` or not;
+        `experts` are divided, and FSDP reduces their gradients apart."""
         self._watch(list(blocks), in_two)
+        for module in experts:
+            module.register_forward_pre_hook(self._before_experts)
         # Within autocast, whose casts of weights live until its end.
         model.register_forward_hook(lambda *_: self._note_alive())
         if not keep_gradients:
@@ -147,6 +168,14 @@ class Tape(LiveTensors):
             block.register_forward_pre_hook(before)
             block.register_forward_hook(after)
 
+    def _before_experts(self, module: nn.Module, inputs: Any) -> None:
+        def over() -> None:
+            _drop_all(module)
+            self._phase.experts = self.total()
+
+        if not self._in_backward:
+            _on_gradient(inputs, over)
+
     def _note_end(self, given: Any) -> int:
         hidden = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
         self._ends.append(weakref.ref(storage_of(hidden)))
@@ -154,6 +183,7 @@ class Tape(LiveTensors):
 
     def _leave_head(self) -> None:
         self._after_head = self.total("head") + self.total("head back")
+        self._entry = self.total()
         self._enter("last back")
 
     def _note_alive(self) -> None:
@@ -165,8 +195,7 @@ class Tape(LiveTensors):
 
     def _leave(self, block: nn.Module, following: str) -> None:
         """The backward pass of a block is over: FSDP would reduce its gradients now."""
-        for parameter in block.parameters():
-            parameter.grad = None
+        _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
         self._enter(following)
@@ -195,12 +224,16 @@ class Tape(LiveTensors):
         self._after_input = {name: self.total(name) for name in self._phases}
         self._keeps_output = self._ends[1]() is not None
         while groups:
-            group = groups.pop(0)
+            group = groups.pop()
             weights = [node.variable for node in group["params"]]
-            self._enter(f"{self._part_of.get(weights[0], 'head')} weights")
+            phase = f"{self._part_of.get(weights[0], 'head')} weights"
+            if phase != self.label:
+                _drop_all(model)  # FSDP keeps those of a unit
+                self._enter(phase)
+                self._before_weights.append(self.total())
             stage_backward_weight(iter(weights), [group])
-            for weight in weights:
-                weight.grad = None
+        _drop_all(model)
+        self._before_weights.append(self.total())
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -209,6 +242,8 @@ class Tape(LiveTensors):
         if operator.namespace == "prim":
             return result
         self._phase.peak = max(self._phase.peak, self.alive)
+        if self._phase.experts:
+            self._phase.rest = max(self._phase.rest, self.alive)
         work = work_of(operator, args, kwargs or {}, result, self._seq_len)
         if any(work):
             self._phase.work.append(work)
@@ -256,8 +291,11 @@ class Tape(LiveTensors):
         names = [*phases]
         halves = names[:4], names[4:]
         first_backward = peaks["first back"] - passed + more
+        last_back, first_back = (self._phases[name] for name in ("last back", "first back"))
+        in_last, in_first = saved - passed, more - passed
         after_block, tail = (most - passed + more for most in (self._after_block, peaks["tail"]))
-        kept, put_off, weights_peak, of_weights = all_saved, self._hidden, 0, halves[1]
+        kept, put_off, of_weights = all_saved, self._hidden, halves[1]
+        weights_peaks: list[int] = []
         if after := self._after_input:
             # A block keeps its gradients, and that of its output, which the next one makes.
             of_block = after["last back"]
@@ -271,8 +309,11 @@ class Tape(LiveTensors):
                 kept -= after["head"] + (self._hidden if self._keeps_output else 0)
                 put_off += of_block - after["first back"] - after["head back"]
             of_weights = ["first weights", "others weights", *(["head weights"] if last else [])]
-            weights_peak = max(peaks[name] for name in of_weights)
-            weights_peak += kept + put_off - sum(after.values())
+            begin, left = self._before_weights, kept + put_off
+            for place, name in enumerate(("head weights", "others weights", "first weights")):
+                for _ in range(times[name]):
+                    weights_peaks.append(left + peaks[name] - begin[place])
+                    left += begin[place + 1] - begin[place]
 
         def work(half: list[str]) -> Work:
             return tuple(one for name in half for one in self._phases[name].work * times[name])
@@ -288,20 +329,29 @@ class Tape(LiveTensors):
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
             ),
             head_backward=peaks["head back"] + saved,
+            last_forward=peaks["others" if self._depth > 1 else "first"] + alive,
+            entry=self._entry + in_last,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,
             first_backward=first_backward,
             after_block=after_block,
             block_saved=self._first_saved,
             tail_backward=tail,
+            experts=(last_back.experts + in_last, first_back.experts + in_first),
+            rest=(last_back.rest + in_last, first_back.rest + in_first),
             forward=work(halves[0]),
             backward=work(halves[1]),
             sent=(sent(halves[0]), sent(halves[1])),
             hidden=self._hidden,
             kept=kept,
             put_off=put_off,
-            weights_peak=weights_peak,
+            weights_peaks=tuple(weights_peaks),
             weights=work(of_weights),
         )
+
+
+def _drop_all(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 def _drop(parameter: torch.Tensor) -> None:

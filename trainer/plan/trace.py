@@ -6,7 +6,7 @@ a second for any size of model.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -116,11 +116,12 @@ def _taped(
     depth = len(blocks)
     tape = Tape(depth, blueprint.seq_len)
     shape = (micro_batch, blueprint.seq_len)
+    experts: Sequence[nn.Module] = ()
     call: Callable[..., Any] = lambda inputs: model(**inputs)  # noqa: E731
     imagined: Any = nullcontext()
     if cut != WHOLE:
         from trainer.parallel.context import Context  # others get by without
-        from trainer.parallel.expert import apply_expert_parallel
+        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
         from trainer.parallel.tensor import apply_tensor_parallel
         from trainer.plan.ranks import Ranks, imagined_ranks, ring_of
 
@@ -134,6 +135,7 @@ def _taped(
             if cut.tp > 1:
                 apply_tensor_parallel(model, together, cut.sequence)
             if cut.ep > 1:
+                experts = stacked_modules(model)
                 apply_expert_parallel(model, apart)
     if recompute != "none":
         blocks = apply_activation_checkpointing(model, blocks, recompute)
@@ -152,7 +154,7 @@ def _taped(
             elif blueprint.documents == "cu_seqlens":
                 ends = room_for_documents(*shape) + 1
                 inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
-            tape.follow(model, blocks, keep_gradients=keep, in_two=in_two)
+            tape.follow(model, blocks, keep_gradients=keep, in_two=in_two, experts=experts)
             if gpu:
                 stack.enter_context(cuda_kernels(*gpu))
             stack.enter_context(imagined)
