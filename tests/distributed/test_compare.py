@@ -322,6 +322,14 @@ def test_layouts_compose(name, expected, workspace, tmp_path, monkeypatch):
     assert {key: getattr(found, key) for key in expected} == expected
 
 
+def test_hybrid_says_how_many_ranks_it_needs(workspace, tmp_path, monkeypatch):
+    """The shards are among the ranks of a stage and of one place in tensor parallelism."""
+    monkeypatch.chdir(workspace)
+    refused = candidate("hybrid+pp2", "recipe.yaml", (), 4, 4, tmp_path)
+    assert refused.problem.endswith("and there are 2; with --nproc 8 there are")
+    assert candidate("hybrid+pp2", "recipe.yaml", (), 8, 4, tmp_path).recipe
+
+
 @pytest.mark.parametrize("other", [2.1, math.inf, math.nan])
 def test_losses_that_differ_are_named(other):
     outcomes = [

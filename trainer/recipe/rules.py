@@ -125,7 +125,13 @@ def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
         return
     yield from _missing_beside(recipe, "tp")
-    if strategy.sequence_parallel and data.seq_len % (strategy.tp * strategy.cp):
+    if strategy.sequence_parallel and data.factory:
+        yield (
+            "strategy.sequence_parallel",
+            f"sequences of data.factory may have lengths that tp={strategy.tp} ranks cannot cut; "
+            "set false",
+        )
+    elif strategy.sequence_parallel and data.seq_len % (strategy.tp * strategy.cp):
         ranks = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
         yield (
             "strategy.sequence_parallel",
@@ -168,7 +174,7 @@ def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    cp, length = recipe.strategy.cp, recipe.data.seq_len
+    cp, data = recipe.strategy.cp, recipe.data
     if cp == 1:
         return
     yield from _missing_beside(recipe, "cp")
@@ -176,24 +182,24 @@ def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
     if recipe.model.attention != "auto":
         yield "model.attention", "strategy.cp has its own, that of a ring; set auto"
-    if length < 2 * cp:
+    if data.seq_len < 2 * cp and not data.factory:
         yield (
             "strategy.cp",
-            f"a sequence is cut into {2 * cp} chunks, but data.seq_len is {length}; change one of "
-            "them",
+            f"a sequence is cut into {2 * cp} chunks, but data.seq_len is {data.seq_len}; change "
+            "one of them",
         )
 
 
 def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy = recipe.strategy
+    strategy, data = recipe.strategy, recipe.data
     if strategy.ep == 1:
         return
     yield from _missing_beside(recipe, "ep")
-    if strategy.tp > 1 and recipe.data.seq_len % (strategy.tp * strategy.cp):
+    if strategy.tp > 1 and data.seq_len % (strategy.tp * strategy.cp) and not data.factory:
         yield (
             "strategy.ep",
             f"its ranks have parts of the tokens of tp={strategy.tp} x cp={strategy.cp}, which do "
-            f"not divide data.seq_len={recipe.data.seq_len}; change one of them",
+            f"not divide data.seq_len={data.seq_len}; change one of them",
         )
     if strategy.name == "ddp" or recipe.sharding == "NO_SHARD":
         yield (

@@ -89,9 +89,22 @@ def perdure(monkeypatch, capsys, *arguments):
         (
             [
                 *("strategy.ep=2", "model.architecture.model_type=qwen3_moe"),
-                "model.architecture.options={num_experts: 5}",
+                "model.architecture.options={num_experts: 5, num_experts_per_tok: 2}",
             ],
             "strategy.ep: 5 experts do not divide among 2 ranks; set a divisor",
+        ),
+        *(
+            (
+                ["model.architecture.model_type=qwen3_moe", f"model.architecture.options={wrong}"],
+                f"model.architecture.options.{message}",
+            )
+            for wrong, message in (
+                ("{num_experts: 4}", "num_experts_per_tok: a token cannot go through 8 of 4"),
+                ("{num_experts_per_tok: 0}", "num_experts_per_tok: must be at least 1, but"),
+                ("{num_experts: 0}", "num_experts: must be at least 1, but"),
+                ("{moe_intermediate_size: -1}", "moe_intermediate_size: must be at least 1, but"),
+                ("{router_aux_loss_coef: -0.1}", "router_aux_loss_coef: must not be negative"),
+            )
         ),
         (["model.architecture=null", "model.init_from=nowhere"], "model.init_from: nowhere"),
         (

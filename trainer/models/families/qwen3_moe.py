@@ -14,8 +14,9 @@ best, however many tokens an expert gets by that: none is dropped. Two things ke
 Shapes: B batch, T sequence, D hidden, N tokens or rows, E experts, I their width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from trainer.models.attention import Documents
 from trainer.models.decoder import TENSOR_PLAN, Block
 from trainer.models.families import qwen3
 from trainer.models.family import Family, init_parameter
+from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 
 BIAS = "e_score_correction_bias"
@@ -69,6 +71,7 @@ class MoE(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         options, hidden = architecture.options or {}, architecture.hidden_size
+        _check(options)
         self.top, self.normalised = options["num_experts_per_tok"], options["norm_topk_prob"]
         self.gate = nn.Linear(hidden, options["num_experts"], bias=False)
         self.rate = options["router_bias_update_rate"]
@@ -123,6 +126,23 @@ class MoEBlock(Block):
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         found, statistics = self.mlp(self.post_attention_layernorm(x))
         return x + found, statistics
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raises RecipeError for numbers that no mixture has."""
+    key = "model.architecture.options"
+    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        if options[name] < 1:
+            raise RecipeError(f"{key}.{name}: must be at least 1, but it is {options[name]}")
+    for name in ("router_aux_loss_coef", "router_bias_update_rate"):
+        if options[name] < 0:
+            raise RecipeError(f"{key}.{name}: must not be negative, but it is {options[name]}")
+    top, experts = options["num_experts_per_tok"], options["num_experts"]
+    if top > experts:
+        raise RecipeError(
+            f"{key}.num_experts_per_tok: a token cannot go through {top} of {experts} experts; "
+            "lower it, or raise num_experts"
+        )
 
 
 def idle_parameters(architecture: Architecture) -> int:

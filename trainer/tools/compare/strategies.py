@@ -92,11 +92,15 @@ def candidate(
     strategy = [*BASES[base], *_PLAIN, *(f"strategy.{key}={size}" for key, size in layout.items())]
     strategy += [override for word in modifiers for override in MODIFIERS.get(word, ())]
     if base == "hybrid":
-        sharing = ranks // (layout.get("tp", 1) * layout.get("pp", 1))
+        together = layout.get("tp", 1) * layout.get("pp", 1)
+        sharing = ranks // together
         size = next((size for size in range(sharing // 2, 1, -1) if sharing % size == 0), None)
         if size is None:
-            why = f"needs groups of ranks that are neither one rank nor all, and there are {ranks}"
-            return Candidate(name, (), None, f"{why}; with --nproc 4 there are")
+            why = (
+                "needs groups of the ranks that share parameters which are neither one rank nor "
+                f"all, and there are {sharing}; with --nproc {4 * together} there are"
+            )
+            return Candidate(name, (), None, why)
         strategy.append(f"strategy.shard_size={size}")
     arguments = (recipe_path, *overrides, *_settings(plain, steps, run), *strategy)
     try:
