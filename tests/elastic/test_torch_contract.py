@@ -124,3 +124,9 @@ def test_what_a_pipeline_takes_to_put_off_the_gradients_of_weights(distributed: 
         "_root_post_backward_final_callback",
     )
     assert parameters(last) == ["self"]
+
+
+def test_the_time_that_a_group_waits_can_be_set(distributed: Path) -> None:
+    path = distributed / "distributed_c10d.py"
+    assert parameters(definition(path, "_set_pg_timeout")) == ["timeout", "group"]
+    assert definition(path, "_World", "pg_map")
