@@ -26,7 +26,8 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 - What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
   allocator gives out in powers of two.
 - A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
-  message is received ahead of its use, one from each neighbour. Each stage has an FSDP root, unless
+  message is received ahead of its use, one from each neighbour, and gradients that are sent stay
+  until a message comes back. Each stage has an FSDP root, unless
   the rank shards nothing. While one computes, the others of its rank keep what they gathered, their
   gradients of passes before, and the last buffer of a reduction.
 - Where the gradients of weights are put off, the gradient of the input frees nothing before it is
@@ -84,6 +85,16 @@ class Resting(NamedTuple):
     """In place of both, after the last one."""
 
 
+def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
+    """Whether FSDP adds each gradient to that of passes before, once it is there: in fp32."""
+    same = DTYPES[recipe.precision.dtype].itemsize == _reduced_size(recipe)
+    return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
+
+
+def _reduced_size(recipe: Recipe) -> int:
+    return 8 if recipe.exact else 4
+
+
 class Held:
     """A stage that FSDP holds, and a trace of its pass."""
 
@@ -93,7 +104,7 @@ class Held:
         self.trace = trace
         self._stage, self._layout, self._units = stage, layout, stage.units
         self._compute = DTYPES[recipe.precision.dtype].itemsize
-        self._reduced = 8 if recipe.exact else 4
+        self._reduced = _reduced_size(recipe)
         self._every_pass = recipe.strategy.reduce_every_pass
         self._free = recipe.gathers_twice
         self._in_place = not offloaded and not recipe.exact
@@ -109,6 +120,7 @@ class Held:
         self._flats = max(map(self._flat_of, self._parts), default=0)
         self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
         self._root = self._padded(self._units[0])
+        self._root_flat = self._flat_of(self._units[0]) if self._units[0] else 0
         self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
         reduced = 0 if offloaded else sum(bytes_of(unit, layout.shards) for unit in self._units)
         self._slices = reduced  # the gradients of a step on the device
@@ -163,15 +175,27 @@ class Held:
         return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
 
     def _forward(self, before: bool, fresh: bool) -> list[Moment]:
+        """At the loss, in the last block, and where what was gathered is copied out."""
         early, aside, kept = self._of_passes(before)
-        gathers = self._free or (fresh and (self._every_pass or not before))
-        left = self._left if gathers and not self._layout.gathers_ahead else 0
-        other = self._gathered + left + aside + kept + self._all_reduced(before, 0)
+        whole = fresh and (self._every_pass or not before)  # the root is gathered, too
+        gathers, ahead = self._free or whole, self._layout.gathers_ahead
+        left = self._left if gathers and not ahead else 0
+        beside = aside + kept + self._all_reduced(before, 0)
+        other = self._gathered + beside
         own = self._block if self._free else 0
-        return [
-            Moment("forward", early, self.trace.head_forward, other),
-            Moment("forward", early, self.trace.last_forward, other + own),
+        moments = [
+            Moment("forward", early, self.trace.head_forward, other + left),
+            Moment("forward", early, self.trace.last_forward, other + left + own),
         ]
+        if gathers:  # what the unit before was gathered into is there until then
+            flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
+            held = self.trace.forward_entry
+            moments.append(Moment("forward", early, held, other + own + flats))
+        if whole:
+            flats = self._root_flat + (0 if ahead else self._flat + self._block)
+            held = self.trace.hidden
+            moments.append(Moment("forward", early, held, self._root + flats + beside))
+        return moments
 
     def _backward(self, before: bool, reduces: bool) -> list[Moment]:
         trace, units, shards = self.trace, self._units, self._layout.shards
