@@ -136,9 +136,7 @@ def _passes(
     forward = put_off = most = 0
     for (kind, number, _), message in zip(order, messages, strict=True):
         trace, before = stages[number].trace, left[number] < backward[number]
-        which = Pass(
-            kind, before, kind in "BW" and left[number] == 1, kind == "F" and fresh[number]
-        )
+        which = Pass(kind, before, kind in "BW" and left[number] == 1, fresh[number])
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
         found[number][which] = max(beside, found[number].get(which, 0))

@@ -71,7 +71,7 @@ class Pass(NamedTuple):
     last: bool
     """It is the last backward pass of the stage in this step."""
     fresh: bool
-    """A forward pass that is the stage's first in this step, or since its last backward pass."""
+    """No forward pass of the stage came before in this step, or since its last backward pass."""
 
 
 class Resting(NamedTuple):
@@ -141,10 +141,10 @@ class Held:
         if kind == "F":
             return self._forward(before, fresh)
         if kind == "B" or (kind == "W" and self._stage.first):
-            return self._backward(before, last or self._every_pass)
+            return self._backward(before, last or self._every_pass, fresh and self._every_pass)
         if kind == "W":
             return self._backward_of_weights(before, last)
-        return [] if self._stage.first else self._backward(before, False)
+        return [] if self._stage.first else self._backward(before, False, False)
 
     def _flat_of(self, part: Sequence[Shape]) -> int:
         """What FSDP gathers it into; a group of one rank copies without that."""
@@ -197,11 +197,14 @@ class Held:
             moments.append(Moment("forward", early, held, self._root + flats + beside))
         return moments
 
-    def _backward(self, before: bool, reduces: bool) -> list[Moment]:
+    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[Moment]:
+        """`freed`: a pass before has freed what forward gathered."""
+        free = self._free or freed
+        whole = self._root if free else self._gathered
         trace, units, shards = self.trace, self._units, self._layout.shards
         early, aside, kept = self._of_passes(before)
-        own, flat, flats = (self._block, self._flat, self._flats) if self._free else (0, 0, 0)
-        other = self._gathered + aside + kept + self._all_reduced(before, 0)
+        own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
+        other = whole + aside + kept + self._all_reduced(before, 0)
         moments = [Moment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
             ahead = flat if units[2:] else 0  # below the first block nothing is gathered
@@ -221,8 +224,8 @@ class Held:
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
 
         def gathered(back: int, below: int) -> int:
-            if not self._free:
-                return self._gathered - back * self._block
+            if not free:
+                return whole - back * self._block
             return self._root + (self._flat if below else 0)
 
         for back, below in inner_blocks(self._stage):
