@@ -162,32 +162,34 @@ def _passes(
     return most, list(found.values())
 
 
-def messages_beside(orders: Sequence[Order], rank: int) -> list[int]:
-    """How many messages a rank has while it does each of its actions, besides those that the action
-    needs and those that are activations: as `_Messages` of the pipeline has them.
+def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
+    """How many messages each rank has while it does each of its actions, besides those that the
+    action needs and those that are activations: as `_Messages` of the pipeline has them.
 
     There is room for the next one of each neighbour, some have come before their use, and gradients
     stay until a message tells that they have arrived.
     """
     place = {action: place for order in orders for place, action in enumerate(order)}
-    expected = {peer: deque(actions) for peer, actions in incoming(orders, rank).items()}
-    sent: dict[int, deque[int]] = {}
-    early: set[Action] = set()
-    found = []
-    for action in orders[rank]:
-        source = action.stage + (-1 if action.kind == "F" else 1)
-        peer = source % len(orders)
-        if action._replace(stage=source) in place and action.kind != "W":
-            while action not in early:
-                early.add(expected[peer].popleft())
-            early.remove(action)
-            while sent.get(peer) and sent[peer][0] < place[action._replace(stage=source)]:
-                sent[peer].popleft()
-        posted = sum(map(bool, expected.values()))
-        found.append(posted + len(early) + sum(map(len, sent.values())))
-        below = action._replace(stage=action.stage - 1)
-        if action.kind in "BI" and action.stage:
-            sent.setdefault(below.stage % len(orders), deque()).append(place[below])
+    found: list[list[int]] = []
+    for order, senders in zip(orders, incoming(orders) if orders else (), strict=True):
+        expected = {peer: deque(actions) for peer, actions in senders.items()}
+        sent: dict[int, deque[int]] = {}
+        early: set[Action] = set()
+        found.append([])
+        for action in order:
+            source = action._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
+            if action.kind != "W" and source in place:
+                peer = source.stage % len(orders)
+                while action not in early:
+                    early.add(expected[peer].popleft())
+                early.remove(action)
+                while sent.get(peer) and sent[peer][0] < place[source]:
+                    sent[peer].popleft()
+            posted = sum(map(bool, expected.values()))
+            found[-1].append(posted + len(early) + sum(map(len, sent.values())))
+            if action.kind in "BI" and action.stage:
+                below = action._replace(stage=action.stage - 1)
+                sent.setdefault(below.stage % len(orders), deque()).append(place[below])
     return found
 
 

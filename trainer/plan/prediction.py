@@ -196,13 +196,13 @@ def _memory(
     blueprint: Blueprint,
 ) -> Memory:
     """The moment of the rank with the largest peak, and of each kind the most that a rank has."""
-    memories = []
+    memories, counts = [], messages_beside(orders)
     each: Sequence[Order | None] = orders or [None]
     for rank, ((stages, traces), order) in enumerate(zip(ranks, each, strict=True)):
         buffers, messages = blueprint.buffers, []
         if order:  # they are in blocks
             buffers = buffers * sum(stage.blocks for stage in stages) // blueprint.block_count
-            messages = [count * traces[0].hidden for count in messages_beside(orders, rank)]
+            messages = [count * traces[0].hidden for count in counts[rank]]
         memories.append(memory_of(stages, traces, recipe, layout, device, buffers, order, messages))
     kinds = "parameters", "gradients", "optimizer_state", "buffers", "activations", "host", "disk"
     most = {kind: max(getattr(memory, kind) for memory in memories) for kind in kinds}
