@@ -3,7 +3,8 @@
 [Note: moments] What a rank holds changes within a step, so a peak is the largest of several
 moments and less than the sum of everything's largest size:
 
-- *forward*: the loss has just been computed; logits and all activations are there.
+- *forward*: the loss has just been computed; logits and all activations are there. Or the last
+  block computes, or has just been gathered.
 - *head*: backward through loss and output head; FSDP has fetched the last block again.
 - *blocks*: backward through a block, whose recomputed activations and gradients are there. From
   block to block activations go and reduced gradients come, so it is worst in the last block, in the
@@ -15,11 +16,15 @@ moments and less than the sum of everything's largest size:
 Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
 
 - FSDP gathers into one flat buffer and copies it out, parameter by parameter. In the forward pass
-  the flat buffer stays until the next unit is gathered, unless that is gathered ahead, as it is in
-  the backward pass. The root unit (embedding, head) stays gathered meanwhile.
+  the flat buffer stays until the next unit has been copied out, unless that is gathered ahead, as
+  it is in the backward pass, where a stage's first block finds nothing below it to gather. The root
+  unit (embedding, head) stays gathered meanwhile. What stays gathered is not gathered again.
 - Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
-  unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
-- Experts that are divided among ranks are units of their own within a block.
+  unit is reduced; torch refers to the last of them until that is over. Between passes that do not
+  reduce, whole gradients stay in that format: the first pass casts them one by one, and later ones
+  add to them, in fp32 each as soon as it is there.
+- Experts that are divided among ranks are units of their own within a block: they are gathered
+  last, and reduced while the rest of the block still has its activations.
 - With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
   or backward of the last pass ends. It is the gradient itself, unless that was there before, has
   another format or lies elsewhere.
@@ -27,11 +32,12 @@ Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   allocator gives out in powers of two.
 - A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
   message is received ahead of its use, one from each neighbour, and gradients that are sent stay
-  until a message comes back. Each stage has an FSDP root, unless
-  the rank shards nothing. While one computes, the others of its rank keep what they gathered, their
-  gradients of passes before, and the last buffer of a reduction.
+  until a message comes back. Each stage has an FSDP root, unless the rank shards nothing. While one
+  computes, the others of its rank keep what they gathered, their gradients of passes before, and
+  the last buffer of a reduction.
 - Where the gradients of weights are put off, the gradient of the input frees nothing before it is
-  there, and all but what the others need then. These come past FSDP, which reduces them at the end.
+  there, and all but what the others need then. These come from the last layer on, and each frees
+  what it needed. They come past FSDP, which reduces them at the end.
 - DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
   into them in the last pass.
 """
