@@ -370,7 +370,7 @@ class _Messages:
         self._links, self._room = links, room
         self._place = {action: place for order in orders for place, action in enumerate(order)}
         self._expected = {
-            peer: iter(actions) for peer, actions in incoming(orders, links.rank).items()
+            peer: iter(actions) for peer, actions in incoming(orders)[links.rank].items()
         }
         self._posted: dict[int, tuple[Action, Message, list[dist.Work]]] = {}
         self._ready: dict[Action, Message] = {}

@@ -177,17 +177,17 @@ def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
     return (ranks - 1) / (count * times + ranks - 1)
 
 
-def incoming(orders: Sequence[Order], rank: int) -> dict[int, Order]:
-    """Per sender, the actions of `rank` that need a message from there, in the order in which the
-    messages are sent. Who posts receives in this order needs neither tags nor a handshake."""
+def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
+    """Of each rank, per sender, the actions that need a message from there, in the order in which
+    the messages are sent. Who posts receives in this order needs neither tags nor a handshake."""
     ranks = len(orders)
     stages = 1 + max(action.stage for order in orders for action in order)
-    found: dict[int, Order] = {}
+    found: list[dict[int, Order]] = [{} for _ in orders]
     for sender, order in enumerate(orders):
         for kind, stage, number in order:
             to = stage + {"F": 1, "W": stages}.get(kind, -1)
-            if 0 <= to < stages and to % ranks == rank != sender:
-                found.setdefault(sender, []).append(Action(kind, to, number))
+            if 0 <= to < stages and to % ranks != sender:
+                found[to % ranks].setdefault(sender, []).append(Action(kind, to, number))
     return found
 
 

@@ -1,12 +1,12 @@
 """Bytes on one rank: the sums over a step, and the largest of its moments."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
-from trainer.parallel.schedules import Action, Order
+from trainer.parallel.schedules import Action, Order, incoming
 from trainer.plan.blueprint import Shape, Stage, bytes_of
 from trainer.plan.layout import Layout
 from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
@@ -50,6 +50,7 @@ def memory_of(
     device: str,
     buffers: int,
     order: Order | None = None,
+    messages: Sequence[int] = (),
 ) -> Memory:
     """Add up what a rank holds.
 
@@ -61,6 +62,7 @@ def memory_of(
         device: "cuda", or "cpu", where all is on the host and only files take something from it.
         buffers: bytes of the model's.
         order: of a pipeline, of this rank.
+        messages: bytes of those that are there beside each of its actions.
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     whole = bytes_of(shapes)
@@ -80,7 +82,9 @@ def memory_of(
         ]
         alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
         each = recipe.strategy.reduce_every_pass
-        activations, found = _passes(order or alone, held, each)
+        activations, found = _passes(
+            order or alone, held, each, messages or [0] * len(order or alone)
+        )
         moments = [Moment("update", slices)] + [
             replace(moment, pass_=moment.pass_ + beside)
             for of_stage, passes in zip(held, found, strict=True)
@@ -117,11 +121,11 @@ def memory_of(
 
 
 def _passes(
-    order: Order, held: Sequence[Held | Unsharded], every_pass: bool
+    order: Order, held: Sequence[Held | Unsharded], every_pass: bool, messages: Sequence[int]
 ) -> tuple[int, list[dict[Pass, int]]]:
     """(most bytes of activations on a rank, of each of its stages the passes and the most bytes
     that are there beside one: for other micro-batches, and of other stages). `every_pass`: each
-    backward pass reduces gradients."""
+    backward pass reduces gradients; `messages`: bytes of those beside each action."""
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
     found: dict[int, dict[Pass, int]] = {number: {} for number in stages}
@@ -130,13 +134,11 @@ def _passes(
     gathered = dict.fromkeys(stages, False)
     fresh = dict.fromkeys(stages, True)
     forward = put_off = most = 0
-    for kind, number, _ in order:
+    for (kind, number, _), message in zip(order, messages, strict=True):
         trace, before = stages[number].trace, left[number] < backward[number]
-        which = Pass(
-            kind, before, kind in "BW" and left[number] == 1, kind == "F" and fresh[number]
-        )
+        which = Pass(kind, before, kind in "BW" and left[number] == 1, fresh[number])
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
-        beside = forward + put_off - own + sum(resting.values()) - resting[number]
+        beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
         found[number][which] = max(beside, found[number].get(which, 0))
         match kind:
             case "F":
@@ -158,6 +160,37 @@ def _passes(
             resting[number] = rest.after
         most = max(most, forward)
     return most, list(found.values())
+
+
+def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
+    """How many messages each rank has while it does each of its actions, besides those that the
+    action needs and those that are activations: as `_Messages` of the pipeline has them.
+
+    There is room for the next one of each neighbour, some have come before their use, and gradients
+    stay until a message tells that they have arrived.
+    """
+    place = {action: place for order in orders for place, action in enumerate(order)}
+    found: list[list[int]] = []
+    for order, senders in zip(orders, incoming(orders) if orders else (), strict=True):
+        expected = {peer: deque(actions) for peer, actions in senders.items()}
+        sent: dict[int, deque[int]] = {}
+        early: set[Action] = set()
+        found.append([])
+        for action in order:
+            source = action._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
+            if action.kind != "W" and source in place:
+                peer = source.stage % len(orders)
+                while action not in early:
+                    early.add(expected[peer].popleft())
+                early.remove(action)
+                while sent.get(peer) and sent[peer][0] < place[source]:
+                    sent[peer].popleft()
+            posted = sum(map(bool, expected.values()))
+            found[-1].append(posted + len(early) + sum(map(len, sent.values())))
+            if action.kind in "BI" and action.stage:
+                below = action._replace(stage=action.stage - 1)
+                sent.setdefault(below.stage % len(orders), deque()).append(place[below])
+    return found
 
 
 def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:

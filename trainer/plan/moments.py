@@ -3,7 +3,8 @@
 [Note: moments] What a rank holds changes within a step, so a peak is the largest of several
 moments and less than the sum of everything's largest size:
 
-- *forward*: the loss has just been computed; logits and all activations are there.
+- *forward*: the loss has just been computed; logits and all activations are there. Or the last
+  block computes, or has just been gathered.
 - *head*: backward through loss and output head; FSDP has fetched the last block again.
 - *blocks*: backward through a block, whose recomputed activations and gradients are there. From
   block to block activations go and reduced gradients come, so it is worst in the last block, in the
@@ -15,22 +16,28 @@ moments and less than the sum of everything's largest size:
 Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
 
 - FSDP gathers into one flat buffer and copies it out, parameter by parameter. In the forward pass
-  the flat buffer stays until the next unit is gathered, unless that is gathered ahead, as it is in
-  the backward pass. The root unit (embedding, head) stays gathered meanwhile.
+  the flat buffer stays until the next unit has been copied out, unless that is gathered ahead, as
+  it is in the backward pass, where a stage's first block finds nothing below it to gather. The root
+  unit (embedding, head) stays gathered meanwhile. What stays gathered is not gathered again.
 - Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
-  unit is reduced. Between passes that do not reduce, whole gradients stay in that format.
-- Experts that are divided among ranks are units of their own within a block.
+  unit is reduced; torch refers to the last of them until that is over. Between passes that do not
+  reduce, whole gradients stay in that format: the first pass casts them one by one, and later ones
+  add to them, in fp32 each as soon as it is there.
+- Experts that are divided among ranks are units of their own within a block: they are gathered
+  last, and reduced while the rest of the block still has its activations.
 - With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
   or backward of the last pass ends. It is the gradient itself, unless that was there before, has
   another format or lies elsewhere.
 - What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
   allocator gives out in powers of two.
 - A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
-  message is received ahead of its use, one from each neighbour. Each stage has an FSDP root, unless
-  the rank shards nothing. While one computes, the others of its rank keep what they gathered, their
-  gradients of passes before, and the last buffer of a reduction.
+  message is received ahead of its use, one from each neighbour, and gradients that are sent stay
+  until a message comes back. Each stage has an FSDP root, unless the rank shards nothing. While one
+  computes, the others of its rank keep what they gathered, their gradients of passes before, and
+  the last buffer of a reduction.
 - Where the gradients of weights are put off, the gradient of the input frees nothing before it is
-  there, and all but what the others need then. These come past FSDP, which reduces them at the end.
+  there, and all but what the others need then. These come from the last layer on, and each frees
+  what it needed. They come past FSDP, which reduces them at the end.
 - DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
   into them in the last pass.
 """
@@ -70,7 +77,7 @@ class Pass(NamedTuple):
     last: bool
     """It is the last backward pass of the stage in this step."""
     fresh: bool
-    """A forward pass that is the stage's first in this step, or since its last backward pass."""
+    """No forward pass of the stage came before in this step, or since its last backward pass."""
 
 
 class Resting(NamedTuple):
@@ -84,6 +91,16 @@ class Resting(NamedTuple):
     """In place of both, after the last one."""
 
 
+def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
+    """Whether FSDP adds each gradient to that of passes before, once it is there: in fp32."""
+    same = DTYPES[recipe.precision.dtype].itemsize == _reduced_size(recipe)
+    return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
+
+
+def _reduced_size(recipe: Recipe) -> int:
+    return 8 if recipe.exact else 4
+
+
 class Held:
     """A stage that FSDP holds, and a trace of its pass."""
 
@@ -93,7 +110,7 @@ class Held:
         self.trace = trace
         self._stage, self._layout, self._units = stage, layout, stage.units
         self._compute = DTYPES[recipe.precision.dtype].itemsize
-        self._reduced = 8 if recipe.exact else 4
+        self._reduced = _reduced_size(recipe)
         self._every_pass = recipe.strategy.reduce_every_pass
         self._free = recipe.gathers_twice
         self._in_place = not offloaded and not recipe.exact
@@ -109,6 +126,7 @@ class Held:
         self._flats = max(map(self._flat_of, self._parts), default=0)
         self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
         self._root = self._padded(self._units[0])
+        self._root_flat = self._flat_of(self._units[0]) if self._units[0] else 0
         self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
         reduced = 0 if offloaded else sum(bytes_of(unit, layout.shards) for unit in self._units)
         self._slices = reduced  # the gradients of a step on the device
@@ -129,10 +147,10 @@ class Held:
         if kind == "F":
             return self._forward(before, fresh)
         if kind == "B" or (kind == "W" and self._stage.first):
-            return self._backward(before, last or self._every_pass)
+            return self._backward(before, last or self._every_pass, fresh and self._every_pass)
         if kind == "W":
             return self._backward_of_weights(before, last)
-        return [] if self._stage.first else self._backward(before, False)
+        return [] if self._stage.first else self._backward(before, False, False)
 
     def _flat_of(self, part: Sequence[Shape]) -> int:
         """What FSDP gathers it into; a group of one rank copies without that."""
@@ -163,21 +181,36 @@ class Held:
         return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
 
     def _forward(self, before: bool, fresh: bool) -> list[Moment]:
+        """At the loss, in the last block, and where what was gathered is copied out."""
         early, aside, kept = self._of_passes(before)
-        gathers = self._free or (fresh and (self._every_pass or not before))
-        left = self._left if gathers and not self._layout.gathers_ahead else 0
-        other = self._gathered + left + aside + kept + self._all_reduced(before, 0)
+        whole = fresh and (self._every_pass or not before)  # the root is gathered, too
+        gathers, ahead = self._free or whole, self._layout.gathers_ahead
+        left = self._left if gathers and not ahead else 0
+        beside = aside + kept + self._all_reduced(before, 0)
+        other = self._gathered + beside
         own = self._block if self._free else 0
-        return [
-            Moment("forward", early, self.trace.head_forward, other),
-            Moment("forward", early, self.trace.last_forward, other + own),
+        moments = [
+            Moment("forward", early, self.trace.head_forward, other + left),
+            Moment("forward", early, self.trace.last_forward, other + left + own),
         ]
+        if gathers:  # what the unit before was gathered into is there until then
+            flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
+            held = self.trace.forward_entry
+            moments.append(Moment("forward", early, held, other + own + flats))
+        if whole:
+            flats = self._root_flat + (0 if ahead else self._flat + self._block)
+            held = self.trace.hidden
+            moments.append(Moment("forward", early, held, self._root + flats + beside))
+        return moments
 
-    def _backward(self, before: bool, reduces: bool) -> list[Moment]:
+    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[Moment]:
+        """`freed`: a pass before has freed what forward gathered."""
+        free = self._free or freed
+        whole = self._root if free else self._gathered
         trace, units, shards = self.trace, self._units, self._layout.shards
         early, aside, kept = self._of_passes(before)
-        own, flat, flats = (self._block, self._flat, self._flats) if self._free else (0, 0, 0)
-        other = self._gathered + aside + kept + self._all_reduced(before, 0)
+        own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
+        other = whole + aside + kept + self._all_reduced(before, 0)
         moments = [Moment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
             ahead = flat if units[2:] else 0  # below the first block nothing is gathered
@@ -197,8 +230,8 @@ class Held:
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
 
         def gathered(back: int, below: int) -> int:
-            if not self._free:
-                return self._gathered - back * self._block
+            if not free:
+                return whole - back * self._block
             return self._root + (self._flat if below else 0)
 
         for back, below in inner_blocks(self._stage):

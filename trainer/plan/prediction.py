@@ -22,7 +22,8 @@ from trainer.plan.costs import (
     times_of,
 )
 from trainer.plan.layout import Layout, layout_of
-from trainer.plan.memory import Memory, memory_of
+from trainer.plan.memory import Memory, memory_of, messages_beside
+from trainer.plan.moments import adds_gradients
 from trainer.plan.tape import Trace
 from trainer.plan.trace import USUAL_GPU, Cut, trace
 from trainer.recipe import Recipe
@@ -126,8 +127,12 @@ def predict(
         device=device,
         flash=machine is None or machine.gpu.flash_attention,
         gpu_memory=gpu_memory,
-        # A single rank has no bucket, and in a single pass nothing that gradients are added to.
-        keep_gradients=layout.by_fsdp or world_size == layout.passes == 1,
+        keep_gradients=(
+            not adds_gradients(recipe, layout)
+            if layout.by_fsdp
+            # A single rank has no bucket, and in a single pass nothing that they are added to.
+            else world_size == layout.passes == 1
+        ),
     )
     pieces = _pieces(blueprint, recipe, layout, traced)
     ranks = [pieces.of_rank(rank) for rank in range(strategy.pp)]
@@ -184,19 +189,21 @@ def _pieces(
 
 def _memory(
     ranks: Sequence[tuple[Sequence[Stage], Sequence[Trace]]],
-    orders: Sequence[Order | None],
+    orders: Sequence[Order],
     recipe: Recipe,
     layout: Layout,
     device: Literal["cpu", "cuda"],
     blueprint: Blueprint,
 ) -> Memory:
     """The moment of the rank with the largest peak, and of each kind the most that a rank has."""
-    memories, each = [], orders or [None]
-    for (stages, traces), order in zip(ranks, each, strict=True):
-        buffers = blueprint.buffers
+    memories, counts = [], messages_beside(orders)
+    each: Sequence[Order | None] = orders or [None]
+    for rank, ((stages, traces), order) in enumerate(zip(ranks, each, strict=True)):
+        buffers, messages = blueprint.buffers, []
         if order:  # they are in blocks
             buffers = buffers * sum(stage.blocks for stage in stages) // blueprint.block_count
-        memories.append(memory_of(stages, traces, recipe, layout, device, buffers, order))
+            messages = [count * traces[0].hidden for count in counts[rank]]
+        memories.append(memory_of(stages, traces, recipe, layout, device, buffers, order, messages))
     kinds = "parameters", "gradients", "optimizer_state", "buffers", "activations", "host", "disk"
     most = {kind: max(getattr(memory, kind) for memory in memories) for kind in kinds}
     return dataclasses.replace(max(memories, key=lambda memory: memory.peak), **most)

@@ -34,6 +34,8 @@ class Trace:
     """Activations: alive between forward and backward."""
     head_forward: int
     """Peak until the loss is there."""
+    forward_entry: int
+    """When it comes to the last block."""
     last_forward: int
     """Peak in the last block."""
     head_backward: int
@@ -106,11 +108,11 @@ class Tape(LiveTensors):
         self._before_weights: list[int] = []
         """And of all: when the weights of the head, the last block and the first one begin, and
         when all are through."""
-        self._keeps_output = False
+        self._keeps_output = self._keeps_gradients = False
         """Whether what comes out of the blocks does."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
-        self._after_block = self._after_head = self._entry = self._hidden = 0
+        self._after_block = self._after_head = self._forward_entry = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
         """What comes into the blocks, and out of them."""
         self._kept = (True, True)
@@ -128,6 +130,7 @@ class Tape(LiveTensors):
     ) -> None:
         """The model of the pass that comes, whose backward is to be `backward_in_two` or not;
         `experts` are divided, and FSDP reduces their gradients apart."""
+        self._keeps_gradients = keep_gradients
         self._watch(list(blocks), in_two)
         for module in experts:
             module.register_forward_pre_hook(self._before_experts)
@@ -151,9 +154,11 @@ class Tape(LiveTensors):
                     return None
                 if number == 0:
                     self._note_end(inputs)
-                    if in_two:  # as if it came from another stage
-                        self._given = inputs[0].detach().requires_grad_()
-                        inputs = (self._given, *inputs[1:])
+                if number == last:
+                    self._forward_entry = self.total()
+                if number == 0 and in_two:  # as if it came from another stage
+                    self._given = inputs[0].detach().requires_grad_()
+                    inputs = (self._given, *inputs[1:])
                 self._enter("others" if number else "first")
                 following = ("tail", "first back", "others back")[min(number, 2)]
                 _on_gradient(inputs, lambda: self._leave(block, following))
@@ -232,6 +237,8 @@ class Tape(LiveTensors):
                 self._enter(phase)
                 self._before_weights.append(self.total())
             stage_backward_weight(iter(weights), [group])
+            if not self._keeps_gradients:
+                _drop_all(model)
         _drop_all(model)
         self._before_weights.append(self.total())
 
@@ -329,6 +336,7 @@ class Tape(LiveTensors):
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
             ),
             head_backward=peaks["head back"] + saved,
+            forward_entry=self._forward_entry + alive,
             last_forward=peaks["others" if self._depth > 1 else "first"] + alive,
             entry=self._entry + in_last,
             last_backward=max(peaks["last back"] + saved, peaks["others back"]) - passed,

@@ -66,7 +66,7 @@ def test_orders(pipeline):
 def test_each_message_is_received_in_the_order_of_sending(pipeline):
     name, ranks, per_rank, count = pipeline
     orders = schedule(*pipeline)
-    received = Counter(chain(*(chain(*incoming(orders, rank).values()) for rank in range(ranks))))
+    received = Counter(chain(*(chain(*senders.values()) for senders in incoming(orders))))
     kinds = "FI" if name == "zero_bubble" else "FB"
     stages = range(ranks * per_rank)
     assert received == Counter(
@@ -77,7 +77,7 @@ def test_each_message_is_received_in_the_order_of_sending(pipeline):
     )
     done = {span.action: span.ended for spans in simulate(orders).spans for span in spans}
     for rank in range(ranks):
-        for messages in incoming(orders, rank).values():
+        for messages in incoming(orders)[rank].values():
             sent = [
                 done[a._replace(stage=a.stage + (-1 if a.kind == "F" else 1))] for a in messages
             ]

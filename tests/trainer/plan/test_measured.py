@@ -67,7 +67,9 @@ ZERO_BUBBLE = "strategy.pp_schedule=zero_bubble strategy.zero=2"
 FEW_ROWS = (
     "data.seq_len=8 model.architecture.vocab_size=2067 model.architecture.num_hidden_layers=4"
 )
+FOUR_LAYERS = "model.architecture.num_hidden_layers=4"
 ONE_BLOCK = "model.architecture.num_hidden_layers=2 batch.micro_batch=1 data.seq_len=32"
+FEW = f"{BLOCKS} {FEW_ROWS}"
 # Many rows of one weight on two stages: the peak is at its gradient on the first of them.
 TIED = (
     f"{PP} model.architecture.tie_word_embeddings=true model.architecture.vocab_size=8192 "
@@ -119,6 +121,7 @@ PARALLEL = [
     (2, [f"{TP} strategy.sequence_parallel=true", TP]),
     (2, [f"{TP} strategy.name=ddp strategy.activation_checkpointing=full"]),
     (4, [f"{PP} {MUON_OFFLOAD}", f"{TP} {EVEN} {MUON_OFFLOAD}"]),
+    (4, [f"{PP} {INTERLEAVED} {FEW} strategy.zero=3 strategy.offload=cpu"]),
     (4, [f"{TP} {PP}", f"{TP} {EVEN}", f"{PP} batch.global_batch=16", "strategy.cp=2"]),
     (4, [f"strategy.pp=4 {ZERO_BUBBLE} batch.micro_batch=1", f"{TP} {PP} {ZERO_BUBBLE}"]),
     (8, [f"{TP} {PP} {EVEN} batch.global_batch=16"]),
@@ -207,6 +210,16 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
                 (4, f"{PP} {BLOCKS} {FEW_ROWS} strategy.zero=3"),
                 (4, f"{TP} {EVEN} {PP} {FP32}"),
                 (2, f"{EP} {FULL} strategy.zero=3"),
+                (4, f"{PP} {INTERLEAVED} {FEW} strategy.zero=3"),
+                (4, f"{PP} {INTERLEAVED} {BLOCKS} {FOUR_LAYERS} strategy.zero=3"),
+                (4, f"{PP} {INTERLEAVED} {FEW} {FP32} strategy.zero=3"),
+                (2, f"{PP} {INTERLEAVED} strategy.activation_checkpointing=full"),
+                (4, f"{EARLY} {FEW} strategy.zero=2"),
+                (2, f"{PP} {ZERO_BUBBLE} {FEW}"),
+                (4, f"{PP} {ZERO_BUBBLE} {FEW}"),
+                (4, f"{TP} {FEW} model.architecture.vocab_size=2068 strategy.zero=2"),
+                (4, f"{EVENLY} {FEW} strategy.zero=3"),
+                (4, f"{EVENLY} {PP} {FEW} strategy.zero=2"),
             )
         ),
     ],
