@@ -83,6 +83,44 @@ def test_a_number_that_is_bad_only_once_is_the_machines_fault(workspace, start, 
     assert found == expected
 
 
+FAMILY = '''
+from dataclasses import replace
+
+import torch
+from torch import distributed as dist
+
+from trainer.models.decoder import MLP, Block
+from trainer.models.families import qwen3
+
+
+class Faulty(Block):
+    """Gives NaN once, on the first rank, in the sixth pass."""
+
+    calls = 0
+
+    def forward(self, *inputs):
+        self.calls += dist.is_initialized() and dist.get_rank() == 0
+        return super().forward(*inputs) * (float("nan") if self.calls == 6 else 1)
+
+
+FAMILY = replace(
+    qwen3.FAMILY, model_type="faulty", block=lambda a: Faulty(a, qwen3.attention(a), MLP(a))
+)
+'''
+
+
+@soak
+def test_what_a_stage_computed_wrongly_is_not_put_down_to_the_last_one(workspace, start):
+    """Which has the loss, and the NaN that came to it."""
+    (workspace / "faulty.py").write_text(FAMILY)
+    family = ["model.family=faulty:FAMILY", "model.architecture.model_type=faulty"]
+    for ranks, tp, named in ((2, 1, "rank 0, 1"), (4, 2, "rank 0, 1, 2, 3")):
+        overrides = [f"run.dir=faulty-{tp}", "run.steps=3", "schedule={}", *family]
+        code, output = start(ranks, *overrides, "strategy.pp=2", f"strategy.tp={tp}").wait()
+        assert code == 0, output
+        assert f"warning: step 2: silent corruption on {named}: computed again" in output
+
+
 def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, factory):
     def run(name, batches, *overrides):
         bad = f"model.factory_options={{bad_batches: {list(batches)}, bad_rank: 0}}"

@@ -146,15 +146,20 @@ def test_tokens_on_ranks_that_share_a_model(folder, start):
     """Each data-parallel rank reads its own; those of one tensor-parallel group the same."""
     model = ("model.architecture.num_key_value_heads=2", "model.architecture.vocab_size=62")
     curves = []
-    for ranks, strategy in ((1, "strategy.name=ddp"), (4, "strategy.tp=2")):
+    for ranks, strategy in (
+        (1, ["strategy.name=ddp"]),
+        (4, ["strategy.tp=2"]),
+        (2, ["strategy.tp=2", "strategy.sequence_parallel=true"]),
+    ):
         name = f"shared-{ranks}"
         code, output = start(
-            ranks, f"run.dir={name}", strategy, *model, recipe="tokens.yaml"
+            ranks, f"run.dir={name}", *strategy, *model, recipe="tokens.yaml"
         ).wait()
         assert code == 0, output
         curves.append(losses(folder, name))
         assert check(read_history(folder / name), folder / name)[0]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-5)
 
 
 @soak

@@ -259,13 +259,13 @@ class Decoder(nn.Module):
 
     def block_costs(self, seq_len: int) -> list[float]:
         """Floating-point operations of forward per token of each block; the head is part of the
-        last, and the embedding costs nothing."""
+        last, and the embedding costs nothing. What a token does not meet is taken to be spread over
+        the blocks by their size."""
         architecture = self.model.architecture
         heads = architecture.num_attention_heads * architecture.head_dim
-        costs = [
-            2.0 * sum(p.numel() for p in block.parameters()) + 4 * heads * seq_len
-            for block in self.blocks
-        ]
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
+        met = 1 - self.family.idle_parameters(architecture) / sum(sizes)
+        costs = [2 * met * size + 4 * heads * seq_len for size in sizes]
         costs[-1] += 2 * architecture.vocab_size * architecture.hidden_size
         return costs
 

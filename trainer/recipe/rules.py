@@ -125,13 +125,8 @@ def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
         return
     yield from _missing_beside(recipe, "tp")
-    if strategy.sequence_parallel and data.factory:
-        yield (
-            "strategy.sequence_parallel",
-            f"sequences of data.factory may have lengths that tp={strategy.tp} ranks cannot cut; "
-            "set false",
-        )
-    elif strategy.sequence_parallel and data.seq_len % (strategy.tp * strategy.cp):
+    uneven = data.seq_len % (strategy.tp * strategy.cp) and not data.factory
+    if strategy.sequence_parallel and uneven:
         ranks = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
         yield (
             "strategy.sequence_parallel",

@@ -21,7 +21,7 @@ def judge_step(
         step: number of the step, from 1.
         loss: mean loss over the global batch.
         grad_norm: norm of the whole gradient, after removing any loss scale.
-        bad_ranks: ranks whose own loss was not finite.
+        bad_ranks: ranks whose own loss was not finite, and those that computed it with them.
         skipped: steps skipped in a row before this one.
         limit: most steps that may be skipped in a row.
     """

@@ -233,18 +233,21 @@ def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str
     """
     if not second.good:
         return second, "computed twice with the same result, so data or model"
-    differs = float(not torch.equal(first.local_loss, second.local_loss))
-    said = of_all(run, torch.full_like(first.local_loss, differs))
-    ranks = [rank for rank, flag in enumerate(said) if flag]
+    ranks = ranks_with(run, not torch.equal(first.local_loss, second.local_loss))
     where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
     return second, f"silent corruption on {where}: computed again, the numbers are good"
 
 
-def of_all(run: Run, value: torch.Tensor) -> list[float]:
-    """A scalar of every rank. On all ranks."""
-    values = [torch.zeros_like(value) for _ in range(run.world.world_size)]
-    dist.all_gather(values, value, group=run.mesh.group)
-    return [received(one) for one in values]
+def ranks_with(run: Run, seen: bool) -> list[int]:
+    """The ranks that have seen something in their loss, and all that compute a share of the batch
+    together with one of these: its numbers come from all of them. On all ranks."""
+    device = run.world.device
+    mine = torch.tensor(2.0 * run.mesh.dp_rank + seen, dtype=torch.float64, device=device)
+    values = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
+    dist.all_gather(values, mine, group=run.mesh.group)
+    told = [divmod(int(received(one)), 2) for one in values]
+    shares = {share for share, there in told if there}
+    return [rank for rank, (share, _) in enumerate(told) if share in shares]
 
 
 def judge(run: Run, found: Gradients, note: str) -> Verdict:
@@ -258,8 +261,7 @@ def judge(run: Run, found: Gradients, note: str) -> Verdict:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
         return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
     # Every rank knows of a bad number, so every rank asks who it was.
-    losses = [] if found.good else of_all(run, found.local_loss)
-    bad_ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+    bad_ranks = [] if found.good else ranks_with(run, not math.isfinite(found.local_loss))
     limit = recipe.elastic.max_skipped_steps
     verdict = judge_step(step, found.loss, found.norm, bad_ranks, progress.skipped_in_row, limit)
     if verdict.action == "keep":

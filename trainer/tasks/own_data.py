@@ -55,11 +55,16 @@ def first_batch(stream: SampleStream) -> dict[str, Any]:
     return stream.fetch(range(min(stream.sequences, TRIED)))
 
 
-def check_decoder_inputs(batch: dict[str, Any], vocab_size: int) -> None:
+def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) -> None:
     """Refuse data that the bundled decoder cannot read.
 
+    Args:
+        batch: of the data set.
+        vocab_size: of the decoder.
+        multiple: what divides a sequence: the ranks that cut it.
+
     Raises:
-        DataError: what is missing, or out of its vocabulary.
+        DataError: what is missing, out of its vocabulary, or of another length.
     """
     missing = {"input_ids", "labels"} - batch.keys()
     if missing:
@@ -71,6 +76,13 @@ def check_decoder_inputs(batch: dict[str, Any], vocab_size: int) -> None:
     if largest >= vocab_size:
         raise DataError(
             f"data.factory: token {largest} is outside model.architecture.vocab_size={vocab_size}"
+        )
+    length = batch["input_ids"].shape[-1]
+    if length % multiple:
+        raise DataError(
+            f"data.factory: a sequence of {length} tokens does not divide among "
+            f"strategy.tp={multiple}; pad it to a multiple, or set "
+            "strategy.sequence_parallel=false"
         )
 
 

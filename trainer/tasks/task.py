@@ -209,8 +209,10 @@ def _build_on_samples(recipe: Recipe) -> Task:
     else:
         model, fill = _decoder(recipe)
         architecture, family = model.model.architecture, model.family
+        strategy = recipe.strategy
+        multiple = strategy.tp if strategy.sequence_parallel else 1
         for batch in tried:
-            check_decoder_inputs(batch, architecture.vocab_size)
+            check_decoder_inputs(batch, architecture.vocab_size, multiple)
         blocks, values, groups = list(model.blocks), _loss_values, family.groups
         after_step = _after_step(family)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -98,6 +99,16 @@ def test_a_token_costs_the_experts_it_meets():
     met = parameters - embedding - 2 * (8 - 2) * expert
     attention = 12 * 2 * 64 * 32
     assert FAMILY.flops_per_token(ARCHITECTURE, parameters, 32) == 6 * met + attention
+
+
+def test_a_stage_of_a_pipeline_costs_the_experts_that_a_token_meets():
+    """Or the head, which counts with the last block, would weigh little beside all experts."""
+    decoder = Decoder(ARCHITECTURE)
+    parameters = sum(p.numel() for p in decoder.parameters())
+    first, last = decoder.block_costs(32)
+    assert last - first == pytest.approx(2 * 131 * 48)
+    expected = FAMILY.flops_per_token(ARCHITECTURE, parameters, 32) - 6 * 48  # of the last norm
+    assert 3 * (first + last) == pytest.approx(expected)
 
 
 def test_biases_move_by_load_and_change_the_choice_alone():

@@ -54,6 +54,9 @@ def tokens(last=70):
 def tokens_validation():
     return Samples(tokens(0), validation=tokens())
 
+def threes():
+    return [{"input_ids": [n, 0, 1], "labels": [0, 1, -100]} for n in range(40)]
+
 class Line(nn.Module):
     def __init__(self):
         super().__init__()
@@ -129,6 +132,10 @@ WRONG = [
     (
         [DECODER, "data.factory=mine:tokens_validation", "run.evaluate_every=2"],
         "token 70 is outside model.architecture.vocab_size=64",
+    ),
+    (
+        [DECODER, "data.factory=mine:threes", "strategy={tp: 2, sequence_parallel: true}"],
+        "a sequence of 3 tokens does not divide among strategy.tp=2; pad it",
     ),
 ]
 
