@@ -178,7 +178,7 @@ def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
 
 
 def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
-    """Of each rank, per sender, the actions that need a message from there, in the order in which
+    """For each rank and sender, the actions that need a message from there, in the order in which
     the messages are sent. Who posts receives in this order needs neither tags nor a handshake."""
     ranks = len(orders)
     stages = 1 + max(action.stage for order in orders for action in order)
