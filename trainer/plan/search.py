@@ -79,6 +79,8 @@ class Plan:
     blueprint: Blueprint
     own: Candidate
     """The recipe as it is; the first of `candidates`, if it cannot run there."""
+    refused: str
+    """Why it cannot; empty if it can."""
     candidates: tuple[Candidate, ...]
     """One per strategy and kind of recomputation, each with its best micro-batch and way to
     reduce."""
@@ -117,6 +119,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         return found
 
     own = candidates("as it is", *_as_it_is(recipe, machine, device, blueprint, refusals))
+    refused = "" if own else str(refusals[0])
     found, everything = [], []
     for label, strategy in _strategies(recipe, machine, blueprint):
         for recompute in RECOMPUTES:
@@ -166,7 +169,9 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
     if best and simple and (1 - OFFLOAD_GAIN) * _order(simple)[0] <= _order(best)[0]:
         best = simple
     nodes = None if simple else _enough_nodes(recipe, machine, device, blueprint)
-    return Plan(recipe, machine, blueprint, own[0], tuple(found), tuple(everything), best, nodes)
+    return Plan(
+        recipe, machine, blueprint, own[0], refused, tuple(found), tuple(everything), best, nodes
+    )
 
 
 def _as_it_is(

@@ -56,6 +56,8 @@ def plan_text(plan: Plan, command: str, *, everything: bool = False) -> str:
     lines = table([tuple(COLUMNS), tuple(COLUMNS.values()), *rows], right=range(2, len(COLUMNS)))
     lines.insert(2, "-" * max(map(len, lines[:2])))
     parts = [_headline(plan), "\n".join(lines), _advice(plan, command), _notes(plan)]
+    if plan.refused:
+        parts.insert(2, f"As it is the recipe cannot run there: {plan.refused}.")
     return "\n\n".join(parts)
 
 
@@ -267,6 +269,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "assumptions": assumptions(plan),
         "room": ROOM,
         "own": candidate_json(plan.own),
+        "refused": plan.refused,
         "candidates": [candidate_json(candidate) for candidate in plan.candidates],
         "tried": [candidate_json(candidate) for candidate in plan.tried],
         "best": candidate_json(plan.best) if plan.best else None,

@@ -128,12 +128,14 @@ def test_beside_model_parallelism_of_the_recipe_others_are_looked_for(recipe_fil
     assert all(one.recipe.strategy.compile for one in plan.candidates)
 
 
-def test_a_recipe_that_cannot_run_there_as_it_is_has_no_line(recipe_file, monkeypatch):
-    """Nor has what can run instead two of them."""
+def test_a_recipe_that_cannot_run_there_as_it_is_has_a_reason_for_a_line(recipe_file, monkeypatch):
+    """And what can run instead has one line, not two."""
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
     recipe = load_recipe(recipe_file, ["batch.global_batch=32", EVEN])  # fewer than ranks
     plan = make_plan(recipe, describe_machine("8x1GB", 8, "bf16", tflops=1), "cpu")
-    marked = [line for line in plan_text(plan, "").splitlines() if " * " in line]
+    text = plan_text(plan, "")
+    assert "\n\nAs it is the recipe cannot run there: batch.global_batch" in text
+    marked = [line for line in text.splitlines() if " * " in line]
     assert len(marked) == 1
     assert re.match("TP2|PP2", marked[0])
 
