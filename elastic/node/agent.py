@@ -120,7 +120,7 @@ class Node:
     _reached: int = 0
     """Highest step in which a rank of this node has failed."""
     _expecting_stop: bool = False
-    """torchrun was told of a change, and is going to end the stand-ins."""
+    """torchrun was told of a change, or has lost a stand-in, and is going to end the others."""
     _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
     """By what they run. They outlive the ranks that asked for them."""
     _kept: dict[int, Rank] = field(default_factory=dict)
@@ -303,7 +303,8 @@ class Node:
                 self.told_to_go(message["notice"])
             else:
                 self._forget(connection)
-        else:
+        else:  # it was killed, so torchrun is going to end the others
+            self._expecting_stop = True
             self._forget(connection)
 
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:

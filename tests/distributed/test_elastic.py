@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -145,12 +146,9 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace,
 def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
     nodes = cluster("1", "run.dir=rank", "elastic.snapshot_every=1", "checkpoint.slots=2", ranks=2)
     node = nodes.add()
-    stand_ins = None
     for step in (10, 25):
         wait_for_step(workspace, "rank", step, nodes)
         wait_for_memory(workspace / "rank", step)
-        before = [pid for pid in node.family() if pid not in node.trainers()]
-        stand_ins = stand_ins or before[:2]
         os.kill(node.trainers()[step % 2], signal.SIGKILL)
         done = max(losses(workspace, "rank"))
         wait_for_step(workspace, "rank", done + 3, nodes)
@@ -159,6 +157,24 @@ def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
         assert len(re.findall(told, node.text())) == (1 if step == 10 else 2)
     assert nodes.wait(180) == [0], node.text()
     same_losses(workspace, "rank", undisturbed)
+
+
+def test_who_kills_what_torchrun_started_kills_a_rank(cluster, workspace, undisturbed):
+    """torchrun ends the other stand-ins by a signal, which is no notice to the node."""
+    nodes = cluster(
+        "1", "run.dir=killed", "elastic.snapshot_every=1", "checkpoint.slots=2", ranks=2
+    )
+    node = nodes.add()
+    wait_for_step(workspace, "killed", 10, nodes)
+    wait_for_memory(workspace / "killed", 10)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in node.family()}
+    stand_ins = [pid for pid, command in commands.items() if b"\0-u\0-m\0trainer\0" in command]
+    assert len(stand_ins) == 2
+    os.kill(stand_ins[0], signal.SIGKILL)
+    assert nodes.wait(60) == [0], node.text()
+    assert "told to go" not in node.text()
+    assert node.text().count("restored step") == 1
+    same_losses(workspace, "killed", undisturbed)
 
 
 @soak
