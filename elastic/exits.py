@@ -2,7 +2,7 @@
 
 import os
 import signal
-import sys
+from contextlib import suppress
 from typing import NoReturn
 
 EXIT_DONE = 0
@@ -31,14 +31,22 @@ def leaving_code(number: int) -> int:
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
 
 
-SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
 """By which a process is told to go. SIGUSR1 is what Slurm's `--signal=USR1@60` sends, SIGINT is
-Ctrl-C."""
+Ctrl-C, SIGHUP says that the terminal is closed."""
+
+
+def heeded() -> set[signal.Signals]:
+    """The SIGNALS that this process is to take; to be asked before it takes one. A SIGHUP that it
+    was started to ignore, as `nohup` has it, stays ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return SIGNALS - ({signal.SIGHUP} if ignored else set())
 
 
 def leave_at_once(number: int, _: object = None) -> NoReturn:
     """Leave as when told to go, with nothing to save; a handler of SIGNALS. What this process has
     started dies with it."""
     name = signal.Signals(number).name
-    os.write(sys.stderr.fileno(), f"{name}: ended, with nothing to save\n".encode())
+    with suppress(OSError):  # nobody reads it
+        os.write(2, f"{name}: ended, with nothing to save\n".encode())
     os._exit(leaving_code(number))

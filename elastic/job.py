@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elastic.node.progress import Pulse
 from elastic.node.script import execute, stand_in_for, stands_in, this_program
+from elastic.output import outlive
 from elastic.process import die_with_parent
 
 if TYPE_CHECKING:  # torch, which a process that only stands in does without
@@ -164,6 +165,7 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
         raise RuntimeError(stale)
     if "RANK" in os.environ:
         die_with_parent()
+    outlive()
     pulse = Pulse.from_environment()
     pulse.safe = True
     pulse.be_patient(timeout_seconds)

@@ -11,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
+from elastic.output import outlive
+
 
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when the one that started it dies (on Linux).
@@ -71,5 +73,6 @@ def usable_cores() -> int:
 
 if __name__ == "__main__":
     die_with_parent()
+    outlive()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

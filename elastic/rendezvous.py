@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, leaving_code
+from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, heeded, leaving_code
 from elastic.group.cloud import Notice, parse_sources, watch
 from elastic.group.health import check_node
 from elastic.group.member import Member, last_secret, node_name
@@ -58,6 +58,7 @@ from elastic.node.agent import Node
 from elastic.node.facts import Facts, differences, digest, torchrun_program
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.warm import start_early
+from elastic.output import outlive
 from elastic.world import ROUND
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
 
 def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
     """Make the handler of this node; connects to the store, or hosts it."""
+    outlive()
     start_early()
     host, _, port = parameters.endpoint.rpartition(":")
     if not host:
@@ -155,8 +157,8 @@ class PerdureRendezvous(RendezvousHandler):
         self._end = threading.Event()
         if threading.current_thread() is threading.main_thread():
             # torchrun would answer with a traceback and exit code 1, and save nothing.
-            os.environ[TORCHRUN_SIGNALS] = "SIGHUP,SIGQUIT"
-            for number in SIGNALS:
+            os.environ[TORCHRUN_SIGNALS] = "SIGQUIT"
+            for number in heeded():
                 signal.signal(number, self._told)
         watch(parse_sources(os.environ.get(NOTICES, "auto")), self._noticed, self._end)
         atexit.register(self.shutdown)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
 from tenacity.wait import wait_random_exponential
 
+from elastic.output import outlive
+
 T = TypeVar("T")
 
 CONNECT_SECONDS = ANSWER_SECONDS = 5.0
@@ -224,6 +226,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
 
 def serve(port: int, host: str = "0.0.0.0") -> None:
     """Host a store until the process is ended."""
+    outlive()
     store = host_store(host, port)
     print(f"store: listening on port {store.port}", flush=True)
     while True:

@@ -48,6 +48,7 @@ from elastic.node.standin import NODE_SOCKET
 from elastic.node.warm import Zygote, first_zygote
 from elastic.node.watchdog import SAVE_SECONDS
 from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram
+from elastic.output import lost
 from elastic.world import CAUSE, GENERATION, ROUND
 
 logger = logging.getLogger(__name__)
@@ -240,6 +241,9 @@ class Node:
             for rank in list(self._ranks.values()):
                 self._dismiss(rank, state.closed.code)
             return
+        if lost():
+            for local_rank in self._ranks:
+                self.page.say_mute(local_rank)
         for rank in list(self._ranks.values()):
             if not self.leaving and self.page.read(rank.local_rank).noticed:
                 self.told_to_go("a signal")

@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from elastic.output import lost
+
 RANKS = 64
 """Most ranks of one node."""
 _ENTRY = 256
-_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _ERROR = (
-    0, 4, 8, 16, 20, 24, 32, 36, 40,
+_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
+    0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
 )  # fmt: skip
 _FIELDS = struct.Struct("IIQIIdIf")
-"""All of an entry but the error, each at its place above."""
+"""What a rank says but for the error, each at its place above."""
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
@@ -90,6 +92,10 @@ class ProgressPage:
     def unask(self, local_rank: int) -> None:
         """Take back what a rank was asked. By the agent."""
         struct.pack_into("I", self._map, local_rank * _ENTRY + _ASKED, 0)
+
+    def say_mute(self, local_rank: int) -> None:
+        """Tell a rank that output of its agent was dropped, for the ledger. By the agent."""
+        struct.pack_into("I", self._map, local_rank * _ENTRY + _MUTE, True)
 
     def read(self, local_rank: int) -> Progress:
         """How far a rank is. By the agent."""
@@ -178,6 +184,11 @@ class Pulse:
     @safe.setter
     def safe(self, safe: bool) -> None:
         struct.pack_into("I", self._map, self._start + _SAFE, safe)
+
+    @property
+    def mute(self) -> bool:
+        """Whether output of this process, or of its agent, was dropped; see output.py."""
+        return bool(lost() or struct.unpack_from("I", self._map, self._start + _MUTE)[0])
 
     def be_patient(self, seconds: float) -> None:
         """See `Progress.patience`."""

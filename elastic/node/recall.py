@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
+from elastic.output import outlive
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class Recall:
                     job, *streams = descriptors
                     for target, stream in enumerate(streams):
                         os.dup2(stream, target)
+                    outlive()
                     environment = {**RankProgram.unpack(job).environment, **message["env"]}
                     self._next = message["generation"], environment
                     for descriptor in descriptors:

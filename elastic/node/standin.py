@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
+from elastic.exits import heeded
 from elastic.node.zygote import MAX_MESSAGE, RankProgram
 from elastic.process import die_with_parent
 
@@ -30,7 +31,7 @@ def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
             agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent as well
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in heeded() - {signal.SIGINT}:
         signal.signal(number, told)
     job = RankProgram(entry, prepare, arguments, dict(os.environ), os.getcwd())
     socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])

@@ -22,14 +22,16 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elastic.exits import SIGNALS, heeded
 from elastic.node.facts import ask
 from elastic.node.watchdog import register_dumps
+from elastic.output import outlive
 from elastic.process import die_with_parent, search_path, set_name
 
 MAX_MESSAGE = 1 << 16
@@ -118,9 +120,11 @@ def main(descriptor: int, parent: int) -> NoReturn:
     # Libraries ask for GPUs when they are imported. torch is to answer without starting CUDA, which
     # the forks could not use then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    outlive()
     # Ctrl-C reaches every process of the terminal, Slurm's signals every one of the job step; here
     # the agent decides.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    of_ranks = heeded() - {signal.SIGINT}  # Ctrl-C is for the agent
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=descriptor)
     selector = selectors.DefaultSelector()
@@ -133,7 +137,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
                     message, descriptors = _receive(agent)
                     if message is None:
                         os._exit(0)
-                    _obey(message, descriptors, agent, selector, children)
+                    _obey(message, descriptors, agent, selector, children, of_ranks)
                     for received in descriptors:
                         os.close(received)
                 else:
@@ -152,6 +156,7 @@ def _obey(
     agent: socket.socket,
     selector: selectors.BaseSelector,
     children: dict[str, int],
+    of_ranks: Collection[signal.Signals],
 ) -> None:
     if "preload" in message:
         for module in message["preload"]:
@@ -170,7 +175,7 @@ def _obey(
         if pid == 0:
             selector.close()
             agent.close()
-            _become(job, message["env"], descriptors[1:], zygote)
+            _become(job, message["env"], descriptors[1:], zygote, of_ranks)
         children[name] = pid
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (name, pid))
         _send(agent, {"started": name, "pid": pid})
@@ -205,10 +210,14 @@ def _prepare(job: RankProgram) -> None:
 
 
 def _become(
-    job: RankProgram, environment: Mapping[str, str], streams: list[int], parent: int
+    job: RankProgram,
+    environment: Mapping[str, str],
+    streams: list[int],
+    parent: int,
+    signals: Collection[signal.Signals],
 ) -> NoReturn:
     """Turn this fork of `parent` into the process that runs a job; its streams become those of the
-    stand-in."""
+    stand-in. `signals` are no longer ignored."""
     code = 1
     try:
         die_with_parent(parent)
@@ -217,11 +226,12 @@ def _become(
         *standard, dumps, recall = streams
         for target, stream in enumerate(standard):
             os.dup2(stream, target)
+        outlive()
         os.environ.clear()
         os.environ.update({**job.environment, **environment})
         os.environ[RECALL] = f"{recall}"
         os.chdir(job.directory)
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C is for the agent, as before
+        for number in signals:
             signal.signal(number, signal.SIG_DFL)
         register_dumps(Path(f"/proc/self/fd/{dumps}"))
         _set_threads()

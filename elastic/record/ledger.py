@@ -18,12 +18,11 @@ that a clock that is set does no harm.
 """
 
 import json
-import logging
 import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,8 +31,7 @@ from typing import Any, Literal
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from elastic.node.recall import Recalled
 from elastic.process import boot_id
-
-logger = logging.getLogger(__name__)
+from elastic.record.lines import Lines
 
 LEDGER = "ledger.jsonl"
 """Its name in the run directory."""
@@ -84,26 +82,35 @@ class Ledger:
 
     Each line is handed to the operating system at once, so it survives the death of this process. A
     disk that is full or gone costs the run nothing: lines are kept in memory until one can be
-    written.
+    written (see lines.py).
+
+    [Note: unwritten lines] What proves a step is to live where the state of the step lives. So who
+    keeps state of a step, in memory or in storage, keeps `unwritten` with it, and who goes on from
+    that state gives it to the ledger of the next attempt, which writes what the file has not got
+    meanwhile, before its own lines.
     """
 
-    def __init__(self, path: str | Path, start: Start) -> None:
+    def __init__(self, path: str | Path, start: Start, unwritten: Iterable[str] = ()) -> None:
         """Begin an attempt.
 
         Args:
             path: of the file, made when it is not there; its directory exists.
             start: the first line.
+            unwritten: what `unwritten` was when the state that was loaded was saved.
         """
-        self._path = Path(path)
-        self.reached = _newest_step(self._path)
+        path, unwritten = Path(path), list(unwritten)
+        self.reached = max(_newest_step(_tail(path)), _newest_step(unwritten))
         """Newest step of the attempts before this one."""
         self._start = start
-        self._file: int | None = None
-        self._pending = b""
-        self._failing = False
+        self._lines = Lines(path, unwritten)
         self._step = start.step
         self._ended = False
         self._write("start", asdict(start))
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Lines that the disk has not taken yet, in order."""
+        return self._lines.waiting
 
     def phases(self, phases: Mapping[str, float]) -> None:
         """The whole way from the launch through the first step, which is done: name → seconds."""
@@ -186,9 +193,7 @@ class Ledger:
             self.end(EXIT_INTERRUPTED, "interrupted")
         elif kind is not None and kind is not Recalled:  # then the next attempt says why
             self.end(EXIT_FAILED, f"{kind.__name__}: {error}"[:500])
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._lines.close()
 
     def _add(self, kind: str, **values: Any) -> None:
         after = round(clock() - self._start.monotonic, 3)
@@ -196,45 +201,27 @@ class Ledger:
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str)
-        self._pending += line.encode() + b"\n"
-        try:
-            if self._file is None:
-                self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-                if not _ends_well(self._file):
-                    self._pending = b"\n" + self._pending
-            while self._pending:  # a write cut short is gone on with where it ended
-                self._pending = self._pending[os.write(self._file, self._pending) :]
-            self._failing = False
-        except OSError as error:
-            if not self._failing:
-                logger.warning(
-                    "%s: %s; its lines are kept in memory until it can be written",
-                    self._path,
-                    error.strerror,
-                )
-            self._failing = True
+        self._lines.add(line)
 
 
 _TAIL_BYTES = 1 << 16
 
 
-def _newest_step(path: Path) -> int:
-    """The newest step in the last lines of a ledger; 0 if they tell of none."""
+def _tail(path: Path) -> list[bytes]:
+    """The last lines of a file, the first of them perhaps cut; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
+            return file.read().splitlines()
     except OSError:
-        return 0
+        return []
+
+
+def _newest_step(lines: Sequence[bytes | str]) -> int:
+    """The newest step in lines of a ledger; 0 if they tell of none."""
     for line in reversed(lines):
         with suppress(ValueError, TypeError, KeyError):  # a line may be cut
             found = json.loads(line)
             if found["kind"] == "step":
                 return int(found["step"])
     return 0
-
-
-def _ends_well(file: int) -> bool:
-    """Whether the file is empty or its last line is whole."""
-    size = os.fstat(file).st_size
-    return size == 0 or os.pread(file, 1, size - 1) == b"\n"

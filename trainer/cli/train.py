@@ -13,12 +13,13 @@ from elastic.exits import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
-    SIGNALS,
+    heeded,
     leave_at_once,
 )
 from elastic.group.membership import Limits
 from elastic.group.secret import SECRET_FILE
 from elastic.node.warm import start_early
+from elastic.output import outlive
 from elastic.process import usable_cores
 from trainer.cli.parser import Commands, add_command, add_recipe
 from trainer.recipe import RecipeError, dump_recipe, load_recipe
@@ -80,7 +81,9 @@ def add_store_command(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    for number in SIGNALS:  # until the node's agent takes them
+    if not arguments.dry_run:
+        outlive()
+    for number in heeded():  # until the node's agent takes them
         signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.run.worker")
@@ -142,7 +145,7 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     except RendezvousError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except SignalException as stopped:  # SIGHUP or SIGQUIT
+    except SignalException as stopped:  # SIGQUIT
         print(f"ended by {signal.Signals(stopped.sigval).name}; the same command resumes")
         return EXIT_REQUEUE
     return EXIT_DONE

@@ -65,7 +65,7 @@ def build(
         )  # fmt: skip
         startup.mark("model")
         pulse.report(0, "load")
-        progress = restore(checkpointer, model, optimizer, recipe, task)
+        progress, unwritten = restore(checkpointer, model, optimizer, recipe, task)
         pulse.safe = not checkpointer.newer_than_storage
         memory = "checkpoint slots are made with the first save: training goes on first"
         if not world.cause or checkpointer.loaded_from != "memory":
@@ -84,7 +84,7 @@ def build(
             cause=world.cause,
             phases=dict(startup.parts),
         )
-        with Log(recipe, start, silent=not world.is_main) as log:
+        with Log(recipe, start, unwritten, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
                 given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +19,10 @@ from tqdm import tqdm
 from checkpointing import SaveOutcome
 from elastic import LEDGER, Ledger, Start
 from elastic.node.companion import accompany
+from elastic.output import lost
 from elastic.process import write_whole
 from elastic.record.ledger import clock
+from elastic.record.lines import Lines
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.trackers import METRICS
@@ -69,24 +71,29 @@ class Log:
         recipe: of the run.
         start: what this attempt begins with. Records of later steps are dropped, because the steps
             they describe are computed again; the ledger keeps them.
+        unwritten: lines of the ledger that came with the state that was loaded.
         silent: this is not the first rank.
     """
 
-    def __init__(self, recipe: Recipe, start: Start, *, silent: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, start: Start, unwritten: Sequence[str], *, silent: bool
+    ) -> None:
         self.silent = silent
         if silent:
             return
         run_dir = Path(recipe.run.dir)
-        self._ledger = Ledger(run_dir / LEDGER, start)
-        self._path = run_dir / METRICS
+        self._ledger = Ledger(run_dir / LEDGER, start, unwritten)
+        records = run_dir / METRICS
         self._latest = 0.0
         """Time of the last record. Trackers tell what is new by it, also after a restart on a
         machine whose clock is behind."""
         try:
-            self._latest = keep_records(self._path, start.step)
+            self._latest = keep_records(records, start.step)
         except OSError as error:  # a full disk must not keep a run from going on
-            print(f"warning: {self._path} keeps records of steps that are done again: {error}")
-        self._file = self._path.open("a", encoding="utf-8")
+            print(f"warning: {records} keeps records of steps that are done again: {error}")
+        self._records = Lines(records)
+        self._told_mute = False
+        """The ledger knows that output is dropped."""
         self._bar = tqdm(
             total=recipe.run.steps,
             initial=start.step,
@@ -108,12 +115,14 @@ class Log:
             return
         self._ledger.__exit__(*error)
         self._bar.close()
-        try:
-            self._file.close()
-        except OSError as failure:
-            print(f"warning: the last records are lost: {failure}", flush=True)
+        self._records.close()
         for end in self._end_trackers:
             end()
+
+    @property
+    def unwritten(self) -> list[str]:
+        """Lines of the ledger that are not written yet; empty where this is silent."""
+        return [] if self.silent else self._ledger.unwritten
 
     @property
     def reached(self) -> int:
@@ -150,15 +159,25 @@ class Log:
         loss: float,
         skipped: bool,
         consumed: str | None,
+        mute: int,
     ) -> None:
         """A step over the sequences from `first` to before `after_last` is done: move the progress
-        bar, and tell the ledger."""
+        bar, and tell the ledger. `mute`: ranks of which output was dropped."""
         if self.silent:
             return
         self._bar.update(step - self._bar.n)
         self._ledger.step(
             step, first, after_last, seconds, loss=loss, skipped=skipped, consumed=consumed
         )
+        self._tell_mute(mute)
+
+    def _tell_mute(self, ranks: int) -> None:
+        """Tell the ledger once that output is dropped: the console cannot say it."""
+        if ranks and not self._told_mute:
+            self._told_mute = True
+            what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
+            here = {"here": why} if (why := lost()) else {}
+            self._ledger.event("output lost", what=what, **here)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """The weights after `step` were validated."""
@@ -185,19 +204,16 @@ class Log:
         if self.silent:
             return
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
-        try:
-            record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
-            record |= {"event": event} if event else {}
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        except OSError as error:  # a full disk must not cost the run; what is buffered comes later
-            self.say(f"warning: the record of step {step} is not written yet: {error}")
+        record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
+        record |= {"event": event} if event else {}
+        self._records.add(json.dumps(record))
         if line:
             self.say(line)
 
     def end(self, code: int, reason: str) -> int:
         """Note in the ledger how this attempt ended; returns the exit code."""
         if not self.silent:
+            self._tell_mute(bool(lost()))
             self._ledger.end(code, reason)
         return code
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model
-from elastic import SaveClock, expected_mtbf, read_history, reliability
+from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
 from trainer.parallel.parallelize import ParallelModel
@@ -19,6 +19,9 @@ from trainer.run.provenance import check_resume, run_state
 from trainer.run.state import Progress, Run
 from trainer.tasks.task import Task
 
+UNWRITTEN = "unwritten_ledger"
+"""Key of a trainer state: see `Ledger.unwritten`. Absent where all lines are written."""
+
 
 def restore(
     checkpointer: TensorCheckpointer,
@@ -26,8 +29,11 @@ def restore(
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     task: Task,
-) -> Progress:
+) -> tuple[Progress, list[str]]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
+
+    Returns:
+        (progress; the lines of the ledger that were not written when that state was saved).
 
     Raises:
         RecipeError: the checkpoint is not one that this recipe can go on from.
@@ -48,13 +54,14 @@ def restore(
         )
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
     if state is None:
-        return Progress(loss_scale=scale)
+        return Progress(loss_scale=scale), []
     if state["recipe"]["precision"]["dtype"] == recipe.precision.dtype:  # else it means nothing
         scale = LossScale(**state["loss_scale"])
-    return Progress(
+    progress = Progress(
         **{key: state[key] for key in Progress.__dataclass_fields__ if key != "loss_scale"},
         loss_scale=scale,
     )
+    return progress, state.get(UNWRITTEN, [])
 
 
 class Saves:
@@ -109,6 +116,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
                 **asdict(run.progress),
                 "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
                 **run_state(run.recipe, run.task, run.world),
+                **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
             },
             files=run.task.files,
             wait=wait or run.done,
@@ -191,6 +199,9 @@ def _save_clock(run: Run) -> SaveClock | None:
     """What tells when to save, on rank 0."""
     if not run.world.is_main:
         return None
-    past = reliability(read_history(Path(run.recipe.run.dir)))
-    mtbf = expected_mtbf(past.failures, past.node_seconds, run.world.nodes)
+    failures, node_seconds = 0, 0.0
+    with suppress(LedgerError):  # the disk has not taken its first line yet
+        past = reliability(read_history(Path(run.recipe.run.dir)))
+        failures, node_seconds = past.failures, past.node_seconds
+    mtbf = expected_mtbf(failures, node_seconds, run.world.nodes)
     return SaveClock(mtbf, time.monotonic())

@@ -47,6 +47,8 @@ class StepResult:
     """Rank 0 would save now."""
     pause: float
     """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
+    mute: int
+    """Ranks of which output was dropped (`Pulse.mute`)."""
     consumed: str | None
     """Digest of what the ranks took for it, in 16 hexadecimal digits, see
     `TokenStream.fetch_with_digest`."""
@@ -94,7 +96,7 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     seconds = time.perf_counter() - started
     return StepResult(
         found.loss, found.means, found.norm, lr, verdict, seconds, data_wait, found.compute,
-        found.save, found.pause, found.consumed if digest else None,
+        found.save, found.pause, found.mute, found.consumed if digest else None,
     )  # fmt: skip
 
 
@@ -127,6 +129,7 @@ class Gradients:
     other than usual."""
     save: bool
     pause: float
+    mute: int
     consumed: str
     local_loss: torch.Tensor
     """This rank's part of the loss."""
@@ -192,7 +195,7 @@ def gradients(
     model.run(inputs, forward, train=True)
 
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
-    # whether any rank is asked to pause, and what all have consumed and counted.
+    # whether any rank is asked to pause or mute, and what all have consumed and counted.
     model.collect_gradients()
     pulse.report(step, "reduce")
     names = run.trained.agree(model.beside_loss, mesh.group)
@@ -204,7 +207,7 @@ def gradients(
     sums = [part.reshape(1) for part in (loss_sum, *recorded)]
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
-    told = (counted, pulse.wants_save, pulse.asked_to_pause, *(digest or (0, 0)))
+    told = (counted, pulse.wants_save, pulse.asked_to_pause, pulse.mute, *(digest or (0, 0)))
     flags = [  # filled on the device: a copy from the host would wait for all that was launched
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
         for value in told
@@ -212,7 +215,7 @@ def gradients(
     word = torch.cat([*sums, squares, *flags])
     dist.all_reduce(word, group=mesh.group)
     mean_loss, *rest = received(word)
-    *square_parts, count_sum, saving, pausing, samples, contents = rest[len(names) :]
+    *square_parts, count_sum, saving, pausing, mute, samples, contents = rest[len(names) :]
     # Sums of numbers below 2**32 are exact in float64.
     everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     undivided = usual / count_sum if count_sum else 1.0
@@ -220,8 +223,8 @@ def gradients(
     compute = sum(seconds_between(*pair) for pair in marks) / plan.passes
     further = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
-        mean_loss * undivided, further, norm, undivided, saving > 0, pausing, everything,
-        loss_sum, compute,
+        mean_loss * undivided, further, norm, undivided, saving > 0, pausing, int(mute),
+        everything, loss_sum, compute,
     )  # fmt: skip
 
 

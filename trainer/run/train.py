@@ -55,6 +55,7 @@ def train(run: Run, startup: Startup) -> int:
             run.log.step(
                 progress.step, progress.sequences - run.plan.global_batch, progress.sequences,
                 result.seconds, result.loss, result.verdict.action != "keep", result.consumed,
+                result.mute,
             )  # fmt: skip
             speed.step(result, odd=first or profiler.active)
             if run.recall.settled:
