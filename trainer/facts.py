@@ -13,7 +13,7 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
     """The fields of `elastic.node.facts.Facts` for a recipe and its overrides, on a node of so many
     ranks."""
     try:
-        recipe, _, identity = prepare(arguments)
+        recipe, _, _, identity = prepare(arguments)
         mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)
     except known_errors() as error:
         return {"error": "; ".join(lines(error))}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from checkpointing.errors import explain
+from checkpointing.errors import CheckpointError, explain
 from checkpointing.format.layout import (
     TRAINER_STATE,
     CommitRecord,
@@ -52,6 +52,8 @@ class Steps:
         """Names of steps that could not be loaded."""
         self._found_damaged: set[str] = set()
         """Names of steps that were read back here."""
+        self._spans: list[bytes] = []
+        """Lines of the trace that are not written yet."""
 
     def path(self, step: int) -> Place:
         """Where a step lies once it is committed."""
@@ -142,18 +144,30 @@ class Steps:
             (self._found_damaged if bad else unreadable).add(newest.path.name)
         prune(self._directory, self._options, known())
 
+    def abort(self, target: NewStep) -> None:
+        """Remove what was written of a step that failed."""
+        target.abort()
+        self._write_trace()
+
     def trace(self, span: Mapping[str, Any]) -> None:
-        """Append a span to trace.jsonl, if the run wants it."""
-        if not self._options.trace:
-            return
-        try:
-            line = json.dumps(span).encode() + b"\n"
-            storage_of(self._directory).append(self._directory / "trace.jsonl", line)
-        except OSError as error:  # storage that fails must not end the one who is to tell of it
-            logger.warning("a span of the trace is lost: %s", explain(error))
+        """Keep a span for trace.jsonl, if the run wants it. Asks nothing of storage."""
+        if self._options.trace:
+            self._spans.append(json.dumps(span).encode() + b"\n")
 
     def _trace_metadata(self, kind: str, step: int, started: float) -> None:
         self.trace({"node": 0, "kind": kind, "step": step, "start": started, "stop": time.time()})
+        self._write_trace()
+
+    def _write_trace(self) -> None:
+        """Append the spans since the last time to trace.jsonl."""
+        spans, self._spans = self._spans, []
+        if not spans:
+            return
+        try:
+            path = self._directory / "trace.jsonl"
+            storage_of(self._directory).append(path, b"".join(spans))
+        except (CheckpointError, OSError) as error:  # a save does not fail by its trace
+            logger.warning("%d spans of the trace are lost: %s", len(spans), explain(error))
 
 
 def small_files(contents: Contents, indexes: Mapping[str, bytes]) -> dict[str, bytes]:

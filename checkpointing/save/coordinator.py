@@ -475,7 +475,8 @@ class Coordinator:
             self._host.drop(other)
 
     def _clear(self, target: NewStep) -> None:
-        self._later(target.abort, lambda _: self._cleared())
+        steps = self._steps
+        self._later(lambda: steps.abort(target), lambda _: self._cleared())
 
     def _cleared(self) -> None:
         self._clearing -= 1

@@ -142,7 +142,8 @@ class Storage(Protocol[P]):
         """Remove a file, if it is there."""
 
     def append(self, path: P, data: bytes) -> None:
-        """Add to a log, where files can grow; elsewhere nothing happens."""
+        """Add to a log that one process writes. An object is read and written anew, which is for
+        some megabytes at most."""
 
     def make_directory(self, path: P) -> None:
         """Make a directory, unless it is there, and see all names that lead to it to the disk."""

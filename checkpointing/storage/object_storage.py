@@ -176,6 +176,9 @@ class ObjectStorage:
 
     def append(self, path: ObjectPath, data: bytes) -> None:
         """See Storage: objects do not grow."""
+        store = store_of(path)
+        before = store.read(path) if store.find(path) else b""
+        store.write(path, before + data)
 
     def make_directory(self, path: ObjectPath) -> None:
         """See Storage: there are none to make."""

@@ -7,12 +7,12 @@ follow ByteRobust, arXiv 2509.16293, whose ETTR is our goodput.)
 """
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from elastic.exits import EXIT_PAUSED
-from elastic.record.history import Attempt, History
+from elastic.record.history import Attempt, History, StepLine
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Goodput:
     redone: float
     """In steps that had to be done again, the one that a failure cut off included."""
     skipped: float
-    """In steps whose numbers were bad."""
+    """In steps whose numbers were bad, and those that a roll-back took back."""
     starting: Mapping[str, float]
     """From a launch or a failure to the first step, by phase."""
     stalled: float
@@ -53,13 +53,14 @@ def goodput(history: History) -> Goodput:
     attempts = history.attempts
     kept = redone = skipped = stalled = between = 0.0
     starting: dict[str, float] = {}
+    in_vain = _in_vain(history)
     for attempt in attempts:
         for phase, seconds in _startup(attempt).items():
             starting[phase] = starting.get(phase, 0.0) + seconds
         if attempt.steps:
             spent = sum(step.seconds for step in attempt.steps)
             lasting = [step for step in attempt.steps if history.survives(attempt, step)]
-            bad = sum(step.seconds for step in lasting if step.skipped)
+            bad = sum(step.seconds for step in lasting if in_vain(step))
             good = sum(step.seconds for step in lasting) - bad
             kept, skipped, redone = kept + good, skipped + bad, redone + spent - good - bad
             rest = max(0.0, attempt.finished - _first_step_began(attempt) - spent)
@@ -140,14 +141,21 @@ def goodput_curve(history: History) -> list[tuple[float, float]]:
     ends = [end for _, end in spans]
     idle = [0.0, *accumulate(end - begin for begin, end in spans)]
     began, kept, curve = history.attempts[0].began, 0.0, []
+    in_vain = _in_vain(history)
     for attempt in history.attempts:
         for step in attempt.steps:
             now = attempt.loaded + step.after
-            if history.survives(attempt, step) and not step.skipped:
+            if history.survives(attempt, step) and not in_vain(step):
                 kept += step.seconds
             up = now - began - idle[bisect.bisect_right(ends, now)]
             curve.append((now, min(1.0, kept / up) if up > 0 else 0.0))
     return curve
+
+
+def _in_vain(history: History) -> Callable[[StepLine], bool]:
+    """Tells whether a step on the line left nothing in the newest weights."""
+    taken_back = history.taken_back()
+    return lambda step: bool(step.skipped) or any(to < step.step <= last for to, last in taken_back)
 
 
 def _regrouped(attempt: Attempt) -> bool:

@@ -1,16 +1,18 @@
 """A ledger, read: the attempts of a run, and the proof that no sequence is lost or used twice.
 
-[Note: line of a run] An attempt goes on from the state that another has reached, mostly the one
-before it, so attempts form a tree. The *line* of the newest attempt is its own steps, those of the
-attempt that it goes on from up to the step loaded, and so on: these are the steps that made the
-weights, and the sequences of their ranges must be 0, 1, 2, … without a gap or a repetition. All
-other steps were computed in vain.
+[Note: line of a run] An attempt goes on from the state that another has reached, its parent, whose
+name stands in the start line because it lives in the state. So attempts form a tree. (In ledgers
+that name none, the parent is the newest attempt before that did the step loaded.) The *line* of
+the newest attempt is its own steps, those of its parent up to the step loaded, and so on: these are
+the steps that made the weights, and the sequences of their ranges must be 0, 1, 2, … without a gap
+or a repetition. All other steps were computed in vain.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +39,27 @@ class StepLine(NamedTuple):
     seconds: float
     after: float
     """When it was done: seconds since the start line."""
-    skipped: bool
+    skipped: str
+    """What was wrong, if it left the weights alone, see [Note: verdicts] of ledger.py; else ""."""
     line: int
     """Its number in the file."""
+    loss: float | None = None
+    """NaN if it was not finite; None if the line has none. The same holds for `norm`."""
+    norm: float | None = None
     consumed: str | None = None
     """Digest of what the ranks took for it."""
+
+
+class RollbackLine(NamedTuple):
+    """A `rollback` line."""
+
+    step: int
+    to: int
+    """Step whose weights were loaded."""
+    source: str
+    after_step: int
+    """The newest step recorded before it."""
+    line: int
 
 
 @dataclass
@@ -61,6 +79,7 @@ class Attempt:
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     """Notices too."""
+    rollbacks: list[RollbackLine] = field(default_factory=list)
     end: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
@@ -107,8 +126,18 @@ class History:
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
     def survives(self, attempt: Attempt, step: StepLine) -> bool:
-        """Whether the result of a step is in the newest weights."""
+        """Whether a step is on the line of the newest attempt."""
         return step.step <= self.kept.get(attempt.number, -1)
+
+    def taken_back(self) -> list[tuple[int, int]]:
+        """(step that was gone back to, step before the roll-back) of those on the line: what the
+        steps between made of the weights is in none of the newest."""
+        return [
+            (one.to, one.step)
+            for attempt in self.attempts
+            for one in attempt.rollbacks
+            if one.step <= self.kept.get(attempt.number, -1)
+        ]
 
     def failed(self, attempt: Attempt) -> str | None:
         """Why an attempt ended, if by a failure."""
@@ -170,8 +199,7 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         values = json.loads(line)
         kind = values.pop("kind")
         if kind == "start":
-            known = {item.name for item in fields(Start)}
-            start = Start(**{name: value for name, value in values.items() if name in known})
+            start = _start(values)
             attempts.append(Attempt(len(attempts) + 1, start, number, phases=dict(start.phases)))
             return
         name, after = str(values.pop("attempt")), float(values["after"])
@@ -181,22 +209,73 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
             return
         if kind == "step":
             first, after_last = map(int, values["sequences"])
-            seconds, skipped = float(values["seconds"]), bool(values.get("skipped"))
-            done, consumed = int(values["step"]), values.get("consumed")
+            loss = None
+            if "loss" in values:
+                loss = math.nan if values["loss"] is None else float(values["loss"])
+            norm = float.fromhex(values["norm"]) if "norm" in values else None
+            why = str(values.get("why") or "no reason") if values.get("skipped") else ""
             attempt.steps.append(
-                StepLine(done, first, after_last, seconds, after, skipped, number, consumed)
-            )
+                StepLine(
+                    int(values["step"]), first, after_last, float(values["seconds"]), after,
+                    why, number, loss, norm, values.get("consumed"),
+                )
+            )  # fmt: skip
+        elif kind == "rollback":
+            step, to, source = int(values["step"]), int(values["to"]), str(values["source"])
+            attempt.rollbacks.append(RollbackLine(step, to, source, attempt.last_step, number))
         elif kind == "save":
-            attempt.saves.append({**values, "seconds": float(values["seconds"])})
+            numbers = {"step": int(values["step"]), "seconds": float(values["seconds"])}
+            attempt.saves.append({**values, **numbers, "line": number})
         elif kind in ("notice", "event"):
             attempt.events.append(values)
         elif kind == "phases":
             attempt.phases = {name: float(value) for name, value in values["phases"].items()}
         elif kind == "end":
-            attempt.end = {**values, "code": int(values["code"]), "reason": values["reason"]}
+            attempt.end = {
+                **values,
+                "code": int(values["code"]),
+                "step": int(values["step"]),
+                "reason": values["reason"],
+                "line": number,
+            }
         attempt.finished = max(attempt.finished, after)  # an offset, until times are set
     except (ValueError, KeyError, TypeError, AttributeError):
         return
+
+
+def last_start(path: str | Path, *, trained: bool) -> Start | None:
+    """The newest start line of a ledger, without reading all of it; None if there is none.
+
+    Args:
+        path: of the file, or of the run directory.
+        trained: pass over attempts after the newest step line, as they did no step.
+    """
+    path = Path(path)
+    path = path / LEDGER if path.is_dir() else path
+    try:
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            end = data.rfind(b'{"kind":"step",') if trained else len(data)
+            begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
+            if begin < 0:
+                return None
+            data.seek(begin)
+            values = json.loads(data.readline())
+    except (OSError, ValueError):  # there is none; it is empty; its last line is torn
+        return None
+    return _start(values)
+
+
+def _start(values: Mapping[str, Any]) -> Start:
+    """A start line as a `Start`.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    known = {item.name for item in fields(Start)}
+    start = Start(**{name: value for name, value in values.items() if name in known})
+    if not all(len(pair) == 2 for pair in start.changed.values()):
+        raise ValueError("changed: not pairs")
+    return start
 
 
 def _set_times(attempts: list[Attempt]) -> None:
@@ -222,14 +301,16 @@ def _set_times(attempts: list[Attempt]) -> None:
 def _problems(attempts: list[Attempt]) -> Iterator[str]:
     """Link every attempt to its parent, and name all that does not fit together."""
     for attempt in attempts:
-        yield from _link(attempt, attempts[: attempt.number - 1])
+        earlier = attempts[: attempt.number - 1]
+        yield from _link(attempt, earlier)
         yield from _gaps(attempt)
+        yield from _verdicts(attempt)
 
 
 def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
     """Set the parent of `attempt`: who did the step that it loaded."""
     start = attempt.start
-    where = f"attempt {attempt.number} (line {attempt.line})"
+    where = _name(attempt)
     if start.step == 0:
         if start.sequences != 0:
             yield (
@@ -237,23 +318,33 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
                 f"{_between(0, start.sequences)}"
             )
         return
-    parent = earlier[-1] if earlier else None
-    while parent and start.step <= parent.start.step:
-        parent = parent.parent
-    if not (parent and start.step <= parent.last_step):
-        # Beyond the record of the attempt before: its last lines may be lost. Or the state comes
-        # from an attempt that was thought to be lost, whose checkpoint has turned up.
-        torn = parent is not None and _may_be_unrecorded(parent, attempt)
-        if not torn or start.source != "memory":
-            others = (other for other in reversed(earlier) if _cursor(other, start.step))
-            parent = next(others, parent if torn else None)
-    if parent is None:
+    parent = _guessed_parent(attempt, earlier)
+    if start.parent:
+        parent = next((one for one in earlier if one.start.attempt == start.parent), None)
+        if parent is None:
+            yield (
+                f"{where} loaded step {start.step} of attempt {start.parent}, which has no start "
+                "line before it"
+            )
+            return
+        if start.step < parent.start.step:
+            yield (
+                f"{where} loaded step {start.step} of attempt {parent.number}, which began after "
+                f"that step, at step {parent.start.step}"
+            )
+            return
+    if parent is None or (
+        start.step > parent.last_step and not _may_be_unrecorded(parent, attempt)
+    ):
         reached = max((other.last_step for other in earlier), default=0)
         yield (
-            f"{where} loaded step {start.step}, which nobody did: the record ends at step {reached}"
+            f"{where} loaded step {start.step}, which nobody did: the record ends at step "
+            f"{parent.last_step if parent else reached}"
         )
         return
     attempt.parent = parent
+    if start.data and parent.start.data and start.data != parent.start.data:
+        yield f"{where} goes on from attempt {parent.number}, whose data has another fingerprint"
     if start.step > parent.last_step:
         attempt.unrecorded = start.step - parent.last_step
         return
@@ -265,8 +356,26 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
         )
 
 
+def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
+    """Who did the step that `attempt` loaded, where its start line does not say."""
+    start = attempt.start
+    parent = earlier[-1] if earlier else None
+    while parent and start.step <= parent.start.step:
+        parent = parent.parent
+    if not (parent and start.step <= parent.last_step):
+        # Beyond the record of the attempt before: its last lines may be lost. Or the state comes
+        # from an attempt that was thought to be lost, whose checkpoint has turned up.
+        torn = parent is not None and _may_be_unrecorded(parent, attempt)
+        if not torn or start.source != "memory":
+            others = (other for other in reversed(earlier) if _cursor(other, start.step))
+            parent = next(others, parent if torn else None)
+    return parent
+
+
 def _cursor(attempt: Attempt, number: int) -> int | None:
-    """Where a step of an attempt ended; None if it has no line."""
+    """Where a step of an attempt ended, or the one it loaded; None if it has no line."""
+    if number == attempt.start.step:
+        return attempt.start.sequences
     return next((step.after_last for step in attempt.steps if step.step == number), None)
 
 
@@ -303,6 +412,82 @@ def _gaps(attempt: Attempt) -> Iterator[str]:
                 f"is {attempt.start.global_batch}"
             )
         number, cursor = step.step, step.after_last
+
+
+def _verdicts(attempt: Attempt) -> Iterator[str]:
+    """What step lines lack that they must have, and marks that contradict numbers or counters."""
+    start, counted = attempt.start, attempt.start.skipped is not None
+    for step in attempt.steps:
+        where = f"step {step.step} (attempt {attempt.number}, line {step.line})"
+        missing = [name for name in start.records if getattr(step, name, None) is None]
+        if missing:
+            yield f"{where} has no {' and no '.join(missing)}, which every step of it records"
+            continue
+        numbers = {"loss": step.loss, "norm": step.norm}
+        bad = [name for name, value in numbers.items() if value is not None and not _finite(value)]
+        if bad and not step.skipped:
+            yield f"{where}: {bad[0]} is {numbers[bad[0]]}, but the step is not marked as skipped"
+        elif counted and step.skipped and step.skipped not in (bad or ["weights"]):
+            told = ", ".join(f"{name} is {value}" for name, value in numbers.items())
+            yield f"{where} is marked as skipped for its {step.skipped}, but {told}"
+    for one in attempt.rollbacks:
+        where = f"the roll-back of attempt {attempt.number} (line {one.line})"
+        if one.step != one.after_step or not 0 <= one.to < one.step:
+            yield (
+                f"{where} goes from step {one.step} to step {one.to}, but stands after step "
+                f"{one.after_step}"
+            )
+    yield from _counters(attempt)
+
+
+def _counters(attempt: Attempt) -> Iterator[str]:
+    """Where the counters of a start, a save or an end are not what the lines up to there say."""
+    start, parent = attempt.start, attempt.parent
+    for name, what in (("skipped", "steps skipped"), ("rollbacks", "roll-backs")):
+        began, before = getattr(start, name), None
+        if began is None:
+            continue
+        if start.step == 0:
+            before = 0
+        elif parent and (base := getattr(parent.start, name)) is not None:
+            before = base + _count(parent, name, start.step, attempt.line)
+        if before is not None and not 0 <= began - before <= attempt.unrecorded:
+            yield (
+                f"{_name(attempt)} loaded a state with {began} {what}, but the lines before "
+                f"it have {before}"
+            )
+        for line in filter(None, [*attempt.saves, attempt.end]):
+            expected = began + _count(attempt, name, line["step"], line["line"])
+            if line.get(name) != expected:
+                yield (
+                    f"{'the end' if line is attempt.end else 'a save'} of attempt {attempt.number} "
+                    f"at step {line['step']} counts {line.get(name)} {what}, but the lines up to "
+                    f"there have {expected}"
+                )
+    reached = [("saved", save["step"]) for save in attempt.saves if save.get("ok")]
+    reached += [("ended after", attempt.end["step"])] if attempt.end else []
+    beyond = [(what, step) for what, step in reached if step > attempt.last_step]
+    for what, step in beyond[:1]:
+        yield (
+            f"attempt {attempt.number} {what} step {step}, but its record ends at step "
+            f"{attempt.last_step}"
+        )
+
+
+def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
+    """What a counter of an attempt was when `line` was written, for the state of `step`."""
+    marked: list[StepLine] | list[RollbackLine] = attempt.rollbacks
+    if name == "skipped":
+        marked = [one for one in attempt.steps if one.skipped]
+    return sum(one.step <= step and one.line < line for one in marked)
+
+
+def _finite(value: float) -> bool:
+    return abs(value) < math.inf  # False for NaN too
+
+
+def _name(attempt: Attempt) -> str:
+    return f"attempt {attempt.number} (line {attempt.line})"
 
 
 def _between(expected: int, found: int) -> str:

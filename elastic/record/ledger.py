@@ -9,12 +9,20 @@ that a clock that is set does no harm.
 
     start   a `Start`: what was loaded, by which world, why
     phases  {phases: {name: seconds}}: the whole way to the first step, known after it
-    step    {step, sequences: [first, after_last], seconds, loss?, skipped?: true, consumed?}
+    step    {step, sequences: [first, after_last], seconds, loss?, norm?, skipped?: true, why?,
+            consumed?}
+    rollback  {step, to, source}: after `step` the weights were taken back to those of step `to`
     validation  {step, values: {name: mean}}
-    save    {step, ok, seconds, stall?, error?}
+    save    {step, ok, seconds, skipped, rollbacks, stall?, error?}
     notice  {why, …} somebody was told to go
     event   {event: …, …} free-form
-    end     {code, reason, step}
+    end     {code, reason, step, skipped, rollbacks}
+
+[Note: verdicts] `why` a step was skipped names what was not right: "loss" or "norm" for a number
+that is not finite, "weights" for anything else. `loss` is null where it is not finite; `norm` is
+hexadecimal, as `float.fromhex` reads it. Both have every bit. The counters `skipped` and
+`rollbacks` of a start come from the state that was loaded; those of a save or an end are the counts
+up to its step. So a mark that is added or taken away later contradicts a number or a counter.
 """
 
 import json
@@ -56,6 +64,23 @@ class Start:
     world_size: int
     data: str = ""
     """Fingerprint of the data that the positions are in."""
+    parent: str | None = None
+    """Attempt that computed the state loaded; "" for fresh weights, None in ledgers older than this
+    field."""
+    skipped: int | None = None
+    """Steps up to the state loaded that left the weights alone; None: not counted."""
+    rollbacks: int | None = None
+    """Roll-backs up to the state loaded; None: not counted."""
+    records: Sequence[str] = ()
+    """Fields that every step line of this attempt has, besides those that all have."""
+    recipe: str = ""
+    """Digest of the recipe, the name of its file in `recipes/`; "" where none was kept."""
+    directory: str = ""
+    """Working directory, which relative paths of the recipe start from."""
+    computed_by: Mapping[str, str] = field(default_factory=dict)
+    """What decides the bits of a step besides the recipe: code, torch, cpu, gpu."""
+    changed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Keys in which this start differs from what the run last trained with → (old, new)."""
     nodes: int = 1
     round: int = 0
     generation: int = 0
@@ -104,6 +129,8 @@ class Ledger:
         self._start = start
         self._lines = Lines(path, unwritten)
         self._step = start.step
+        self._skipped: list[int] = []
+        self._rollbacks: list[int] = []
         self._ended = False
         self._write("start", asdict(start))
 
@@ -124,7 +151,8 @@ class Ledger:
         seconds: float,
         *,
         loss: float | None = None,
-        skipped: bool = False,
+        norm: float | None = None,
+        skipped: str = "",
         consumed: str | None = None,
     ) -> None:
         """One optimizer step is done.
@@ -134,18 +162,31 @@ class Ledger:
             first: first sequence of the global order that it consumed.
             after_last: the one after the last.
             seconds: it took.
-            loss: of it; left out if it is not finite.
-            skipped: it consumed its sequences and left the weights alone.
+            loss: mean over its global batch.
+            norm: of its gradient, before clipping.
+            skipped: what was wrong, see [Note: verdicts], if it consumed its sequences and left the
+                weights alone; else empty.
             consumed: digest of what all ranks really took for it, so that a rank that took
                 something else than these sequences can be found out.
         """
         self._step = step
-        mark: dict[str, Any] = {"loss": loss} if loss is not None and math.isfinite(loss) else {}
-        mark |= {"skipped": True} if skipped else {}
+        if skipped:
+            self._skipped.append(step)
+        mark: dict[str, Any] = {}
+        if loss is not None:
+            mark["loss"] = loss if math.isfinite(loss) else None
+        if norm is not None:
+            mark["norm"] = norm.hex()
+        mark |= {"skipped": True, "why": skipped} if skipped else {}
         mark |= {"consumed": consumed} if consumed else {}
         self._add(
             "step", step=step, sequences=[first, after_last], seconds=round(seconds, 4), **mark
         )
+
+    def rollback(self, step: int, to: int, source: str) -> None:
+        """After `step` the weights were taken back to those of step `to`, read from `source`."""
+        self._rollbacks.append(step)
+        self._add("rollback", step=step, to=to, source=source)
 
     def validation(self, step: int, values: Mapping[str, float | None]) -> None:
         """The weights after `step` were validated; `values` is null where one is not finite."""
@@ -169,6 +210,7 @@ class Ledger:
         """
         known = {"stall": stall, "error": error}
         rest = {name: value for name, value in known.items() if value is not None}
+        rest |= self._counters(step)
         self._add("save", step=step, ok=error is None, seconds=round(seconds, 4), **rest)
 
     def notice(self, why: str, **details: Any) -> None:
@@ -183,7 +225,8 @@ class Ledger:
         """The attempt is over; only the first call counts."""
         if not self._ended:
             self._ended = True
-            self._add("end", code=code, reason=reason, step=self._step)
+            counters = self._counters(self._step)
+            self._add("end", code=code, reason=reason, step=self._step, **counters)
 
     def __enter__(self) -> "Ledger":
         return self
@@ -194,6 +237,16 @@ class Ledger:
         elif kind is not None and kind is not Recalled:  # then the next attempt says why
             self.end(EXIT_FAILED, f"{kind.__name__}: {error}"[:500])
         self._lines.close()
+
+    def _counters(self, step: int) -> dict[str, Any]:
+        """Steps skipped and roll-backs up to `step`, where the start counts them."""
+        start = self._start
+        if start.skipped is None or start.rollbacks is None:
+            return {}
+        return {
+            "skipped": start.skipped + sum(one <= step for one in self._skipped),
+            "rollbacks": start.rollbacks + sum(one <= step for one in self._rollbacks),
+        }
 
     def _add(self, kind: str, **values: Any) -> None:
         after = round(clock() - self._start.monotonic, 3)

@@ -46,7 +46,7 @@ checkpoint: {every: 0}
 class Job:
     """One job: its ranks, forked from a process that has imported what they need and started
     nothing, in the environment that torchrun would give them. A single rank is started as by a user
-    without torchrun, unless `torchrun` is true."""
+    without torchrun, unless `torchrun` is true. `odd` is added to the environment of the last."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Job:
         recipe: str = "recipe.yaml",
         program: Sequence[str] = ("trainer",),
         torchrun: bool = False,
+        odd: Mapping[str, str] | None = None,
     ) -> None:
         arguments = [*program, recipe, *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -73,6 +74,7 @@ class Job:
         self.ranks = []
         for rank in range(ranks):
             own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if torchrun else {}
+            own |= (odd or {}) if rank == ranks - 1 else {}
             self.ranks.append(_fork(arguments, folder, {**environment, **own}, self._log))
 
     def wait(self) -> tuple[int, str]:

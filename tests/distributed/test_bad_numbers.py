@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from elastic.record.history import read_history
 from tests.distributed.jobs import losses, records, soak, wait_for_step
 from trainer.optim.optimizer import LossScale
+from trainer.tools.report.report import check
 
 FACTORY = '''
 import torch
@@ -131,9 +133,24 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
     code, output = run("back", range(9, 15), "checkpoint.every=2", "checkpoint.when_busy=wait")
     assert code == 0, output
     # Not to those of step 6, which was skipped.
-    assert "rolled back to the weights of step 4; the data from there to step 7 is not" in output
+    assert "weights of step 4 in storage; the data from there to step 7 is not" in output
     ledger = [json.loads(line) for line in (workspace / "back" / "ledger.jsonl").open()]
-    assert [line["step"] for line in ledger if line.get("skipped")] == [5, 6, 7]
+    steps = [line for line in ledger if line["kind"] == "step"]
+    assert [line["step"] for line in steps if line.get("skipped")] == [5, 6, 7]
+    history = read_history(workspace / "back")
+    assert history.taken_back() == [(4, 7)]
+    assert check(history, workspace / "back")[0], check(history, workspace / "back")
+    # A mark, or a roll-back, that is taken away contradicts what counts them.
+    for gone in (6, "rollback"):
+        lines = [dict(line) for line in ledger]
+        if gone == 6:
+            line = next(line for line in lines if line["kind"] == "step" and line["step"] == 6)
+            line |= {"skipped": False, "loss": 2.0, "norm": "0x1.0p+0"}
+        else:
+            lines = [line for line in lines if line["kind"] != gone]
+        (workspace / "forged.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        problems = read_history(workspace / "forged.jsonl").problems
+        assert "but the lines up to there have" in problems[0]
     # That of step 6 is made up for as soon as the weights are good again.
     assert [line["step"] for line in ledger if "ok" in line] == [2, 4, 7, 8, 10, 12]
 

@@ -13,7 +13,15 @@ def add_report_command(commands: Commands) -> None:
     report = add_command(commands, "report", "what happened in a run, and whether nothing is lost")
     report.add_argument("run_directory", type=Path, metavar="RUN", help="run directory")
     report.add_argument(
-        "--check", action="store_true", help="only whether every sequence was consumed once; else 1"
+        "--check",
+        action="store_true",
+        help="only whether every sequence was consumed once: 0; 1: there are problems; 2: recipes "
+        "or data are not there to compare with",
+    )
+    report.add_argument(
+        "--without-data",
+        action="store_true",
+        help="with --check: the ledger alone, without recipes and data",
     )
     report.add_argument("--html", type=Path, metavar="FILE", help="write a page with its curves")
     report.set_defaults(run=_report)
@@ -26,9 +34,10 @@ def _report(arguments: argparse.Namespace) -> int:
     directory = arguments.run_directory
     try:
         if arguments.check:
-            fine, text = check(read_history(directory), directory)
+            history = read_history(directory)
+            fine, text = check(history, None if arguments.without_data else directory)
             print(text)
-            return EXIT_DONE if fine else EXIT_FAILED
+            return {True: EXIT_DONE, False: EXIT_FAILED, None: EXIT_WRONG_INPUT}[fine]
         if arguments.html:
             from trainer.tools.report.html import report_html
 

@@ -3,8 +3,10 @@
 A restart takes the same path as a start: it only finds state to load.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,18 @@ from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
+from trainer.data.stream import Accounted
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import Recipe
+from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import slow_arithmetic
-from trainer.run.saves import restore
+from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
+from trainer.run.saves import UNWRITTEN, restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import Run
 from trainer.tasks.task import Task, optimizer_options
@@ -32,8 +37,10 @@ from trainer.tasks.task import Task, optimizer_options
 @contextmanager
 def build(
     recipe: Recipe,
+    text: str,
     task: Task,
     world: World,
+    agreement: Agreement,
     pulse: Pulse,
     startup: Startup,
     recall: Recall,
@@ -41,7 +48,8 @@ def build(
 ) -> Iterator[Run]:
     """A run that goes on from the newest checkpoint, if there is one. Called on all ranks.
 
-    Its checkpointer takes the checkpoint writer process that `spare` has by then.
+    `text` is the recipe as the run keeps it. The checkpointer takes the checkpoint writer process
+    that `spare` has by then.
     """
     given, recipe = recipe, settled(recipe, world)
     batch, group = recipe.batch, dist.group.WORLD
@@ -65,13 +73,30 @@ def build(
         )  # fmt: skip
         startup.mark("model")
         pulse.report(0, "load")
-        progress, unwritten = restore(checkpointer, model, optimizer, recipe, task)
+        progress, state = restore(checkpointer, model, optimizer, recipe, task, agreement.init_from)
         pulse.safe = not checkpointer.newer_than_storage
         memory = "checkpoint slots are made with the first save: training goes on first"
         if not world.cause or checkpointer.loaded_from != "memory":
             memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
+        changed, digest, run_dir = {}, digest_of(text), Path(recipe.run.dir)
+        if world.is_main and state:
+            restart = bool(world.cause) or world.generation > 0 or world.round > 1
+            changed = changes_of_start(
+                run_dir, given, digest, agreement.computed_by, state, restart=restart
+            )
+        if world.is_main:
+            show_recipe(run_dir, text)
         start = Start(
+            attempt=agreement.attempt,
+            parent=(progress.attempt or None) if state else "",
+            skipped=progress.skipped,
+            rollbacks=progress.rollbacks,
+            records=("loss", "norm", *(["consumed"] if isinstance(task.stream, Accounted) else [])),
+            recipe=digest,
+            directory=os.getcwd(),
+            computed_by=agreement.computed_by,
+            changed=changed,
             step=progress.step,
             sequences=progress.sequences,
             global_batch=plan.global_batch,
@@ -84,13 +109,17 @@ def build(
             cause=world.cause,
             phases=dict(startup.parts),
         )
+        progress.attempt = start.attempt
+        unwritten = state.get(UNWRITTEN, []) if state else []
         with Log(recipe, start, unwritten, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
                 given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
                 progress, checkpointer, start, log, pulse, recall,
             )  # fmt: skip
-            log.say(f"{describe(run)}\n{memory}")
+            notes = [agreement.note, describe_changes(changed, given)]
+            lines = [describe(run), *(f"note: {note}" for note in notes if note), memory]
+            log.say("\n".join(lines))
             yield run
             pulse.report(progress.step, "end")
 

@@ -46,6 +46,18 @@ class Step:
 
 
 @dataclass(frozen=True)
+class RollBack:
+    """After `step` the weights were taken back to those of an earlier step. The data goes on."""
+
+    step: int
+    at: float
+    to: int
+    """Step whose weights were loaded."""
+    source: str
+    """Where they were: "memory" or "storage"."""
+
+
+@dataclass(frozen=True)
 class Validation:
     """The weights after `step` were validated."""
 
@@ -77,7 +89,7 @@ class End:
     reason: str
 
 
-Event = Start | Restart | Step | Validation | Save | End
+Event = Start | Restart | Step | RollBack | Validation | Save | End
 
 
 class Reader:
@@ -102,8 +114,10 @@ class Reader:
         at = self._began[values["attempt"]] + values["after"]
         if kind == "step":
             self._reached = values["step"]
-            loss, skipped = _number(values.get("loss")), values.get("skipped", False)
+            loss, skipped = _number(values.get("loss")), bool(values.get("skipped"))
             return Step(values["step"], at, loss, values["seconds"], skipped)
+        if kind == "rollback":
+            return RollBack(values["step"], at, values["to"], values["source"])
         if kind == "validation":
             found = {name: _number(value) for name, value in values["values"].items()}
             return Validation(values["step"], at, found)
@@ -124,5 +138,5 @@ class Reader:
         return Restart(*ranks, lost, describe_failure(cause) if cause else "")
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+def _number(value: float | str | None) -> float:
+    return math.nan if value is None else float(value)

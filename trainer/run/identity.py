@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import platform
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,8 +52,10 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         "code": _digest(_sources()),
         "torch": torch.__version__,
         "run.device": _device(recipe.run.device),
-        **{key: _short(value) for key, value in _flat(resolved(recipe)) if _decides(key)},
+        **{key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)},
     }
+    if recipe.exact:  # other kernels round otherwise
+        found |= machine(found["run.device"])
     if recipe.model.init_from:
         found["model.init_from"] = _digest(_weights(Path(recipe.model.init_from)))
     for key, name in recipe.own_code.items():
@@ -62,21 +68,91 @@ def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
     return {**identity, "data.fingerprint": _short(data)}
 
 
-def check_agreement(ours: Mapping[str, str]) -> None:
-    """Compare the identity of this rank with that of all others. On all ranks; one small collective
-    if all is well.
+def machine(device: str | torch.device) -> dict[str, str]:
+    """What decides the kernels of this machine: instructions and maker of its CPU, and its GPUs.
+
+    Args:
+        device: a GPU that this process uses; or "cuda" for those that the driver names, without
+            starting CUDA; or a CPU.
+    """
+    found = {"cpu": _cpu()}
+    if isinstance(device, torch.device) and device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    elif device == "cuda":
+        found["gpu"] = " + ".join(_driver_gpus()) or "unknown"
+    return found
+
+
+def computed_by(identity: Mapping[str, str], device: torch.device) -> dict[str, str]:
+    """What decides the bits of a step on this rank besides the recipe: code, torch, cpu, gpu."""
+    return {"code": identity["code"], "torch": identity["torch"], **machine(device)}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of an attempt once they have compared their identities."""
+
+    attempt: str
+    """Name of this attempt in the ledger; the same on all ranks."""
+    init_from: str
+    """Digest of the weights in `model.init_from`; "" without any."""
+    computed_by: Mapping[str, str]
+    """See `computed_by`; values that differ between ranks stand side by side."""
+    note: str = ""
+    """Where the machines of the ranks differ; "" if they do not."""
+
+
+def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.device) -> Agreement:
+    """Compare the identity and the machine of this rank with those of all others, and agree on a
+    name for this attempt. On all ranks; one small collective if all is well.
 
     Raises:
-        RecipeError: names the ranks that would train something else, and what differs.
+        RecipeError: names the ranks that would train something else, and what differs; in exact
+            mode also those whose machine rounds otherwise.
     """
-    number = int(digest(ours)[:15], 16)
-    extremes = torch.tensor([number, -number])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    if extremes[0] == -extremes[1]:
-        return
-    every: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, dict(ours))
+    kind = computed_by(identity, device)
+    ours = {**identity, **machine(device)} if recipe.exact else dict(identity)
+    numbers = [int(digest(one)[:15], 16) for one in (ours, kind)]
+    # The largest draw of all ranks names the attempt.
+    word = torch.tensor([*numbers, *(-number for number in numbers), secrets.randbits(62)])
+    dist.all_reduce(word, dist.ReduceOp.MAX)
+    attempt = f"{int(word[-1]) & 0xFFFFFFFF:08x}"
+    init_from = identity.get("model.init_from", "") if recipe.model.init_from else ""
+    if word[0] == -word[2] and word[1] == -word[3]:
+        return Agreement(attempt, init_from, kind)
+    told: list[dict[str, dict[str, str]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, {"identity": ours, "kind": kind})
+    every = [one["identity"] for one in told]
+    _refuse_strangers(every)
+    kinds = [one["kind"] for one in told]
+    return Agreement(attempt, init_from, *_side_by_side(kinds))
+
+
+def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], str]:
+    """What computes on ranks that are not all of one kind, and a note that says which is where."""
+    merged, parts = {}, []
+    for key in sorted({key for kind in kinds for key in kind}):
+        values = [kind.get(key, "none") for kind in kinds]
+        each = sorted(set(values))
+        merged[key] = " + ".join(each)
+        if len(each) > 1:
+            where = (f"{one} on {values.count(one)} (rank {values.index(one)})" for one in each)
+            parts.append(f"{key} is {', '.join(where)}")
+    return merged, (
+        f"ranks compute on unlike machines: {'; '.join(parts)}; who computes what changes the last "
+        "bits of a result (run.determinism=exact refuses this)"
+    )
+
+
+def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
+    """Raise if the identities of ranks differ.
+
+    Raises:
+        RecipeError: see `check_agreement`.
+    """
     digests = [digest(one) for one in every]
+    if len(set(digests)) == 1:
+        return
     common = max(digests, key=digests.count)  # the first of several
     ranks = [rank for rank, one in enumerate(digests) if one != common]
     odd, usual = ranks[0], digests.index(common)
@@ -84,11 +160,12 @@ def check_agreement(ours: Mapping[str, str]) -> None:
     raise RecipeError(
         f"rank {', '.join(map(str, ranks))} would train something else than rank {usual}: "
         f"{differences(every[odd], every[usual], *names)}; start all nodes with the same recipe, "
-        "code and data"
+        "code and data, an exact run also on machines of one kind"
     )
 
 
-def _decides(key: str) -> bool:
+def decides(key: str) -> bool:
+    """Whether the value of a recipe's key, a path of dots, must be the same on all nodes."""
     key = re.sub(r"\.\d+$", "", key)  # of a list
     return key not in MACHINE_BOUND and not (
         key.startswith("data.sources.") and key.endswith(".path")
@@ -101,14 +178,37 @@ def _device(wanted: str) -> str:
     return wanted
 
 
-def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(key path, value) of every leaf."""
     if isinstance(tree, Mapping) or (isinstance(tree, list) and tree):
         pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for key, value in pairs:
-            yield from _flat(value, f"{path}.{key}" if path else str(key))
+            yield from flat(value, f"{path}.{key}" if path else str(key))
     else:
         yield path, tree
+
+
+def _cpu() -> str:
+    """The instructions that torch uses, and the maker, by which MKL chooses kernels, too."""
+    maker = platform.machine()
+    with suppress(OSError), Path("/proc/cpuinfo").open() as lines:  # no more than its beginning:
+        for line in lines:  # the kernel asks every core for its part
+            key, _, value = line.partition(":")
+            if key.strip() in ("vendor_id", "CPU implementer"):
+                maker = value.strip()
+                break
+    return f"{torch.backends.cpu.get_cpu_capability()} ({maker})"
+
+
+def _driver_gpus() -> list[str]:
+    """Names of the GPUs of this machine, each kind once, as NVIDIA's driver gives them."""
+    names = set()
+    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        with suppress(OSError):
+            for line in path.read_text().splitlines():
+                key, _, value = line.partition(":")
+                names |= {value.strip()} if key == "Model" else set()
+    return sorted(names)
 
 
 def _short(value: Any) -> str:

@@ -157,7 +157,8 @@ class Log:
         after_last: int,
         seconds: float,
         loss: float,
-        skipped: bool,
+        norm: float,
+        skipped: str,
         consumed: str | None,
         mute: int,
     ) -> None:
@@ -167,8 +168,9 @@ class Log:
             return
         self._bar.update(step - self._bar.n)
         self._ledger.step(
-            step, first, after_last, seconds, loss=loss, skipped=skipped, consumed=consumed
-        )
+            step, first, after_last, seconds,
+            loss=loss, norm=norm, skipped=skipped, consumed=consumed,
+        )  # fmt: skip
         self._tell_mute(mute)
 
     def _tell_mute(self, ranks: int) -> None:
@@ -178,6 +180,16 @@ class Log:
             what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
             here = {"here": why} if (why := lost()) else {}
             self._ledger.event("output lost", what=what, **here)
+
+    def rollback(self, step: int, to: int, source: str, number: int) -> None:
+        """After `step` the weights were taken back to those of step `to`, for the `number`-th time
+        in this run."""
+        if not self.silent:
+            self.say(
+                f"warning: rolled back to the weights of step {to} in {source}; the data from "
+                f"there to step {step} is not tried again (roll-back {number})"
+            )
+            self._ledger.rollback(step, to, source)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """The weights after `step` were validated."""

@@ -1,15 +1,38 @@
-"""What a checkpoint says of the run that wrote it, and whether a recipe may go on from it."""
+"""What a run keeps of its recipes and says of them in checkpoints; whether a recipe may go on from
+a checkpoint, and what it changes."""
 
+import copy
+import hashlib
+import json
+import logging
 import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
+from checkpointing.format.untrusted import printable
+from elastic.process import write_whole
+from elastic.record.history import last_start
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError, resolved
+from trainer.recipe.load import validate
+from trainer.run.identity import decides, flat
 from trainer.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+RECIPES = "recipes"
+"""Folder of the run directory: DIGEST.yaml is a recipe that an attempt began with."""
+MOST_NAMED = 8
+"""Changed keys that are named on the console."""
+LONGEST_SHOWN = 40
+"""Characters of a value."""
 
 
 def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
@@ -42,8 +65,22 @@ def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
     }
 
 
-def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object) -> None:
-    """Refuse to continue a checkpoint whose model, data or seed is not that of the recipe.
+def check_resume(
+    state: dict[str, Any],
+    recipe: Recipe,
+    task: Task,
+    path: object,
+    init_from: str | None = None,
+) -> None:
+    """Refuse to continue a checkpoint whose model, data or seed is not that of the recipe, or that
+    began with other weights than those of `model.init_from`.
+
+    Args:
+        state: of the checkpoint.
+        recipe: to go on with.
+        task: of the recipe.
+        path: names the checkpoint.
+        init_from: digest of the weights in `model.init_from`, "" without any; None: not compared.
 
     Raises:
         RecipeError: names what differs, and the two ways out.
@@ -92,3 +129,146 @@ def check_resume(state: dict[str, Any], recipe: Recipe, task: Task, path: object
             f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
             f"{recipe.run.seed}, which is another order of the data; {way_out}"
         )
+    if init_from:  # else nobody can take the run for one that began with weights that it did not
+        began = state.get("init_from")
+        if began is None and not state["recipe"]["model"].get("init_from"):
+            began = ""
+        if began is not None and began != init_from:
+            raise RecipeError(
+                f"model.init_from: the run began with other weights than those in "
+                f"{recipe.model.init_from}, which would be left unread; name the weights that it "
+                "began with, or choose a new run.dir"
+                if began
+                else f"model.init_from: the run did not begin with weights of others, so those in "
+                f"{recipe.model.init_from} would be left unread; set model.init_from=null, or "
+                "choose a new run.dir"
+            )
+
+
+# --- the recipe of each attempt --------------------------------------------------------------
+
+
+def recipe_file(run: Path, digest: str) -> Path:
+    """Where a run keeps the recipe that has a digest."""
+    return run / RECIPES / f"{digest}.yaml"
+
+
+def digest_of(text: str) -> str:
+    """Of a recipe as it lies in the run directory."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def keep_recipe(directory: Path, text: str) -> None:
+    """Make the directory of a run and leave its recipe in it, under its digest. On rank 0.
+
+    Args:
+        directory: of the run.
+        text: the resolved recipe, as `dump_recipe` gives it.
+
+    Raises:
+        RecipeError: it cannot be written.
+    """
+    path = recipe_file(directory, digest_of(text))
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == text:
+            return  # a restart gets by without writing, so a full disk does not end the run
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise RecipeError(
+            f"run.dir: cannot write to {directory}: {error.strerror}; choose another run.dir"
+        ) from error
+
+
+def show_recipe(directory: Path, text: str) -> None:
+    """Make recipe.yaml in the directory of a run that of the attempt that begins. On rank 0, once
+    nothing refuses the start any more."""
+    try:
+        path = directory / "recipe.yaml"
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            write_whole(path, text)
+    except OSError as error:  # training needs no copy of what lies in recipes/
+        logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
+
+
+# --- what a start changes --------------------------------------------------------------------
+
+
+def changes_of_start(
+    run: Path,
+    recipe: Recipe,
+    digest: str,
+    computed_by: Mapping[str, str],
+    state: Mapping[str, Any],
+    *,
+    restart: bool,
+) -> dict[str, tuple[Any, Any]]:
+    """Keys in which a start differs from what the run last trained with, in recipe, code or
+    machines → (old, new). On rank 0, before the start line is written.
+
+    Args:
+        run: its directory.
+        recipe: of this start.
+        digest: of the recipe.
+        computed_by: code and machines of this start.
+        state: what was loaded. It says what made it where the run directory says nothing.
+        restart: this start belongs to a launch that has begun already, so the attempt before has
+            said what it changes, even if it did no step.
+    """
+    before = last_start(run, trained=not restart)
+    found: dict[str, tuple[Any, Any]] = {}
+    if before is None or before.recipe != digest:
+        old = None
+        if before:
+            kept = recipe_file(run, before.recipe) if before.recipe else run / "recipe.yaml"
+            with suppress(OSError, ValueError, yaml.YAMLError):
+                old = yaml.safe_load(kept.read_text(encoding="utf-8"))
+        found = changes(old if isinstance(old, dict) else state["recipe"], recipe)
+    machines = before.computed_by if before else {}
+    kinds = {
+        key: (there, computed_by.get(key))
+        for key, there in machines.items()
+        if computed_by.get(key) != there
+    }
+    return {**found, **kinds}
+
+
+def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Keys whose value decides a step and differs between a resolved recipe, which may be older
+    than some of them, and another → (old, new)."""
+    with suppress(RecipeError):  # else it has keys that are no more, and new ones count as changed
+        old = resolved(validate(copy.deepcopy(dict(old)), {}, "recipe.yaml"))
+    before, now = dict(flat(old)), dict(flat(resolved(recipe)))
+    found = {
+        key: (before.get(key), now.get(key))
+        for key in [*now, *(key for key in before if key not in now)]
+        if decides(key) and before.get(key) != now.get(key)
+    }
+    if recipe.batch.micro_batch == "auto":  # a checkpoint has the number that the run chose
+        found.pop("batch.micro_batch", None)
+    weights = "model.init_from"  # where they lie may change
+    if before.get(weights) and not now.get(weights):
+        found[weights] = before[weights], None
+    return found
+
+
+def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> str:
+    """One line on what a start changes; "" if that is nothing."""
+    if not changed:
+        return ""
+    parts = [f"{key} {_shown(old)} → {_shown(new)}" for key, (old, new) in changed.items()]
+    if len(parts) > MOST_NAMED:
+        parts[MOST_NAMED:] = [f"and {len(parts) - MOST_NAMED} more, see ledger.jsonl"]
+    line = f"changed since the run last trained: {', '.join(parts)}"
+    if "run.steps" in changed and recipe.schedule.name != "constant":
+        line += "; the schedule has the new length"
+    if recipe.exact and changed.keys() & {"code", "torch", "cpu", "gpu"}:
+        line += "; an exact run repeats its bits only on one kind of machine and code"
+    return line
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = printable(text)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"

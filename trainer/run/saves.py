@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,18 +30,20 @@ def restore(
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     task: Task,
-) -> tuple[Progress, list[str]]:
+    init_from: str,
+) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
 
-    Returns:
-        (progress; the lines of the ledger that were not written when that state was saved).
+    `init_from` is the digest of the weights in `model.init_from`, "" without any. Returns the
+    progress, and the state of the checkpoint, None without one.
 
     Raises:
         RecipeError: the checkpoint is not one that this recipe can go on from.
     """
     state = checkpointer.load(model=model.tensors, optimizer=model.state_of(optimizer))
     if state is not None:  # what is in memory has not been looked at before
-        check_resume(state, recipe, task, f"the state in {checkpointer.loaded_from}")
+        there = f"the state in {checkpointer.loaded_from}"
+        check_resume(state, recipe, task, there, init_from)
     given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
     if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
         model.draw_weights()
@@ -54,14 +57,13 @@ def restore(
         )
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
     if state is None:
-        return Progress(loss_scale=scale), []
+        return Progress(loss_scale=scale, init_from=init_from), None
     if state["recipe"]["precision"]["dtype"] == recipe.precision.dtype:  # else it means nothing
         scale = LossScale(**state["loss_scale"])
-    progress = Progress(
-        **{key: state[key] for key in Progress.__dataclass_fields__ if key != "loss_scale"},
-        loss_scale=scale,
-    )
-    return progress, state.get(UNWRITTEN, [])
+    newer = {"attempt": "", "init_from": None}  # than some checkpoints
+    keys = Progress.__dataclass_fields__.keys() - {"loss_scale"}
+    known = {key: ({**newer, **state})[key] for key in keys}
+    return Progress(**known, loss_scale=scale), state
 
 
 class Saves:
@@ -186,11 +188,8 @@ def roll_back(run: Run) -> bool:
         return False
     progress.rollbacks += 1
     progress.skipped_in_row = 0
-    run.log.event(
-        progress.step,
-        "bad numbers",
-        f"rolled back to the weights of step {loaded['step']}; the data from there to step "
-        f"{progress.step} is not tried again (roll-back {progress.rollbacks})",
+    run.log.rollback(
+        progress.step, loaded["step"], checkpointer.loaded_from or "storage", progress.rollbacks
     )
     return True
 

@@ -20,7 +20,8 @@ from trainer.tasks.task import Task
 
 @dataclass
 class Progress:
-    """Everything besides tensors that changes from step to step; saved in each checkpoint."""
+    """Everything besides tensors that a run carries on from step to step and from attempt to
+    attempt; saved in each checkpoint."""
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
@@ -29,13 +30,18 @@ class Progress:
     tokens: int = 0
     """Target tokens consumed."""
     skipped: int = 0
-    """Steps skipped for non-finite numbers."""
+    """Steps that left the weights alone: their numbers were not finite, or fp16 overflowed."""
     skipped_in_row: int = 0
     rollbacks: int = 0
     """How often weights and optimizer state were taken back to those of a checkpoint."""
     loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
     validation_loss: float | None = None
     """Loss of the newest validation pass."""
+    attempt: str = ""
+    """Attempt that computed this state, as the ledger names it; "" if it is not known."""
+    init_from: str | None = ""
+    """Digest of the weights that the run began with, see identity.py; "" if they were drawn, None
+    in checkpoints older than this field."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ class StepResult:
     """Digest of what the ranks took for it, in 16 hexadecimal digits, see
     `TokenStream.fetch_with_digest`."""
 
+    @property
+    def skipped(self) -> str:
+        """What was wrong, as the ledger names it, if the step left the weights alone; else ""."""
+        if self.verdict.action == "keep":
+            return ""
+        numbers = {"loss": self.loss, "norm": self.grad_norm}
+        return next((name for name, one in numbers.items() if not math.isfinite(one)), "weights")
+
 
 def train_step(run: Run, batches: Batches) -> StepResult:
     """One optimizer step over one global batch. Called on all ranks; moves `run.progress` on."""
@@ -262,6 +270,7 @@ def judge(run: Run, found: Gradients, note: str) -> Verdict:
     step = progress.step + 1
     if math.isfinite(found.loss) and not found.good and progress.loss_scale.value > 1:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
+        progress.skipped += 1
         return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
     # Every rank knows of a bad number, so every rank asks who it was.
     bad_ranks = [] if found.good else ranks_with(run, not math.isfinite(found.local_loss))

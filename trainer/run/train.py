@@ -48,15 +48,15 @@ def train(run: Run, startup: Startup) -> int:
                 result = train_step(run, batches)
             if first:
                 first_step_done(run, startup)
+            run.log.step(
+                progress.step, progress.sequences - run.plan.global_batch, progress.sequences,
+                result.seconds, result.loss, result.grad_norm, result.skipped, result.consumed,
+                result.mute,
+            )  # fmt: skip
             if not went_on(run, result):
                 return run.log.end(EXIT_DO_NOT_REQUEUE, result.verdict.reason)
             if task.after_step:
                 task.after_step(run.model, progress.sequences)
-            run.log.step(
-                progress.step, progress.sequences - run.plan.global_batch, progress.sequences,
-                result.seconds, result.loss, result.verdict.action != "keep", result.consumed,
-                result.mute,
-            )  # fmt: skip
             speed.step(result, odd=first or profiler.active)
             if run.recall.settled:
                 run.checkpointer.start_spare()

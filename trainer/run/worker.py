@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy.ma  # noqa: F401  # numpy.unique imports it on first use
 import torch
@@ -37,7 +37,7 @@ from elastic.node.notice import pause_code
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
-from elastic.process import set_name, write_whole
+from elastic.process import set_name
 from elastic.world import (
     World,
     drop_world,
@@ -56,6 +56,7 @@ from trainer.run.failures import Telling
 from trainer.run.identity import check_agreement, identify, with_data
 from trainer.run.metrics import Startup
 from trainer.run.preflight import check_inputs
+from trainer.run.provenance import keep_recipe
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
 from trainer.tasks.task import Task, build_task, open_streams
@@ -124,7 +125,7 @@ def attempt(
     """Join the others and train; returns the exit code."""
     torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
     rank, _, world_size, local_world_size = read_environment()
-    recipe, ready, identity = prepare(tuple(arguments))
+    recipe, text, ready, identity = prepare(tuple(arguments))
     if recipe.elastic.recovery == "in_place":
         recall.allow()
     task = unused(ready, recall) if ready else build_task(recipe)
@@ -137,18 +138,19 @@ def attempt(
     occupancy = None
     if rank == 0:
         occupancy = occupy(recipe)
-        if not startup.again:  # the attempt before has done that
-            prepare_run_directory(recipe)
+        # At every attempt: the one before had another rank 0, perhaps, and that another disk.
+        keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
     world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
-    check_agreement(with_data(identity, task.stream.fingerprint))
+    identity = with_data(identity, task.stream.fingerprint)
+    agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
     if world.device.type == "cpu" and recipe.strategy.offload == "none":
         keep_freed_memory()
     with ExitStack() as stack:
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
-            given = recipe, task, world, pulse, startup, recall, spare
+            given = recipe, text, task, world, agreement, pulse, startup, recall, spare
             run = stack.enter_context(build(*given))
         # An error leaves through `telling` first: the run waits for saves, and for other ranks.
         stack.enter_context(telling)
@@ -166,7 +168,7 @@ def rehearse(arguments: list[str]) -> None:
         arguments: of the process.
     """
     rank, local_rank, world_size, local_world_size = read_environment()
-    recipe, task, _ = prepare(tuple(arguments))
+    recipe, _, task, _ = prepare(tuple(arguments))
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
         return
@@ -219,10 +221,21 @@ def keep_freed_memory() -> None:
             mallopt(parameter, 1 << 30)
 
 
+class Prepared(NamedTuple):
+    """What a rank knows before it joins others."""
+
+    recipe: Recipe
+    text: str
+    """The recipe as the run keeps it, see provenance.py."""
+    task: Task | None
+    identity: dict[str, str]
+    """See identity.py; without the data of a task that is None."""
+
+
 @cache
-def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None, dict[str, str]]:
-    """Read a recipe, open what it names, and say what decides its steps (identity.py). The warm
-    process does it once for all its forks.
+def prepare(arguments: tuple[str, ...]) -> Prepared:
+    """Read a recipe, open what it names, and say what decides its steps. The warm process does it
+    once for all its forks.
 
     A user's own model and data are left to them: code may start threads or CUDA, which no fork
     survives.
@@ -231,11 +244,12 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, Task | None, dict[str, 
         RecipeError, DataError, ConfigError: what is wrong, in one line.
     """
     recipe = load_recipe(arguments[0], arguments[1:])
+    text = dump_recipe(recipe)
     if recipe.data.factory:
-        return recipe, None, identify(recipe, None)
+        return Prepared(recipe, text, None, identify(recipe, None))
     task = None if recipe.model.factory else build_task(recipe)
     stream = task.stream if task else open_streams(recipe)[0]
-    return recipe, task, identify(recipe, stream.fingerprint)
+    return Prepared(recipe, text, task, identify(recipe, stream.fingerprint))
 
 
 def occupy(recipe: Recipe) -> Occupancy | None:
@@ -251,18 +265,3 @@ def occupy(recipe: Recipe) -> Occupancy | None:
         return Occupancy(Path(recipe.run.dir), secrets.token_hex(8) if job == "none" else job)
     except OccupiedError as occupied:
         raise RecipeError(str(occupied)) from occupied
-
-
-def prepare_run_directory(recipe: Recipe) -> None:
-    """Make the run directory and leave the resolved recipe in it. On rank 0."""
-    directory, text = Path(recipe.run.dir), dump_recipe(recipe)
-    with suppress(OSError):
-        if (directory / "recipe.yaml").read_text(encoding="utf-8") == text:
-            return  # a restart gets by without writing, so a full disk does not end the run
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / "recipe.yaml", text)
-    except OSError as error:
-        raise RecipeError(
-            f"run.dir: cannot write to {directory}: {error.strerror}; choose another run.dir"
-        ) from error

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: a real S3 server process, behind a proxy that can fail."""
 
+import json
 import os
 import pickle
 import re
@@ -555,7 +556,7 @@ def test_paths_are_as_pathlib_has_them(parts: list[str], name: str) -> None:
 
 def test_the_engine_saves_and_loads(directory: ObjectPath, store: Proxy, tmp_path: Path) -> None:
     """Two ranks save, three load; a save that the store refuses costs nothing but itself."""
-    options = CheckpointOptions(max_shard_size=700, keep=2)
+    options = CheckpointOptions(max_shard_size=700, keep=2, trace=True)
 
     def saves(rank: int) -> list[str | None]:
         model, optimizer = (spread(part, "rows-2") for part in whole_state())
@@ -597,4 +598,9 @@ def test_the_engine_saves_and_loads(directory: ObjectPath, store: Proxy, tmp_pat
     assert run_ranks(2, saves, tmp_path) == [[*steps, None]] * 2
     assert [path.name for path in list_steps(directory)] == ["step-00000003", "step-00000002"]
     assert not any("step-00000004" in name for name in objects_below(directory))
+    spans = [json.loads(line) for line in STORAGE.read(directory / "trace.jsonl").splitlines()]
+    for step in (1, 2, 3):
+        kinds = [span["kind"] for span in spans if span["step"] == step]
+        assert (kinds[0], {*kinds[1:-1]}, kinds[-1]) == ("begin", {"write"}, "commit")
+    assert next(span["kind"] for span in spans if span["step"] == 4) == "begin"
     assert run_ranks(3, loads, tmp_path) == [True] * 3

@@ -2,13 +2,14 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from elastic.record import ledger as ledger_module
@@ -17,12 +18,15 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import Ledger, Start
 
 BATCH = 8
+COUNTERS = ("skipped", "rollbacks")
 
 
 class Run:
-    """Writes what a run would, with a clock of its own."""
+    """Writes what a run would, with a clock of its own; `counted` as runs of today do, which name
+    parents, count, and record a loss and a norm of each step."""
 
-    def __init__(self):
+    def __init__(self, *, counted=False):
+        self.counted = counted
         self.lines = []
         self.now = 1_700_000_000.0
         self.skew = 0.0
@@ -32,6 +36,7 @@ class Run:
     def start(self, step, *, sequences=None, nodes=1, startup=3.0, cause=None, source="storage"):
         self.now += startup
         self.started = self.now
+        counted = self._counted(step) if self.counted else {}
         self.lines.append(
             {
                 "kind": "start",
@@ -48,22 +53,61 @@ class Run:
                 "boot": self.boot,
                 "pid": 1,
                 "attempt": f"{len(self.lines):08x}",
+                **counted,
             }
         )
         self.attempt = self.lines[-1]["attempt"]
         return self
+
+    def _counted(self, step):
+        """What a start line says of the state of `step`, on the line of the newest attempt."""
+        parent, skipped, rollbacks, at = "", 0, 0, step
+        own = [line for line in self.lines if "attempt" in line]
+        name = self.attempt if own else None
+        while name:
+            lines = [line for line in own if line["attempt"] == name]
+            begun = lines[0]
+            if at > begun["step"]:
+                parent = parent or (name if step else "")
+                skipped += sum(bool(x.get("skipped")) for x in lines[1:] if self._until(x, at))
+                rollbacks += sum(x["kind"] == "rollback" and x["step"] <= at for x in lines)
+                at = begun["step"]
+            name = begun["parent"]
+        records = ["loss", "norm"]
+        return {"parent": parent, "skipped": skipped, "rollbacks": rollbacks, "records": records}
+
+    @staticmethod
+    def _until(line, step):
+        return line["kind"] == "step" and line["step"] <= step
+
+    def counters(self):
+        """What a save or an end says of now."""
+        if not self.counted:
+            return {}
+        own = [line for line in self.lines if line["attempt"] == self.attempt]
+        skipped = sum(line["kind"] == "step" and "skipped" in line for line in own)
+        rollbacks = sum(line["kind"] == "rollback" for line in own)
+        begun = own[0]
+        return {
+            "skipped": begun["skipped"] + skipped,
+            "rollbacks": begun["rollbacks"] + rollbacks,
+        }
 
     def add(self, kind, **values):
         after = self.now - self.started
         self.lines.append({"kind": kind, **values, "after": after, "attempt": self.attempt})
         return self
 
-    def steps(self, first, last, seconds=0.5):
+    def steps(self, first, last, seconds=0.5, skipped=()):
         for step in range(first, last + 1):
             self.now += seconds
-            self.add(
-                "step", step=step, sequences=[(step - 1) * BATCH, step * BATCH], seconds=seconds
-            )
+            values = {"loss": 2.0, "norm": (1 / 3).hex()} if self.counted else {}
+            if self.counted and step in skipped:
+                kind = ("loss", "norm", "weights")[step % 3]
+                bad = {"loss": {"loss": None}, "norm": {"norm": "nan"}, "weights": {}}[kind]
+                values |= {"skipped": True, "why": kind, **bad}
+            sequences = [(step - 1) * BATCH, step * BATCH]
+            self.add("step", step=step, sequences=sequences, seconds=seconds, **values)
         return self
 
     def failure(self, after=0.25, detect=0.1):
@@ -92,9 +136,10 @@ def test_what_is_written_is_read(tmp_path):
     with Ledger(
         tmp_path / "ledger.jsonl", Start(step=0, sequences=0, global_batch=8, world_size=2)
     ) as ledger:
-        ledger.step(1, 0, 8, 0.01)
+        ledger.step(1, 0, 8, 0.01, loss=0.1 + 0.2, norm=1 / 3, consumed="0" * 16)
         ledger.phases({"imports": 1.0, "first step": 0.2})
-        ledger.step(2, 8, 16, 0.01, skipped=True)
+        ledger.step(2, 8, 16, 0.01, loss=math.nan, norm=math.inf, skipped="loss")
+        ledger.rollback(2, 1, "memory")
         ledger.save(2, 0.5, stall=0.01)
         ledger.notice("SIGTERM", node="n0")
         ledger.event("straggler", rank=3)
@@ -104,13 +149,16 @@ def test_what_is_written_is_read(tmp_path):
     attempt = history.attempts[0]
     assert history.problems == []
     assert (history.step, history.sequences) == (2, 16)
-    assert [step.skipped for step in attempt.steps] == [False, True]
+    first, second = attempt.steps
+    assert (first.skipped, first.loss, first.norm) == ("", 0.1 + 0.2, 1 / 3)  # every bit
+    assert (second.skipped, math.isnan(second.loss), second.norm) == ("loss", True, math.inf)
+    assert attempt.rollbacks == [(2, 1, "memory", 2, 5)]
     assert attempt.saves[0]["ok"]
     assert [event.get("event") for event in attempt.events] == [None, "straggler"]
     assert attempt.end["reason"] == "done"
     assert attempt.phases == {"imports": 1.0, "first step": 0.2}
     lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
-    assert all(len(line) < 120 for line in lines if '"step",' in line)
+    assert all(len(line) < 200 for line in lines if '"step",' in line)
 
 
 def test_a_torn_line_is_left_out_and_never_glued_to(tmp_path):
@@ -241,12 +289,18 @@ def test_problems_are_named(folder, lines, problem):
 @st.composite
 def runs(draw):
     """Kills, pauses, resumes and clocks that jump."""
-    run = Run().start(0)
+    run = Run(counted=draw(st.booleans())).start(0)
     done, saved, cause = 0, [0], None
+    skipped = draw(st.sets(st.integers(1, 40), max_size=4))
     for _ in range(draw(st.integers(0, 6))):
         count = draw(st.integers(0, 12))
-        run.steps(done + 1, done + count)
+        run.steps(done + 1, done + count, skipped=skipped)
         done += count
+        if run.counted and count and draw(st.booleans()):
+            if draw(st.booleans()):
+                to = draw(st.integers(0, done - 1))
+                run.add("rollback", step=done, to=to, source="memory")
+            run.add("save", step=done, ok=True, seconds=0.1, **run.counters())
         if count:
             saved = [step for step in saved if step <= done] + [
                 done - draw(st.integers(0, count - 1))
@@ -256,7 +310,7 @@ def runs(draw):
         cause, step, source = None, draw(st.sampled_from(saved)), "storage"
         if how == "pause":
             step = done
-            run.add("end", code=76, reason="paused", step=done)
+            run.add("end", code=76, reason="paused", step=done, **run.counters())
         elif how == "resume":
             run.now += draw(st.sampled_from([100.0, 3 * 86400.0]))
             run.boot = draw(st.sampled_from(["boot-1", "boot-2"]))
@@ -267,7 +321,11 @@ def runs(draw):
                 run.lines.pop()
         run.start(step, nodes=draw(st.integers(1, 3)), cause=cause, source=source)
         done, saved = step, [old for old in saved if old <= step]
-    return run.steps(done + 1, done + draw(st.integers(2, 8)))
+    run.steps(done + 1, done + draw(st.integers(2, 8)), skipped=skipped)
+    if run.counted:
+        done = run.lines[-1]["step"]
+        run.add("end", code=0, reason="finished", step=done, **run.counters())
+    return run
 
 
 def test_who_was_cut_off_may_write_beside_the_next_attempt(folder):
@@ -311,7 +369,16 @@ def test_any_single_corruption_is_named(folder, run, data):
     lines = [dict(line) for line in run.lines]
     steps = [n for n, line in enumerate(lines) if line["kind"] == "step"]
     middle = [n for n in steps if n + 1 in steps]
-    how = data.draw(st.sampled_from(["drop", "duplicate", "shift", "cursor"]))
+    kinds = ["drop", "duplicate", "shift", "cursor"]
+    how = data.draw(st.sampled_from([*kinds, *(run.counted * ["mark", "unmark", "counter"])]))
+    survivors = {
+        (attempt.start.attempt, step.step)
+        for history in [run.history(folder)]
+        for attempt in history.attempts
+        for step in attempt.steps
+        if history.survives(attempt, step)
+    }
+    alive = [n for n in steps if (lines[n]["attempt"], lines[n]["step"]) in survivors]
     if how == "drop":
         del lines[data.draw(st.sampled_from(middle))]
     elif how == "duplicate":
@@ -321,6 +388,20 @@ def test_any_single_corruption_is_named(folder, run, data):
         n = data.draw(st.sampled_from(steps))
         by = data.draw(st.sampled_from([-BATCH, -1, 1, BATCH]))
         lines[n]["sequences"] = [value + by for value in lines[n]["sequences"]]
+    elif how == "mark":
+        fine = [n for n in steps if "skipped" not in lines[n]]
+        assume(fine)
+        reason = data.draw(st.sampled_from([{}, {"why": "loss"}, {"why": "norm"}]))
+        lines[data.draw(st.sampled_from(fine))].update({"skipped": True, **reason})
+    elif how == "unmark":  # "weights" leaves no number: only what counts it can tell
+        skipped = [n for n in alive if "skipped" in lines[n]]
+        skipped += [n for n in steps if lines[n].get("why") in ("loss", "norm")]
+        assume(skipped)
+        del lines[data.draw(st.sampled_from(skipped))]["skipped"]
+    elif how == "counter":
+        counts = [n for n, line in enumerate(lines) if "rollbacks" in line]
+        n, name = data.draw(st.sampled_from(counts)), data.draw(st.sampled_from(COUNTERS))
+        lines[n][name] += data.draw(st.sampled_from([-1, 2]))
     else:
         starts = [n for n, line in enumerate(lines) if line["kind"] == "start"]
         n = data.draw(st.sampled_from(starts))

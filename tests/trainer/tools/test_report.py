@@ -137,10 +137,16 @@ def test_on_the_console(run, tmp_path):
 def test_steps_without_a_line_are_told(run):
     lines = (run / "ledger.jsonl").read_text().splitlines()
     last = next(n for n, line in enumerate(lines) if '"step":16' in line)
-    (run / "ledger.jsonl").write_text("\n".join(lines[:last] + lines[last + 1 :]) + "\n")
+    after = next(n for n, line in enumerate(lines) if n > last and '"start"' in line)
+    (run / "ledger.jsonl").write_text("\n".join(lines[:last] + lines[after:]) + "\n")
     fine, text = check(read_history(run))
     assert fine
     assert "not recorded: 1 step, whose" in text
+    # Who dies writes nothing after it.
+    (run / "ledger.jsonl").write_text("\n".join(lines[:last] + lines[last + 1 :]) + "\n")
+    fine, text = check(read_history(run))
+    assert fine is False
+    assert text == "problem: attempt 2 saved step 16, but its record ends at step 15"
 
 
 def test_the_page_needs_nothing_but_itself(run):

@@ -10,57 +10,183 @@ the tokens later, in the model, is not in it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from elastic.record.history import History, StepLine
+from elastic.record.history import Attempt, History, StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.errors import known_errors
+from trainer.run.provenance import digest_of, recipe_file
 from trainer.tasks.task import open_streams
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
 """Looked up, and read, for one check; of a longer run so many, evenly spread over its steps."""
 
 
-def check_consumption(run: Path, history: History) -> tuple[list[str], str]:
-    """(problems, one line of proof) for the steps whose result survived. The line is empty where no
-    step has a digest.
+@dataclass
+class Findings:
+    """What a comparison of a ledger with recipes and data gave."""
+
+    problems: list[str] = field(default_factory=list)
+    """Contradictions."""
+    missing: list[str] = field(default_factory=list)
+    """What could not be compared, as it is not there."""
+    proved: list[str] = field(default_factory=list)
+
+
+def check_consumption(run: Path, history: History) -> Findings:
+    """Compare the steps on the line of the newest attempt with the recipes that they were trained
+    with and the data that these name.
 
     Args:
-        run: directory of the run; its recipe.yaml names the data.
+        run: directory of the run, which holds the recipes.
         history: its ledger.
     """
+    found = Findings()
+    newest = history.attempts[-1].start.recipe
+    shown = run / "recipe.yaml"
+    if newest and shown.is_file() and digest_of(shown.read_text(encoding="utf-8")) != newest:
+        found.problems.append(
+            f"{shown} is not the recipe that the newest attempt began with, which is "
+            f"{recipe_file(run, newest)}"
+        )
+    by_recipe: dict[str, list[Attempt]] = {}
+    for attempt in history.attempts:
+        if any(history.survives(attempt, step) for step in attempt.steps):
+            by_recipe.setdefault(attempt.start.recipe, []).append(attempt)
+    counts = _Counts()
+    for digest, attempts in by_recipe.items():
+        recipe = _recipe(run, digest, attempts, found)
+        if recipe:
+            _compare(recipe, attempts, history, found, counts)
+    if counts.steps and not found.problems:
+        of = "the data says" if counts.read else "the order says"
+        line = f"what the ranks took is what {of}: samples of {_share(counts.located, counts)}"
+        line += f", tokens of {_share(counts.read, counts)}" if counts.read else ""
+        found.proved.append(line if counts.read else f"{line}; what they hold is not compared")
+    if counts.silent:
+        found.proved.append(f"no digest of what was taken: {counts.silent} steps")
+    return found
+
+
+@dataclass
+class _Counts:
+    """Steps on the line: that have a digest, whose samples and tokens were compared, without."""
+
+    steps: int = 0
+    located: int = 0
+    read: int = 0
+    silent: int = 0
+
+
+def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings) -> Recipe | None:
+    """The recipe that some attempts trained with; None, and why, if it cannot be had. An attempt
+    that names none is older than the folder of recipes, and had recipe.yaml."""
+    path = recipe_file(run, digest) if digest else run / "recipe.yaml"
+    who = _numbers_of(attempts)
+    try:
+        if digest and digest_of(path.read_text(encoding="utf-8")) != digest:
+            found.problems.append(f"{path} is not the recipe that {who} began with")
+            return None
+        recipe = load_recipe(path)
+    except OSError as error:
+        found.missing.append(f"{path}, the recipe of {who}: {error.strerror}")
+        return None
+    except known_errors() as error:
+        found.missing.append(f"the recipe of {who} cannot be read: {error}")
+        return None
+    for attempt in attempts:
+        if digest and attempt.start.global_batch != recipe.batch.global_batch:
+            found.problems.append(
+                f"attempt {attempt.number} (line {attempt.line}) has a global batch of "
+                f"{attempt.start.global_batch}, its recipe of {recipe.batch.global_batch}"
+            )
+        if digest and not recipe.data.graph and "consumed" not in attempt.start.records:
+            found.problems.append(
+                f"attempt {attempt.number} (line {attempt.line}) does not record what the ranks "
+                "took, which its data makes every run record"
+            )
+    return recipe
+
+
+def _compare(
+    recipe: Recipe,
+    attempts: Sequence[Attempt],
+    history: History,
+    found: Findings,
+    counts: _Counts,
+) -> None:
+    """Compare what the ranks took in some attempts with the data of their recipe."""
     steps = [
         (attempt.number, step)
-        for attempt in history.attempts
+        for attempt in attempts
         for step in attempt.steps
-        if step.consumed and history.survives(attempt, step)
+        if history.survives(attempt, step)
     ]
+    counts.silent += sum(not step.consumed for _, step in steps)
+    steps = [(number, step) for number, step in steps if step.consumed]
     if not steps:
-        return [], ""
-    numbers = {number for number, _ in steps}
-    claimed = {attempt.start.data for attempt in history.attempts if attempt.number in numbers}
+        return
+    counts.steps += len(steps)
+    claimed = {attempt.start.data for attempt in attempts}
+    if recipe.data.factory:  # its code is not run here: what a data set holds is not asked
+        order = Order([size_in(*claimed)], [1.0], recipe.run.seed) if len(claimed) == 1 else None
+        if order:  # else `read_history` has found that they differ
+            located = _spread(steps, MOST_SAMPLES, 1)
+            found.problems += _other_samples(located, _of_one_source(order))
+            counts.located += len(located)
+        return
+    recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
+    if away:
+        found.missing.append(f"the data of {_numbers_of(attempts)}: {away} has no index.json")
+        return
     try:
-        recipe = load_recipe(run / "recipe.yaml")
-        if recipe.data.factory:
-            return _of_own_data(steps, claimed, recipe)
         stream, _ = open_streams(recipe)
-    except (*known_errors(), OSError) as error:
-        return [], f"not compared with the data: {error}"
-    if {stream.fingerprint} != claimed:
-        return [], "not compared with the data: what lies there now is not what the run began with"
-    located = _spread(steps, MOST_SAMPLES, 1)
-    read = _spread(steps, MOST_TOKENS, stream.seq_len)
-    problems = [*_other_samples(located, stream.locate), *_other_tokens(read, stream)]
-    line = (
-        f"what the ranks took is what the data says: samples of {_share(located, steps)}, tokens "
-        f"of {_share(read, steps)}"
-    )
-    return problems, line
+        for attempt in attempts:
+            if attempt.start.data != stream.fingerprint:
+                found.problems.append(
+                    f"the data in {', '.join(source.path for source in recipe.data.sources)} is "
+                    f"not what attempt {attempt.number} trained on: its fingerprint is another"
+                )
+                return
+        located = _spread(steps, MOST_SAMPLES, 1)
+        read = _spread(steps, MOST_TOKENS, stream.seq_len)
+        found.problems += _other_samples(located, stream.locate)
+        found.problems += _other_tokens(read, stream)
+    except OSError as error:
+        found.missing.append(f"the data of {_numbers_of(attempts)}: {error}")
+        return
+    except known_errors() as error:
+        found.problems.append(f"the data is not what {_numbers_of(attempts)} trained on: {error}")
+        return
+    counts.located += len(located)
+    counts.read += len(read)
+
+
+def _where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
+    """The recipe with its sources where they lie now, and the first that is away, or "". Relative
+    paths start from the working directory of the run, or from here."""
+    sources = []
+    for source in recipe.data.sources:
+        places = [Path(directory) / source.path, Path(source.path)]
+        place = next((one for one in places if (one / "index.json").is_file()), None)
+        if place is None:
+            return recipe, str(places[0])
+        sources.append(replace(source, path=str(place)))
+    data = replace(recipe.data, sources=type(recipe.data.sources)(sources))
+    # No validation data is needed.
+    return replace(recipe, data=data, run=replace(recipe.run, evaluate_every=0)), ""
+
+
+def _numbers_of(attempts: Sequence[Attempt]) -> str:
+    numbers = ", ".join(str(attempt.number) for attempt in attempts[:8])
+    more = f" and {len(attempts) - 8} more" if len(attempts) > 8 else ""
+    return f"attempt {numbers}{more}"
 
 
 Steps = Sequence[tuple[int, StepLine]]
@@ -68,21 +194,12 @@ Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Positions → source and sample of each."""
 
 
-def _of_own_data(steps: Steps, claimed: set[str], recipe: Recipe) -> tuple[list[str], str]:
-    """Without the user's code: what a data set holds is not asked, and its size is known."""
-    if len(claimed) > 1:
-        return [], "not compared with the data: attempts began with different data"
-    order = Order([size_in(*claimed)], [1.0], recipe.run.seed)
-
+def _of_one_source(order: Order) -> Locate:
     def locate(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sources, _, samples = order.locate(positions)
         return sources, samples
 
-    located = _spread(steps, MOST_SAMPLES, 1)
-    return [*_other_samples(located, locate)], (
-        f"what the ranks took is what the order says: samples of {_share(located, steps)}; what "
-        "they hold is not compared"
-    )
+    return locate
 
 
 def _spread(steps: Steps, most: int, each: int) -> Steps:
@@ -91,8 +208,8 @@ def _spread(steps: Steps, most: int, each: int) -> Steps:
     return steps[:: max(1, -(-total // most))]
 
 
-def _share(some: Steps, steps: Steps) -> str:
-    return f"all {len(steps)} steps" if len(some) == len(steps) else f"{len(some)} of {len(steps)}"
+def _share(some: int, counts: _Counts) -> str:
+    return f"all {some} steps" if some == counts.steps else f"{some} of {counts.steps} steps"
 
 
 def _other_samples(steps: Steps, locate: Locate) -> Iterator[str]:

@@ -49,24 +49,32 @@ def report(run: Path) -> str:
     return "\n\n".join(parts)
 
 
-def check(history: History, run: Path | None = None) -> tuple[bool, str]:
-    """Whether every sequence was consumed exactly once, and the proof or the problems as text. With
-    `run`, the directory, also whether the ranks took what its data says (which imports torch)."""
-    problems, proof = list(history.problems), ""
-    if run and any(step.consumed for attempt in history.attempts for step in attempt.steps):
+def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
+    """Whether the record of a run is whole and every sequence was consumed exactly once; and the
+    proof, or the problems, as text. None: there is no problem, but not all could be compared.
+
+    With `run`, the directory, also whether the ranks took what its recipes and data say (which
+    imports torch).
+    """
+    problems, missing, proved = list(history.problems), [], []
+    has_recipe = any(attempt.start.recipe for attempt in history.attempts)
+    has_digest = any(step.consumed for attempt in history.attempts for step in attempt.steps)
+    if run and (has_recipe or has_digest):
         from trainer.tools.report.consumption import check_consumption
 
-        others, proof = check_consumption(run, history)
-        problems += others
+        found = check_consumption(run, history)
+        problems += found.problems
+        missing, proved = found.missing, found.proved
+    left_out = [f"not compared: {what}" for what in missing]
     if problems:
-        return False, "\n".join(f"problem: {problem}" for problem in problems)
-    lines = [history.summary(), *filter(None, [proof])]
+        return False, "\n".join([*(f"problem: {problem}" for problem in problems), *left_out])
+    lines = [history.summary(), *proved, *left_out, *_changes_lines(history)]
     if history.unrecorded:
         lines.append(
             f"not recorded: {_count(history.unrecorded, 'step')}, whose line was lost when a "
             "process died; the start that follows proves the sequences"
         )
-    return True, "\n".join(lines)
+    return None if missing else True, "\n".join(lines)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -105,7 +113,7 @@ def _goodput_text(account: Goodput) -> str:
     rows = [
         ("steps whose result survived", account.kept, ""),
         ("steps lost to failures", account.redone, ""),
-        ("steps skipped for bad numbers", account.skipped, ""),
+        ("steps skipped or rolled back", account.skipped, ""),
         ("start and recovery", sum(account.starting.values()), starting),
         ("standing still for saves", account.stalled, ""),
         ("between steps", account.between, "evaluation, records, the last save"),
@@ -136,6 +144,23 @@ def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], uni
     line = f"throughput: {sequences / seconds:,.1f} sequences/s" if seconds else "throughput: -"
     rates = sorted(r["tokens_per_second"] for r in metrics if r.get("tokens_per_second"))
     return line + (f", {rates[len(rates) // 2]:,.0f} {unit}/s (median)" if rates else "")
+
+
+def _changes_lines(history: History) -> list[str]:
+    """What starts on the line of the newest attempt changed; roll-backs on it."""
+    lines = []
+    for attempt in history.attempts:
+        if attempt.start.changed and attempt.number in history.kept:
+            parts = [
+                f"{key} {json.dumps(old)} → {json.dumps(new)}"
+                for key, (old, new) in attempt.start.changed.items()
+            ]
+            lines.append(f"changed after step {attempt.start.step}: {', '.join(parts)}")
+    lines += [
+        f"rolled back after step {last} to the weights of step {to}"
+        for to, last in history.taken_back()
+    ]
+    return lines
 
 
 def _saves_line(history: History) -> str:
