@@ -1,6 +1,5 @@
 """A ledger proves that every sequence was consumed exactly once, and says where the time went."""
 
-import errno
 import json
 import math
 import os
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from elastic.record import ledger as ledger_module
 from elastic.record.goodput import goodput, goodput_curve, idle_spans, reliability
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import Ledger, Start
@@ -186,30 +184,6 @@ def test_a_killed_writer_leaves_every_line(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(process, 0)
     assert read_history(tmp_path).step == 100
-
-
-def test_a_full_disk_costs_no_line(tmp_path, monkeypatch, caplog):
-    ledger = Ledger(
-        tmp_path / "ledger.jsonl", Start(step=0, sequences=0, global_batch=8, world_size=1)
-    )
-    write, room = os.write, 30
-
-    def full(file, data):
-        nonlocal room
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        data, room = data[:room], 0
-        return write(file, data)
-
-    monkeypatch.setattr(ledger_module.os, "write", full)
-    ledger.step(1, 0, 8, 0.01)
-    ledger.step(2, 8, 16, 0.01)
-    assert caplog.text.count("No space left") == 1
-    monkeypatch.undo()
-    ledger.step(3, 16, 24, 0.01)
-    history = read_history(tmp_path)
-    assert [step.step for step in history.attempts[0].steps] == [1, 2, 3]
-    assert history.problems == []
 
 
 def test_an_error_is_how_an_attempt_ends(tmp_path):
