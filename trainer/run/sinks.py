@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from elastic.process import write_whole
+from elastic.files import write_whole
 
 
 class Sink(Protocol):
