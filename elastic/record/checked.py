@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 _MAX_NESTING = 16
 _MAX_NUMBER = 2**63
 _YEAR_9999 = 250_000_000_000
+_HEXADECIMAL = re.compile(r"-?0x[01](\.[0-9a-f]{1,13})?p[+-]\d{1,4}|-?inf|nan")
 _DIGEST = re.compile(r"[0-9a-f]{9,128}")
 
 
@@ -96,6 +97,11 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _name(value: Any) -> bool:
+    """What may be the name of a file."""
+    return isinstance(value, str) and bool(re.fullmatch(r"\w*", value))
+
+
 def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -117,6 +123,7 @@ def _range(value: Any) -> bool:
 
 
 _LATER: Mapping[str, Callable[[Any], bool]] = {"attempt": _text, "after": _seconds, "step": _whole}
+_COUNTERS: Mapping[str, Callable[[Any], bool]] = {"skipped": _whole, "rollbacks": _whole}
 _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "start": {
         **dict.fromkeys(("step", "sequences", "global_batch", "world_size", "nodes"), _whole),
@@ -125,6 +132,13 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         **dict.fromkeys(("at", "monotonic"), _seconds),
         "cause": _or_null(_cause),
         "phases": _of(_number),
+        "parent": _or_null(_text),
+        **dict.fromkeys(("skipped", "rollbacks"), _or_null(_whole)),
+        "records": lambda value: isinstance(value, list) and all(map(_text, value)),
+        "recipe": _name,
+        "directory": _text,
+        "computed_by": _of(_text),
+        "changed": _of(lambda value: isinstance(value, list) and len(value) == 2),
     },
     "phases": {**_LATER, "phases": _of(_number)},
     "step": {
@@ -132,6 +146,8 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "sequences": _range,
         "seconds": _seconds,
         "loss": _or_null(_number),
+        "norm": lambda value: _text(value) and bool(_HEXADECIMAL.fullmatch(value)),
+        "why": _text,
         "skipped": _flag,
         "consumed": lambda value: _text(value) and bool(_DIGEST.fullmatch(value)),
     },
@@ -142,8 +158,10 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "seconds": _seconds,
         "stall": _or_null(_seconds),
         "error": _or_null(_text),
+        **_COUNTERS,
     },
+    "rollback": {**_LATER, "to": _whole, "source": _text},
     "notice": _LATER,
     "event": _LATER,
-    "end": {**_LATER, "code": _number, "reason": _text},
+    "end": {**_LATER, "code": _number, "reason": _text, **_COUNTERS},
 }

@@ -257,13 +257,16 @@ def last_start(path: str | Path, *, trained: bool) -> Start | None:
     path = Path(path)
     path = path / LEDGER if path.is_dir() else path
     try:
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        with (
+            os.fdopen(open_to_read(path, follow=True), "rb") as file,
+            mmap(file.fileno(), 0, access=ACCESS_READ) as data,
+        ):
             end = data.rfind(b'{"kind":"step",') if trained else len(data)
             begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
             if begin < 0:
                 return None
             data.seek(begin)
-            values = json.loads(data.readline())
+            values = read_line(data.readline())
     except (OSError, ValueError):  # there is none; it is empty; its last line is torn
         return None
     return _start(values)

@@ -1,5 +1,6 @@
 """A run directory → what happened in it, as text. Imports no torch."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
