@@ -68,6 +68,11 @@ class CheckpointOptions:
     """Seconds that a checkpoint may take. Then it is given up, the writers that hold it up are
     started again, and training goes on."""
 
+    trust: tuple[str | int, ...] = ()
+    """Whose checkpoints are loaded besides those of the user who trains and of root: names or uids
+    of users, and `group` for the members of the group that the checkpoint directory belongs to. A
+    step of anybody else is passed over."""
+
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 

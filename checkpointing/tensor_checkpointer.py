@@ -45,6 +45,7 @@ from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place, location
 from checkpointing.storage.steps import list_steps
+from checkpointing.storage.trust import keep_to
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class TensorCheckpointer:
     ) -> None:
         self.directory = location(directory).absolute()
         self.options = options
+        keep_to(self.directory, options.trust)
         self._ranks = Ranks(group)
         self._spare = spare or Spare()
         self._plan: SavePlan | None = None
@@ -158,6 +160,7 @@ class TensorCheckpointer:
             self.close()
         self._moves, self._has_token, self._loaded = True, False, False
         self.directory = location(directory).absolute()
+        keep_to(self.directory, self.options.trust)
         self._damaged, self._right, self._newest = set(), set(), None
 
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
@@ -423,14 +426,15 @@ class TensorCheckpointer:
                 problem = failed
             if path in self._steps():
                 damage[path] = problem.message
+                said = f"is passed over: {problem.message}"
                 if problem.kind is not UnreadableCheckpoint:
                     self._damaged.add(path.name)
-                said = f"is damaged and passed over: {problem.message}"
+                    said = f"is damaged and {said.removeprefix('is ')}"
             else:
                 gone += 1
                 said = "was deleted before it could be read: another run saves there, too"
             if self._ranks.is_main:
-                logger.warning("checkpoint %s %s", path.name, said)
+                logger.warning("the checkpoint of step %s %s", parse_step(path.name), said)
         if gone:
             raise StorageError(
                 f"{self.directory}: another run deletes checkpoints before they can be read; end "
@@ -438,7 +442,7 @@ class TensorCheckpointer:
             )
         if damage:
             raise DamagedCheckpoint(
-                f"{self.directory}: all checkpoints are damaged, the newest so: "
+                f"{self.directory}: no checkpoint can be loaded, the newest because: "
                 f"{next(iter(damage.values()))}; bring a good copy back, or move them away to "
                 "start afresh"
             )

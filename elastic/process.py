@@ -1,5 +1,4 @@
-"""Processes that end when the one that started them does; what they may use, and files that stay
-whole when they end.
+"""Processes that end when the one that started them does, and what they may use.
 
 `python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
 """
@@ -48,13 +47,6 @@ def search_path() -> list[str]:
         del found[0]
     home = str(Path(__file__).parents[1])
     return [*filter(None, found), *([] if home in found else [home])]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of which every reader sees the old text or the new, whoever dies meanwhile."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def boot_id() -> str:

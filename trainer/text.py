@@ -1,6 +1,15 @@
-"""Tables of text. Imports nothing of ours."""
+"""Text for people: tables, and what a terminal may be shown. Imports nothing of ours."""
 
+import sys
+import unicodedata
 from collections.abc import Container, Sequence
+from typing import Any, TextIO
+
+_JOINERS = "\u200c\u200d"
+"""Invisible characters that Persian, Indian scripts and emoji need."""
+_STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode categories: controls, formats (with them those that turn text around), surrogates, line
+and paragraph separators."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[list[str]]:
@@ -30,3 +39,51 @@ def markdown(
         for number, cell in enumerate(head)
     ]
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
+
+
+def visible(text: str, kept: str = "\n\t") -> str:
+    """Text that cannot steer a terminal: what would, is written as Python writes it in a string,
+    as `\\x1b`. Text of all languages and emoji stay as they are.
+
+    Args:
+        text: from anywhere.
+        kept: control characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char
+        if char in kept or char in _JOINERS or unicodedata.category(char) not in _STEERING
+        else ascii(char)[1:-1]
+        for char in text
+    )
+
+
+class _Visible:
+    """A stream that is written only visible text."""
+
+    def __init__(self, stream: TextIO, kept: str) -> None:
+        self._stream, self._kept = stream, kept
+
+    def write(self, text: str) -> int:
+        """See io.TextIOBase."""
+        self._stream.write(visible(text, self._kept))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """See io.IOBase."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def show_only_visible() -> None:
+    """From now on, have sys.stdout and sys.stderr write nothing that steers a terminal. What a
+    command prints may come from files, checkpoints or nodes of others, and it cannot be told later
+    from where. stderr keeps carriage returns, by which progress bars are drawn."""
+    for name, kept in (("stdout", "\n\t"), ("stderr", "\n\t\r")):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Visible):
+            setattr(sys, name, _Visible(stream, kept))

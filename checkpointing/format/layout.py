@@ -56,6 +56,8 @@ DTYPE_BYTES = {
 writer puts later ones first, which keeps every tensor aligned."""
 
 _DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BYTES)}
+_STATE_COUNTS = {"step", "sequences", "tokens", "skipped", "skipped_in_row", "rollbacks"}
+_STATE_OBJECTS = {"recipe", "world"}
 _STEP = re.compile(r"step-(\d{8,})")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
@@ -309,6 +311,32 @@ def parse_state(data: bytes, file: str) -> dict[str, Any]:
         return read_object(data)
     except ValueError as error:
         raise DamagedCheckpoint(f"{file}: damaged: {error}") from error
+
+
+def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
+    """Require that the state of a step is of that step, and that what says how far a run is are
+    whole numbers, where it is there.
+
+    Args:
+        state: what `parse_state` gave.
+        step: by the commit record.
+        file: the state's, for messages.
+
+    Raises:
+        DamagedCheckpoint: it is not; says what.
+    """
+    try:
+        for name in _STATE_COUNTS & state.keys():
+            try:
+                count(state[name])
+            except ValueError as error:
+                raise ValueError(f"{name} is {error}") from error
+        for name in _STATE_OBJECTS & state.keys():
+            an_object(state[name])
+        if state.get("step", step) != step:
+            raise ValueError(f"is of step {state['step']}, but the commit record of step {step}")
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{file}: {error}") from error
 
 
 def json_bytes(value: Any) -> bytes:

@@ -2,6 +2,7 @@
 followed, computed with or printed. Pure."""
 
 import json
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,17 @@ def count(value: Any) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"{_short(value)} where a whole number is due")
+    return value
+
+
+def number(value: Any) -> float:
+    """A number that is finite.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise ValueError(f"{_short(value)} where a number is due")
     return value
 
 
@@ -99,7 +111,7 @@ def read_object(data: bytes | str) -> dict[str, Any]:
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data)} bytes of JSON, more than {MAX_JSON_BYTES}")
     try:
-        found = an_object(json.loads(data))
+        found = an_object(json.loads(data, object_pairs_hook=_unique))
     except RecursionError:
         raise ValueError("nested too deep") from None
     level: list[Any] = [found]
@@ -108,6 +120,16 @@ def read_object(data: bytes | str) -> dict[str, Any]:
         if not level:
             return found
     raise ValueError("nested too deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ: of two equal ones, readers disagree which counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{_short(twice)} stands there twice")
+    return found
 
 
 def _containers(parent: Any) -> Iterable[Any]:

@@ -26,6 +26,7 @@ from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.retention import Known, prune, survey
 from checkpointing.storage.steps import new_step
+from checkpointing.storage.trust import keep_to
 from checkpointing.storage.verification import GivenUpError, is_damage, verify_step
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Steps:
 
     def __init__(self, directory: Place, options: CheckpointOptions) -> None:
         self._directory, self._options = directory, options
+        keep_to(directory, options.trust)
         self._claim: Place | None = None
         """Stands for the right to commit, from the first save on."""
         self._right: set[str] = set()

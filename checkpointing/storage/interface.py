@@ -92,6 +92,9 @@ class Storage(Protocol[P]):
     def exists(self, path: P) -> bool:
         """Whether there is a file or a directory."""
 
+    def exists_as(self, path: P) -> bool:
+        """Whether something has this name, be it a link that leads nowhere."""
+
     def is_directory(self, path: P) -> bool:
         """Whether there is a directory."""
 
@@ -104,12 +107,13 @@ class Storage(Protocol[P]):
     def open(self, path: P) -> AbstractContextManager[StoredFile]:
         """A file to read from; errors inside name the file."""
 
-    def read(self, path: P, most: int | None = None) -> bytes:
+    def read(self, path: P, most: int | None = None, *, follow: bool = True) -> bytes:
         """All bytes of a small file.
 
         Args:
             path: of the file.
             most: bytes that it may have.
+            follow: where it is a link; else a link is an error.
 
         Raises:
             OSError: it cannot be read, or has more.
@@ -157,12 +161,15 @@ class Storage(Protocol[P]):
     def steps(self, directory: P) -> list[P]:
         """What is named as a committed step; whether it is good is not known."""
 
+    def is_foreign(self, step: P) -> bool:
+        """Whether what has the name of a step is a link, or of a user who is not trusted."""
+
     def new_step(self, final: P) -> NewStep:
         """A step that is going to be `final`, written by this process."""
 
     def delete_step(self, step: P) -> None:
         """Delete a step such that it is never seen half deleted. What a crash or an error leaves of
-        it, `collect` deletes."""
+        it, `collect` deletes. A link, or a step of a user who is not trusted, is put aside."""
 
     def collect(self, directory: P, lost: Collection[str] = ()) -> None:
         """Remove what processes that are dead have left of steps that they wrote or deleted, and

@@ -135,6 +135,9 @@ class ObjectStorage:
     def exists(self, path: ObjectPath) -> bool:
         return store_of(path).find(path) is not None or self.is_directory(path)
 
+    def exists_as(self, path: ObjectPath) -> bool:
+        return self.exists(path)
+
     def is_directory(self, path: ObjectPath) -> bool:
         return bool(store_of(path).children(path))
 
@@ -151,7 +154,7 @@ class ObjectStorage:
     def open(self, path: ObjectPath) -> Iterator["ObjectFile"]:
         yield ObjectFile(path, self.stat(path).st_size)
 
-    def read(self, path: ObjectPath, most: int | None = None) -> bytes:
+    def read(self, path: ObjectPath, most: int | None = None, *, follow: bool = True) -> bytes:
         if most is not None and (size := self.stat(path).st_size) > most:
             raise OSError(errno.EFBIG, f"has {size} bytes, at most {most} are read", str(path))
         return store_of(path).read(path)
@@ -192,6 +195,10 @@ class ObjectStorage:
         """See Storage. A step has its name from its first object on."""
         children = self.children(directory)
         return _committed([path for path in children if parse_step(path.name) is not None])
+
+    def is_foreign(self, step: ObjectPath) -> bool:
+        """See Storage: who may write to a bucket is the bucket's to say."""
+        return False
 
     def new_step(self, final: ObjectPath) -> NewObjectStep:
         return NewObjectStep.of(final)

@@ -4,6 +4,7 @@ again."""
 import errno
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import tenacity
 
 from checkpointing.format.layout import BLOCK_BYTES
+from checkpointing.storage.trust import Trusted, open_to_read
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +65,18 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextmanager
-def opened(path: Path, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """A file descriptor; errors inside name the file. A new file gets `mode`, less the umask."""
-    descriptor = retrying(os.open, path, flags, mode)
+def opened(
+    path: Path, flags: int, mode: int = 0o666, by: Callable[..., int] = os.open
+) -> Iterator[int]:
+    """A file descriptor; errors inside name the file.
+
+    Args:
+        path: of the file.
+        flags: as of os.open.
+        mode: of a new file, less the umask.
+        by: opens it; called as os.open.
+    """
+    descriptor = retrying(by, path, flags, mode)
     try:
         yield descriptor
     except OSError as error:
@@ -95,9 +106,11 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 @contextmanager
-def regular(path: Path) -> Iterator[int]:
-    """A file opened for reading; whoever opens a pipe would wait for its other end."""
-    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
+def regular(path: Path, *, follow: bool = True) -> Iterator[int]:
+    """A file opened for reading, whose owner is trusted [Note: trust]; whoever opens a pipe would
+    wait for its other end. Where `follow` is false, a link is refused."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    with opened(path, flags, by=lambda path, flags, _: open_to_read(path, flags)) as descriptor:
         require_regular(path, os.fstat(descriptor))
         yield descriptor
 
@@ -148,21 +161,41 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
         sync(descriptor)
 
 
-def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+def append(path: Path, data: bytes) -> None:
+    """Add to a file of a trusted user, which is made if it is not there.
+
+    Raises:
+        OSError: it cannot be written, or is a link, or of another user.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with opened(path, flags) as descriptor:
+        found = os.fstat(descriptor)
+        require_regular(path, found)
+        if found.st_nlink > 1 or found.st_uid not in Trusted((), path.parent):
+            raise PermissionError(
+                errno.EPERM, "is not a file of this user alone; remove it", str(path)
+            )
+        os.write(descriptor, data)
+
+
+def write_files(directory: Path, files: Mapping[str, bytes], mode: int = 0o666) -> None:
     """Write new files below a directory, in order, and see them and their names to the disk."""
     for name, data in files.items():
         make_directory((directory / name).parent)
-        write_file(directory / name, data)
+        write_file(directory / name, data, mode)
     for folder in sorted({(directory / name).parent for name in files}, reverse=True):
         sync_directory(folder)
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file such that every reader, also after a crash, sees the old bytes or the new."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)
-    write_file(aside, data)
-    os.replace(aside, path)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        write_file(aside, data)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

@@ -6,7 +6,9 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -14,6 +16,7 @@ from typing import Self
 from checkpointing.errors import StorageError
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile
 from checkpointing.storage.filesystems import PREALLOCATING, filesystem, stripe
+from checkpointing.storage.locks import make_lock
 from checkpointing.storage.owners import owner
 from checkpointing.storage.posix import (
     make_directory,
@@ -25,6 +28,7 @@ from checkpointing.storage.posix import (
     write_at,
     write_files,
 )
+from checkpointing.storage.trust import Trusted, lets_group_write
 
 logger = logging.getLogger(__name__)
 
@@ -47,38 +51,49 @@ class NewPosixStep:
         return NewPosixStep(final, final.with_name(name))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Make the directory and every tensor file at its final size. Nobody else creates files,
-        so that one client alone loads the metadata server."""
+        """Make the directory, closed to others, and every tensor file at its final size. Nobody
+        else creates files, so that one client alone loads the metadata server."""
         shutil.rmtree(self.tmp, ignore_errors=True)
         make_directory(self.tmp.parent)
-        self.tmp.mkdir()
+        make_lock(self.tmp.parent)
+        self.tmp.mkdir(mode=0o700)
         kind = filesystem(self.tmp)
         if kind == "lustre":
             stripe(self.tmp)
-        (self.tmp / OPTIMIZER.folder).mkdir()
-        for file in files:
-            with opened(self.tmp / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
-                if kind in PREALLOCATING:  # a full disk shows here, before anything is written
-                    retrying(os.posix_fallocate, descriptor, 0, file.size)
-                os.ftruncate(descriptor, file.size)
+        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with _inside(self.tmp) as folder:
+            (folder / OPTIMIZER.folder).mkdir(mode=self._mode | 0o111)
+            for file in files:
+                with opened(folder / file.name, new, self._mode) as descriptor:
+                    if kind in PREALLOCATING:  # a full disk shows here, before anything is written
+                        retrying(os.posix_fallocate, descriptor, 0, file.size)
+                    os.ftruncate(descriptor, file.size)
+
+    @property
+    def _mode(self) -> int:
+        """Of files, less the umask. Who is not trusted with steps cannot change them either."""
+        return 0o666 if lets_group_write(self.final.parent) else 0o644
 
     def writer(self, file: str, size: int) -> "PosixWriter":
         """Open a file that `begin` made."""
-        return PosixWriter(self.tmp / file, size)
+        return PosixWriter(self.tmp, file, size)
 
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
         """Order matters: all bytes, then the commit record, then the directory's names reach the
         disk before its own name does."""
-        for file in files:
-            size = (self.tmp / file.name).stat().st_size
-            if size != file.size:
-                raise StorageError(
-                    f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
-                )
-        write_files(self.tmp, {**small, COMMIT_RECORD: record})
-        os.rename(self.tmp, self.final)
+        with _inside(self.tmp) as folder:
+            for file in files:
+                size = (folder / file.name).stat().st_size
+                if size != file.size:
+                    raise StorageError(
+                        f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
+                    )
+            write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
+            # Made by the same umask, and in the same group.
+            folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
+            os.rename(self.tmp, self.final)
         sync_directory(self.final.parent)
         try:
             replace_file(self.final.parent / LATEST, f"{self.final.name}\n".encode())
@@ -92,20 +107,44 @@ class NewPosixStep:
         shutil.rmtree(self.tmp, ignore_errors=True)
 
 
+@contextmanager
+def _inside(tmp: Path) -> Iterator[Path]:
+    """A path into a directory of this user that goes on leading there, whatever others rename, and
+    never through a link. Errors name the directory as it is called.
+
+    Raises:
+        PermissionError: somebody has put another directory in its place.
+    """
+    descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    folder = f"/proc/self/fd/{descriptor}"
+    try:
+        if os.fstat(descriptor).st_uid not in Trusted((), tmp.parent):
+            raise PermissionError(errno.EPERM, "was exchanged by another user", str(tmp))
+        yield Path(folder)
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(folder, str(tmp))
+        raise
+    finally:
+        os.close(descriptor)
+
+
 class PosixWriter:
     """Writes past the page cache where the filesystem takes it: the cache costs CPU time and
     memory bandwidth that training wants, and the bytes are not read again soon."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self._path, self._size = path, size
-        try:
-            self._descriptor = retrying(os.open, path, os.O_WRONLY | os.O_DIRECT)
-            self._direct = True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._descriptor = retrying(os.open, path, os.O_WRONLY)
-            self._direct = False
+    def __init__(self, tmp: Path, name: str, size: int) -> None:
+        self._path, self._size = tmp / name, size
+        with _inside(tmp) as folder:
+            flags = os.O_WRONLY | os.O_NOFOLLOW
+            try:
+                self._descriptor = retrying(os.open, folder / name, flags | os.O_DIRECT)
+                self._direct = True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._descriptor = retrying(os.open, folder / name, flags)
+                self._direct = False
 
     def __enter__(self) -> Self:
         return self
@@ -126,13 +165,17 @@ class PosixWriter:
             self._buffered()
             write_at(self._descriptor, data[:whole], offset)
         if whole < len(data):  # the end of the file
-            with opened(self._path, os.O_WRONLY) as descriptor:
+            with opened(self._path, os.O_WRONLY, by=self._again) as descriptor:
                 write_at(descriptor, data[whole:], offset + whole)
 
     def _buffered(self) -> None:
-        descriptor = retrying(os.open, self._path, os.O_WRONLY)  # may fail; leaving closes the old
+        descriptor = retrying(self._again)  # may fail; leaving closes the old
         os.close(self._descriptor)
         self._descriptor, self._direct = descriptor, False
+
+    def _again(self, *_: object) -> int:
+        """The same file, through the page cache."""
+        return os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY)
 
     def finish(self) -> None:
         """See the bytes to the disk."""

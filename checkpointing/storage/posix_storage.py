@@ -4,14 +4,16 @@
   step-00001000                 committed, if its commit record is valid
   step-00001000.tmp-<n>-<owner> being written by <owner>
   step-00001000.trash-<owner>   being deleted by <owner>
+  foreign-1000-<random>         put aside: a link, or a step of a user who is not trusted
+  .reading                      locked by those who read a step, see locks.py
 Owners are processes, see owners.py. Nothing with any other name is ever touched.
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -19,24 +21,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.errors import DamagedCheckpoint, explain
-from checkpointing.format.layout import COMMIT_RECORD
+from checkpointing.format.layout import COMMIT_RECORD, parse_step
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.filesystems import filesystem
 from checkpointing.storage.folders import is_private
+from checkpointing.storage.locks import LOCK_SECONDS, open_lock, try_lock
 from checkpointing.storage.owners import is_alive, is_owner, owner
 from checkpointing.storage.posix import (
     PosixFile,
+    append,
     make_directory,
     opened,
     read_at,
     regular,
     require_regular,
-    retrying,
     sync_directory,
     write_file,
 )
 from checkpointing.storage.posix_step import NewPosixStep
 from checkpointing.storage.reading import reading
+from checkpointing.storage.trust import is_foreign, require_own_link
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,9 @@ class PosixStorage:
     def exists(self, path: Path) -> bool:
         return path.exists()
 
+    def exists_as(self, path: Path) -> bool:
+        return os.path.lexists(path)
+
     def is_directory(self, path: Path) -> bool:
         return path.is_dir()
 
@@ -66,8 +73,8 @@ class PosixStorage:
         with regular(path) as descriptor:
             yield PosixFile(descriptor)
 
-    def read(self, path: Path, most: int | None = None) -> bytes:
-        with regular(path) as descriptor:
+    def read(self, path: Path, most: int | None = None, *, follow: bool = True) -> bytes:
+        with regular(path, follow=follow) as descriptor:
             size = os.fstat(descriptor).st_size
             if most is not None and size > most:
                 raise OSError(errno.EFBIG, f"has {size} bytes, at most {most} are read", str(path))
@@ -76,7 +83,7 @@ class PosixStorage:
 
     def read_private(self, path: Path) -> bytes:
         """See Storage; follows no link."""
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
             if not is_private(os.fstat(descriptor)):
                 return b""
             buffer = bytearray(65)
@@ -101,10 +108,10 @@ class PosixStorage:
         path.unlink(missing_ok=True)
 
     def append(self, path: Path, data: bytes) -> None:
-        with open(path, "ab") as file:
-            file.write(data)
+        append(path, data)
 
     def make_directory(self, path: Path) -> None:
+        require_own_link(path)
         make_directory(path)
 
     def filesystem(self, path: Path) -> str:
@@ -113,13 +120,21 @@ class PosixStorage:
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: Path) -> list[Path]:
+        require_own_link(directory)
         return self.children(directory)
+
+    def is_foreign(self, step: Path) -> bool:
+        return is_foreign(step)
 
     def new_step(self, final: Path) -> NewPosixStep:
         return NewPosixStep.of(final)
 
     def delete_step(self, path: Path) -> None:
-        """See Storage. It is renamed first."""
+        """See Storage. It is renamed first. What is not of a trusted user, or a link, is put aside
+        under another name."""
+        if is_foreign(path):
+            _put_aside(path)
+            return
         aside = path.with_name(f"{path.name}.trash-{owner()}")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(path, aside)
@@ -138,35 +153,32 @@ class PosixStorage:
 
     @contextmanager
     def reading_lock(self, path: Path) -> Iterator[None]:
-        """See Storage. A shared flock on the commit record."""
+        """See Storage and [Note: readers]. Waits for retention no longer than LOCK_SECONDS."""
         where = path / COMMIT_RECORD
-        with reading(where):
-            descriptor = retrying(os.open, where, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait
+        with reading(where), regular(where):  # it is there, and of somebody trusted
+            pass
+        lock = open_lock(path.parent, make=False)
         try:
-            _share(descriptor, where)
+            deadline = time.monotonic() + LOCK_SECONDS
+            while not try_lock(lock, path, alone=False) and path.exists():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            if not path.exists():  # renamed before the lock was there
+                raise DamagedCheckpoint(f"{path}: is being deleted by retention")
             yield
         finally:
-            os.close(descriptor)
+            if lock is not None:
+                os.close(lock)
 
     @contextmanager
     def unless_read(self, path: Path) -> Iterator[bool]:
+        lock = open_lock(path.parent, make=True)
         try:
-            # For writing, though nothing is written: NFS gives exclusive locks on no other files.
-            descriptor = os.open(path / COMMIT_RECORD, os.O_RDWR)
-        except OSError:
-            yield True
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        except BlockingIOError:
-            free = False
-        except OSError:
-            free = True
-        try:
-            yield free
+            yield try_lock(lock, path, alone=True)
         finally:
-            os.close(descriptor)
+            if lock is not None:
+                os.close(lock)
 
 
 def _remove(aside: Path) -> None:
@@ -203,13 +215,17 @@ def _is_abandoned(path: Path) -> bool:
     return time.time() - max(times) > FOREIGN_SECONDS
 
 
-def _share(descriptor: int, where: Path) -> None:
-    gone = DamagedCheckpoint(f"{where.parent}: is being deleted by retention")
+def _put_aside(path: Path) -> None:
+    """Rename a link, or a step of a user who is not trusted. Deletes and follows nothing."""
+    found = os.lstat(path)
+    aside = path.with_name(f"foreign-{parse_step(path.name)}-{secrets.token_hex(4)}")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise gone from error
+        os.rename(path, aside)
     except OSError as error:
-        logger.debug("%s: no locks on this filesystem: %s", where, explain(error))
-    if not where.exists() or not os.path.samestat(where.stat(), os.fstat(descriptor)):
-        raise gone  # renamed between open and flock
+        why = f"is of uid {found.st_uid}, who is not trusted, and cannot be put aside; remove it"
+        raise PermissionError(errno.EPERM, why, str(path)) from error
+    logger.warning(
+        "%s: what was there as step %s is of uid %d, who is not trusted, or a link; it is now "
+        "called %s, and was neither read nor deleted",
+        path.parent, parse_step(path.name), found.st_uid, aside.name,
+    )  # fmt: skip

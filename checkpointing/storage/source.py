@@ -131,6 +131,10 @@ class CheckedBlocks:
         self._held = block, size
         return size
 
+    def held(self, size: int) -> memoryview:
+        """The `size` bytes of the block that was checked last, until the next is."""
+        return self._buffer[:size]
+
     def read(self, target: memoryview, offset: int) -> None:
         """Fill `target` from `offset` on.
 

@@ -20,6 +20,7 @@ from checkpointing.format.layout import (
     FileRecord,
     Section,
     StoredTensor,
+    check_state,
     header_bytes,
     parse_header,
     parse_index,
@@ -65,18 +66,19 @@ def latest(directory: Place) -> str | None:
         DamagedCheckpoint, StorageError: it cannot be read.
     """
     where = directory / LATEST
-    if not storage_of(where).exists(where):
+    if not storage_of(where).exists_as(where):
         return None
     with reading(where):
-        return storage_of(where).read(where, MAX_POINTER_BYTES).decode(errors="replace").strip()
+        text = storage_of(where).read(where, MAX_POINTER_BYTES, follow=False)
+        return text.decode(errors="replace").strip()
 
 
 @contextmanager
 def reading_lock(path: Place) -> Iterator[None]:
-    """While it is held, retention does not delete the step at `path`. In any process; the kernel
-    drops it when that process dies. It holds between processes of one machine; between machines it
-    is best effort, as network filesystems differ in whether they pass locks on; object stores have
-    none.
+    """While it is held, retention does not delete the step at `path`. In any process of the user
+    who trains; the kernel drops it when that process dies. It holds between processes of one
+    machine; between machines it is best effort, as network filesystems differ in whether they pass
+    locks on; object stores have none, and other users take none.
 
     Raises:
         DamagedCheckpoint: there is no such step, or it is being deleted.
@@ -94,10 +96,10 @@ def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
             one is deleted to be written again.
     """
     storage = storage_of(final)
-    if storage.exists(final):
-        if final.name not in damaged and _is_good(final):
+    if storage.exists_as(final):
+        if not storage.is_foreign(final) and final.name not in damaged and _is_good(final):
             return None
-        storage.delete_step(final)
+        storage.delete_step(final)  # or puts it aside
     return storage.new_step(final)
 
 
@@ -181,11 +183,14 @@ def step_state(step: CommittedStep) -> dict[str, Any]:
     """The `state` that was saved in a step.
 
     Raises:
-        DamagedCheckpoint, StorageError: it is not a JSON object, or cannot be read.
+        DamagedCheckpoint, StorageError: it is not a JSON object, or of another step, or cannot be
+            read.
     """
     where = step.path / TRAINER_STATE
     with reading(where):
-        return parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+        state = parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+    check_state(state, step.record.step, str(where))
+    return state
 
 
 def stored_tensors(
@@ -238,6 +243,14 @@ def _indexed(
         file: read_header(path, file, records[file] if records and verify else None)
         for file in files
     }
+    if records is not None:  # plain directories may hold more
+        for file, header in headers.items():
+            for name in header:
+                if weight_map.get(name) != file:
+                    there = weight_map.get(name, "nowhere")
+                    raise DamagedCheckpoint(
+                        f"{path / file}: holds {name}, which {index} says lies in {there}"
+                    )
     tensors = {}
     for name, file in weight_map.items():
         if name not in headers[file]:

@@ -1,17 +1,27 @@
 """Every byte of a checkpoint, compared with its commit record, and whether those bytes are a
 checkpoint: anybody can write a record that agrees with its files. Reads without torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
-from checkpointing.format.layout import BLOCK_BYTES, MODEL, OPTIMIZER, FileRecord
+from checkpointing.format.layout import (
+    BLOCK_BYTES,
+    DTYPE_BYTES,
+    MODEL,
+    OPTIMIZER,
+    FileRecord,
+    StoredTensor,
+)
+from checkpointing.format.nan import holds_nan, may_hold_nan
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.reading import reading
 from checkpointing.storage.source import CheckedBlocks
 from checkpointing.storage.steps import (
+    CommittedStep,
     open_step,
+    read_header,
     read_record,
     reading_lock,
     step_state,
@@ -49,8 +59,10 @@ def verify_step(
         with reading_lock(step), ThreadPoolExecutor(threads) as pool:
             record = read_record(step)
             try:
+                numbers = _must_be_numbers(step)
                 found = pool.map(
-                    lambda name: _verify_file(step, name, record.files[name], pause), record.files
+                    lambda name: _verify_file(step, name, record.files[name], numbers, pause),
+                    record.files,
                 )
                 problems = [problem for of_file in found for problem in of_file]
             except GivenUpError:
@@ -66,15 +78,36 @@ def _unloadable(path: Place) -> Problems:
     """Why a step whose files are those of its record is none that can be loaded."""
     try:
         step = open_step(path)
-        for section in (MODEL, OPTIMIZER):
-            stored_tensors(step, section, verify=False)
+        files = {
+            tensor.file
+            for section in (MODEL, OPTIMIZER)
+            for tensor in stored_tensors(step, section, verify=False).values()
+        }
+        for name in step.record.files:
+            if name.endswith(".safetensors") and name not in files and _holds_tensors(step, name):
+                raise DamagedCheckpoint(f"{path / name}: holds tensors that no index names")
         step_state(step)
     except CheckpointError as error:
         return [error]
     return []
 
 
-def _verify_file(step: Place, name: str, record: FileRecord, pause: Callable[[], None]) -> Problems:
+def _holds_tensors(step: CommittedStep, name: str) -> bool:
+    return bool(read_header(step.path, name, None))
+
+
+def _must_be_numbers(step: Place) -> bool:
+    """Whether a run of the trainer wrote the step: then no tensor holds NaN. Loops of others may
+    keep anything in theirs."""
+    try:
+        return "recipe" in step_state(open_step(step))
+    except CheckpointError:  # is told by whoever reads that file
+        return False
+
+
+def _verify_file(
+    step: Place, name: str, record: FileRecord, numbers: bool, pause: Callable[[], None]
+) -> Problems:
     path = step / name
     problems: Problems = []
     try:
@@ -86,12 +119,45 @@ def _verify_file(step: Place, name: str, record: FileRecord, pause: Callable[[],
                     DamagedCheckpoint(f"{path}: has {file.size} bytes, {record.size} were written")
                 )
             blocks = CheckedBlocks(file, path, record)
+            tensors = _floats(step, name) if numbers else []
+            problems += [
+                DamagedCheckpoint(f"{path}: {tensor} is not aligned, as what a run writes is")
+                for tensor, at in tensors
+                if at.begin % DTYPE_BYTES[at.meta.dtype]
+            ]
             for block in range(min(len(record.checksums), -(-file.size // BLOCK_BYTES))):
                 pause()
                 try:
-                    blocks.check(block)
+                    size = blocks.check(block)
                 except DamagedCheckpoint as error:
                     problems.append(error)
+                    continue
+                bad = _with_nan(tensors, blocks.held(size), block * BLOCK_BYTES)
+                problems += [DamagedCheckpoint(f"{path}: {name} holds NaN") for name in bad]
+                tensors = [one for one in tensors if one[0] not in bad]
     except CheckpointError as error:
         problems.append(error)
     return problems
+
+
+def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
+    """Tensors of a file that may hold NaN; none where its header is damaged, which is told else."""
+    if not name.endswith(".safetensors"):
+        return []
+    try:
+        header = read_header(step, name, None)
+    except CheckpointError:
+        return []
+    return [(tensor, at) for tensor, at in header.items() if may_hold_nan(at.meta.dtype)]
+
+
+def _with_nan(
+    tensors: Sequence[tuple[str, StoredTensor]], data: memoryview, offset: int
+) -> Collection[str]:
+    """Names of tensors that hold NaN in a part of their file, which begins at `offset`."""
+    found = set()
+    for name, at in tensors:
+        begin, end = max(at.begin, offset), min(at.begin + at.meta.nbytes, offset + len(data))
+        if begin < end and holds_nan(data[begin - offset : end - offset], at.meta.dtype):
+            found.add(name)
+    return found

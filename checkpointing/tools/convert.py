@@ -285,7 +285,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
         for old in out.parent.iterdir():  # of a conversion that was killed
             if old.name.startswith(f"{out.name}.tmp-") and is_alive(old.name) is False:
                 shutil.rmtree(old, ignore_errors=True)
-        tmp.mkdir()
+        tmp.mkdir(mode=0o755)  # nobody else is to put anything there
         yield tmp
         sync_directory(tmp)
         os.rename(tmp, out)

@@ -21,7 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic.process import boot_id, write_whole
+from elastic.files import is_ours, put_aside, read_text, write_whole
+from elastic.process import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +94,18 @@ class Occupancy:
 
     def _try_lock(self) -> bool | None:
         """Whether the lock is ours; None where there are no locks, or none for this user."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        path = self._folder / LOCK
         try:
-            if self._lock is None:
-                self._lock = os.open(self._folder / LOCK, flags, 0o600)
+            if path.is_symlink():
+                put_aside(path, path.lstat())
+            lock = self._lock
+            if lock is None:
+                lock = os.open(path, flags, 0o600)
+                if not is_ours(os.fstat(lock), self._folder):
+                    os.close(lock)
+                    return None  # whoever made it may hold it for ever; the record tells who trains
+            self._lock = lock
         except PermissionError:  # another user's, and the record tells whether he trains
             return None
         try:
@@ -157,6 +166,6 @@ class Occupancy:
 def _read(folder: Path) -> Holder | None:
     """None if there is no record, or none that can be read."""
     try:
-        return Holder(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
+        return Holder(**json.loads(read_text(folder / RECORD)))
     except (OSError, ValueError, TypeError):
         return None

@@ -8,8 +8,8 @@ the steps that made the weights, and the sequences of their ranges must be 0, 1,
 or a repetition. All other steps were computed in vain.
 """
 
-import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from mmap import ACCESS_READ, mmap
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
+from elastic.files import open_to_read
+from elastic.record.checked import WrongValueError, read_line
 from elastic.record.ledger import LEDGER, Start
 
 UNRECORDED_STEPS = 3
@@ -181,7 +183,7 @@ def read_history(path: str | Path) -> History:
     attempts: list[Attempt] = []
     problems: list[str] = []
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_to_read(path, follow=True), "rb") as file:
             for number, line in enumerate(file, 1):
                 _take(line, number, attempts, problems)
     except OSError as error:
@@ -196,7 +198,7 @@ def read_history(path: str | Path) -> History:
 def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]) -> None:
     """One line. One that is torn is left out: if something hangs on it, the numbers tell."""
     try:
-        values = json.loads(line)
+        values = read_line(line)
         kind = values.pop("kind")
         if kind == "start":
             start = _start(values)
@@ -239,6 +241,8 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
                 "line": number,
             }
         attempt.finished = max(attempt.finished, after)  # an offset, until times are set
+    except WrongValueError as error:
+        problems.append(f"line {number}: {error}")
     except (ValueError, KeyError, TypeError, AttributeError):
         return
 
@@ -253,13 +257,16 @@ def last_start(path: str | Path, *, trained: bool) -> Start | None:
     path = Path(path)
     path = path / LEDGER if path.is_dir() else path
     try:
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+        with (
+            os.fdopen(open_to_read(path, follow=True), "rb") as file,
+            mmap(file.fileno(), 0, access=ACCESS_READ) as data,
+        ):
             end = data.rfind(b'{"kind":"step",') if trained else len(data)
             begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
             if begin < 0:
                 return None
             data.seek(begin)
-            values = json.loads(data.readline())
+            values = read_line(data.readline())
     except (OSError, ValueError):  # there is none; it is empty; its last line is torn
         return None
     return _start(values)

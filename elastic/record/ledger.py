@@ -30,13 +30,14 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from elastic.files import open_to_read
 from elastic.node.recall import Recalled
 from elastic.process import boot_id
 from elastic.record.lines import Lines
@@ -115,19 +116,26 @@ class Ledger:
     meanwhile, before its own lines.
     """
 
-    def __init__(self, path: str | Path, start: Start, unwritten: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        start: Start,
+        unwritten: Iterable[str] = (),
+        trusted: Container[int] = (),
+    ) -> None:
         """Begin an attempt.
 
         Args:
             path: of the file, made when it is not there; its directory exists.
             start: the first line.
             unwritten: what `unwritten` was when the state that was loaded was saved.
+            trusted: other users (uids) whose file it may be; any other file is put aside.
         """
         path, unwritten = Path(path), list(unwritten)
         self.reached = max(_newest_step(_tail(path)), _newest_step(unwritten))
         """Newest step of the attempts before this one."""
         self._start = start
-        self._lines = Lines(path, unwritten)
+        self._lines = Lines(path, unwritten, trusted)
         self._step = start.step
         self._skipped: list[int] = []
         self._rollbacks: list[int] = []
@@ -263,8 +271,8 @@ _TAIL_BYTES = 1 << 16
 def _tail(path: Path) -> list[bytes]:
     """The last lines of a file, the first of them perhaps cut; empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        with os.fdopen(open_to_read(path), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().splitlines()
     except OSError:
         return []

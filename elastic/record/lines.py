@@ -3,9 +3,11 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import islice
 from pathlib import Path
+
+from elastic.files import open_to_append
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +26,13 @@ class Lines:
         path: of the file; its directory exists.
         waiting: lines that an earlier process may not have written. Those in the file already are
             not written again.
+        trusted: other users (uids) whose file it may be; any other file is put aside.
     """
 
-    def __init__(self, path: Path, waiting: Iterable[str] = ()) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, waiting: Iterable[str] = (), trusted: Container[int] = ()
+    ) -> None:
+        self._path, self._trusted = path, trusted
         self._file: int | None = None
         self._lines = deque(line.encode() for line in waiting)
         self._from_before = bool(self._lines)
@@ -76,10 +81,10 @@ class Lines:
         Raises:
             OSError: it cannot be opened or read.
         """
-        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        file = open_to_append(self._path, self._trusted)
         try:
             if self._from_before:
-                with self._path.open("rb") as there:
+                with open(f"/proc/self/fd/{file}", "rb") as there:
                     missing = dict.fromkeys(self._lines)
                     for line in there:
                         missing.pop(line.removesuffix(b"\n"), None)

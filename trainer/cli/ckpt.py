@@ -97,25 +97,17 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _tell(result: object) -> None:
-    """Print what stands in files of others: none of it may steer the terminal."""
-    from checkpointing.format.untrusted import printable
-
-    for line in str(result).split("\n"):
-        print(printable(line))
-
-
 def _ls(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import ls
 
-    _tell(ls(arguments.path))
+    print(ls(arguments.path))
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import show
 
-    _tell(show(arguments.path))
+    print(show(arguments.path))
     return 0
 
 
@@ -123,7 +115,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import verify
 
     result = verify(arguments.path)
-    _tell(result)
+    print(result)
     return EXIT_WRONG_INPUT if result.problems else 0
 
 
@@ -132,7 +124,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     _use_one_thread()
     result = diff(arguments.left, arguments.right)
-    _tell(result)
+    print(result)
     return 0 if result.equal else EXIT_DIFFERENT
 
 
@@ -141,7 +133,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import find_checkpoint, pruned
 
     options = _retention(read_state(find_checkpoint(arguments.path)), arguments)
-    _tell(pruned(arguments.path, options, dry_run=arguments.dry_run))
+    print(pruned(arguments.path, options, dry_run=arguments.dry_run))
     return 0
 
 
@@ -169,7 +161,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     _use_one_thread()
     size = arguments.max_shard_size
-    _tell(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
+    print(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
     return 0
 
 
@@ -183,7 +175,7 @@ def _import(arguments: argparse.Namespace) -> int:
         config=arguments.config,
         max_shard_bytes=arguments.max_shard_size,
     )
-    _tell(result)
+    print(result)
     return 0
 
 

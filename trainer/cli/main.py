@@ -18,12 +18,14 @@ from trainer.cli.recipe import add_recipe_command
 from trainer.cli.report import add_report_command
 from trainer.cli.train import add_store_command, add_train_command
 from trainer.recipe.errors import known_errors, told
+from trainer.text import show_only_visible
 
 
 def main() -> None:
     """Entry point of the console command."""
     # What this starts does not look for modules in the working directory first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    show_only_visible()
     parser = _parser()
     arguments, rest = parser.parse_known_args()
     # argparse takes positional arguments in one go; overrides may also stand after options.

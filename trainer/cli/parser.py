@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
+from elastic.files import write_whole
 from trainer.recipe import RecipeError
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
@@ -112,6 +113,19 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 whole_number = at_least(0)
+
+
+def write_output(file: Path, text: str) -> None:
+    """Write what a command was asked for. What is no file, such as /dev/stdout, is written to; a
+    file is replaced, which follows no link that somebody else has put there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+    else:
+        write_whole(file, text)
 
 
 def write_new(file: Path, text: str, otherwise: str) -> None:

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
-from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.cli.parser import Commands, add_command, add_recipe, write_output
 from trainer.recipe import RecipeError, load_recipe, shipped_recipes
 
 PLAN_EXAMPLES = """\
@@ -65,7 +65,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     print(plan_text(plan, command, everything=arguments.all))
     if arguments.json:
         try:
-            arguments.json.write_text(json.dumps(plan_json(plan), indent=2) + "\n")
+            write_output(arguments.json, json.dumps(plan_json(plan), indent=2) + "\n")
         except OSError as error:
             raise RecipeError(f"--json: cannot write {arguments.json}: {error.strerror}") from error
     return EXIT_DONE if plan.best else EXIT_FAILED

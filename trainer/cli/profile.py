@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE
-from trainer.cli.parser import Commands, add_command, add_recipe, at_least
+from trainer.cli.parser import Commands, add_command, add_recipe, at_least, write_output
 from trainer.recipe import Recipe, RecipeError, load_recipe
 
 PROFILE_EXAMPLES = """\
@@ -79,6 +79,6 @@ def _profile(arguments: argparse.Namespace) -> int:
     every = None if recipe.checkpoint.every == "auto" else recipe.checkpoint.every
     profiles = [read_trace(path) for path in traces]
     page = summary(profiles, f"Profile of {arguments.recipe}", every)
-    (out / "profile.md").write_text(page, encoding="utf-8")
+    write_output(out / "profile.md", page)
     print(f"\n{page}\n{out / 'profile.md'}: this page; {out / DIRECTORY}: one trace per rank")
     return EXIT_DONE

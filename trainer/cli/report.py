@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-from trainer.cli.parser import Commands, add_command
+from trainer.cli.parser import Commands, add_command, write_output
 
 
 def add_report_command(commands: Commands) -> None:
@@ -41,7 +41,7 @@ def _report(arguments: argparse.Namespace) -> int:
         if arguments.html:
             from trainer.tools.report.html import report_html
 
-            arguments.html.write_text(report_html(directory), encoding="utf-8")
+            write_output(arguments.html, report_html(directory))
             print(f"{arguments.html}: open it in a browser")
             return EXIT_DONE
         print(report(directory))

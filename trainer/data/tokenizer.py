@@ -6,6 +6,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from checkpointing.format.untrusted import read_object
+from checkpointing.storage.beside import MOST_BYTES
+from elastic.files import read_bytes
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -67,7 +69,7 @@ def read_tokenizer(file: str | Path) -> Tokenizer:
         DataError: it cannot be read.
     """
     try:
-        return parse_tokenizer(Path(file).read_bytes(), file)
+        return parse_tokenizer(read_bytes(Path(file), MOST_BYTES, follow=True), file)
     except OSError as error:
         raise DataError(f"{file}: not a tokenizer.json: {error.strerror}") from error
 
@@ -103,8 +105,8 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
     config = directory / "tokenizer_config.json" if directory and not wanted else None
     if config and config.is_file():
         try:
-            named = read_object(config.read_bytes()).get("eos_token")
-        except ValueError as error:
+            named = read_object(read_bytes(config, follow=True)).get("eos_token")
+        except (OSError, ValueError) as error:
             raise DataError(f"{config}: not a JSON object: {error}; copy the file again") from error
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
+from checkpointing.storage.beside import MOST_BYTES
+from elastic.files import read_bytes
 from trainer.models.family import Family, family_of
 from trainer.recipe.architecture import Architecture, RopeScaling
 
@@ -49,7 +51,7 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = read_object(file.read_bytes())
+        config = read_object(read_bytes(file, follow=True))
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); give the directory of a Hugging Face "
@@ -197,7 +199,7 @@ def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]
 
     path = Path(tokenizer_json)
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, MOST_BYTES, follow=True)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); prepare the data again"

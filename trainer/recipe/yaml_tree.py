@@ -2,10 +2,15 @@
 
 PyYAML alone loses line numbers, lets the last of two equal keys win, and reads `on` and `off` as
 booleans. Environment variables expand only where a value says `${NAME}` or `${NAME:-default}`.
+
+Whoever wrote the file: what is too large, nested too deep, or grows without end by aliases is
+refused in one line, before time or memory is spent on it.
 """
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +20,11 @@ import yaml
 Key = tuple[str | int, ...]
 Origins = dict[Key, str]
 """Path of a key → "file:line", or the override that set it."""
+
+
+MAX_BYTES, MAX_NESTING, MAX_VALUES = 256 << 10, 64, 5_000
+"""Of a recipe: of its file, and of its values once aliases are followed."""
+_MAX_WHOLE, _MOST_DIGITS = 2**64, 100
 
 
 class RecipeError(Exception):
@@ -68,25 +78,58 @@ def read_tree(
         RecipeError: unreadable file, invalid YAML.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _read(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(f"{path}: cannot read the recipe: {reason}") from None
     origins: Origins = {}
     problems: list[Problem] = []
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(lambda mark: f"{path}:{mark.line + 1}", origins, problems)
         tree = reader.plain(node, ()) if node else {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise RecipeError(f"{where}: not valid YAML: {_problem(error)}") from None
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}:1: a recipe is a mapping of sections such as `run:` and `data:`")
     for override in overrides:
         problems += apply_override(tree, override, origins)
     return tree, origins, problems
+
+
+def _read(path: str | Path) -> str:
+    """The text of a file; a pipe is read to its end, as a shell's `<(…)`."""
+    with open(path, "rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and str(path) != "/dev/stdin":
+            raise OSError(errno.ENXIO, "it is a device")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 10} KiB")
+    return data.decode()
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes no more, and no deeper, than a recipe may have."""
+
+    _depth = _nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """See yaml.composer.Composer."""
+        self._depth, self._nodes = self._depth + 1, self._nodes + 1
+        _require_few(self._depth, self._nodes, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _require_few(depth: int, values: int, mark: yaml.Mark) -> None:
+    what = f"nested more than {MAX_NESTING} deep" if depth > MAX_NESTING else ""
+    if values > MAX_VALUES:
+        what = f"more than {MAX_VALUES:,} values (an alias counts each time)"
+    if what:
+        raise yaml.MarkedYAMLError(problem=what, problem_mark=mark)
 
 
 class _Reader:
@@ -96,13 +139,20 @@ class _Reader:
         self, origin: Callable[[yaml.Mark], str], origins: Origins, problems: list[Problem]
     ) -> None:
         self._origin, self._origins, self._problems = origin, origins, problems
+        self._values = 0
 
     def plain(self, node: yaml.Node, path: Key) -> Any:
         """The value of a node; of equal keys the first."""
+        self._values += 1
+        _require_few(len(path), self._values, node.start_mark)
         self._origins[path] = self._origin(node.start_mark)
         if isinstance(node, yaml.MappingNode):
             result: dict[str, Any] = {}
             for key_node, value_node in node.value:
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise yaml.MarkedYAMLError(
+                        problem="a key must be a word", problem_mark=key_node.start_mark
+                    )
                 key = str(key_node.value)
                 here, place = self._origin(key_node.start_mark), (*path, key)
                 if key in result:
@@ -120,7 +170,16 @@ class _Reader:
         if node.tag == "tag:yaml.org,2002:bool" and node.value.lower() not in ("true", "false"):
             # YAML 1.1 reads the words on, off, yes and no as booleans; `wandb: off` is a word.
             return str(node.value)
-        value = yaml.SafeLoader("").construct_object(node)
+        try:
+            value = yaml.SafeLoader("").construct_object(node)
+            if isinstance(value, int) and abs(value) > _MAX_WHOLE:
+                raise ValueError("no such number is used anywhere")
+        except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            digits = len(node.value) > _MOST_DIGITS
+            why = f"it has {len(node.value):,} characters" if digits else one_line(error)
+            raise yaml.MarkedYAMLError(
+                problem=f"{_shown(node.value)} is no value: {why}", problem_mark=node.start_mark
+            ) from None
         return self._expand(value, path) if isinstance(value, str) else value
 
     def _expand(self, text: str, path: Key) -> str:
@@ -147,13 +206,17 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
     if not equals or not key:
         what = "write overrides as key.sub=value, such as optimizer.lr=3e-4"
         return [Problem(origin, (), what)]
-    parts: Key = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    parts: Key = tuple(
+        int(part) if part.isdecimal() and len(part) < 10 else part for part in key.split(".")
+    )
+    if len(parts) > MAX_NESTING:
+        return [Problem(origin, (), f"the key has more than {MAX_NESTING} parts")]
     problems: list[Problem] = []
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else _Reader(lambda _: origin, {}, problems).plain(node, parts)
     except yaml.YAMLError as error:
-        return [Problem(origin, (), f"the value is not valid YAML: {one_line(error)}")]
+        return [Problem(origin, (), f"the value is not valid YAML: {_problem(error)}")]
     here: Any = tree
     for depth, part in enumerate(parts[:-1]):
         missing = part not in here if isinstance(here, dict) else not _in_list(here, part)
@@ -175,7 +238,15 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
     return problems
 
 
-def one_line(error: Exception) -> str:
+def _problem(error: yaml.YAMLError) -> str:
+    return one_line(getattr(error, "problem", None) or error)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}…")
+
+
+def one_line(error: object) -> str:
     """The text of an exception on one line."""
     return " ".join(str(error).split())
 

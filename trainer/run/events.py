@@ -1,10 +1,10 @@
 """What a hook is called with: the lines of the ledger, as values. Imports no torch."""
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from elastic.record.checked import read_line
 from elastic.record.history import describe_failure
 
 
@@ -103,7 +103,7 @@ class Reader:
     def event(self, line: bytes) -> Event | None:
         """That of a line; None for one that is torn, or tells of nothing here."""
         try:
-            values = json.loads(line)
+            values = read_line(line)
             return self._event(values.pop("kind"), values)
         except (ValueError, KeyError, TypeError, AttributeError):
             return None

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.format.layout import COMMIT_RECORD, DCP_METADATA
+from checkpointing.format.untrusted import MAX_JSON_BYTES
 from checkpointing.storage.steps import hugging_face_tensors
+from elastic.files import read_bytes
 from elastic.node.facts import differences, digest
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.factory import look_here_too
@@ -262,7 +264,7 @@ def _weights(directory: Path) -> Iterator[bytes]:
     for small in (config, record):
         if small.is_file():
             yield small.name.encode()
-            yield small.read_bytes()
+            yield read_bytes(small, MAX_JSON_BYTES, follow=True)
     parts: list[tuple[str, int, int]] = []
     if record == metadata:
         sizes = {path.name: path.stat().st_size for path in sorted(directory.glob("*.distcp"))}

@@ -17,10 +17,12 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from checkpointing import SaveOutcome
+from checkpointing.storage.trust import Trusted
 from elastic import LEDGER, Ledger, Start
+from elastic.files import open_to_append, open_to_read, write_whole
 from elastic.node.companion import accompany
 from elastic.output import lost
-from elastic.process import write_whole
+from elastic.record.checked import read_record
 from elastic.record.ledger import clock
 from elastic.record.lines import Lines
 from trainer.recipe import Recipe
@@ -82,16 +84,18 @@ class Log:
         if silent:
             return
         run_dir = Path(recipe.run.dir)
-        self._ledger = Ledger(run_dir / LEDGER, start, unwritten)
+        trusted = Trusted(tuple(recipe.checkpoint.trust), run_dir)
+        self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted)
         records = run_dir / METRICS
         self._latest = 0.0
         """Time of the last record. Trackers tell what is new by it, also after a restart on a
         machine whose clock is behind."""
         try:
+            os.close(open_to_append(records, trusted))
             self._latest = keep_records(records, start.step)
         except OSError as error:  # a full disk must not keep a run from going on
             print(f"warning: {records} keeps records of steps that are done again: {error}")
-        self._records = Lines(records)
+        self._records = Lines(records, trusted=trusted)
         self._told_mute = False
         """The ledger knows that output is dropped."""
         self._bar = tqdm(
@@ -261,7 +265,11 @@ def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None
         values["checkpoint_failed"] = 1
         return values, f"warning: {outcome.error}", outcome.error
     values |= {"checkpoint_bytes": outcome.nbytes, "checkpoint_writers": outcome.writers}
-    line = f"saved {outcome.path}: {outcome.nbytes / 1e6:,.1f} MB in {outcome.seconds:.2f} s"
+    where = str(outcome.path).rpartition("/")[0]
+    line = (
+        f"saved step {outcome.step}: {outcome.nbytes / 1e6:,.1f} MB in {outcome.seconds:.2f} s, in "
+        f"{where}"
+    )
     return values, line, None
 
 
@@ -297,16 +305,18 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
 def keep_records(path: Path, last_step: int) -> float:
     """Drop the records after `last_step`, and a last line that a killed process left unfinished;
     returns the time of the last record, dropped or not."""
-    if not path.exists():
-        return 0.0
     kept, latest = [], 0.0
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        latest = max(latest, record["time"])
-        if record["step"] <= last_step:
-            kept.append(line + "\n")
+    try:
+        descriptor = open_to_read(path)
+    except FileNotFoundError:
+        return 0.0
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = read_record(line)
+            if record is None:
+                continue
+            latest = max(latest, record["time"])
+            if record["step"] <= last_step:
+                kept.append(line.rstrip("\n") + "\n")
     write_whole(path, "".join(kept))
     return latest

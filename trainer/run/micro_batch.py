@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from checkpointing.save.room import available_bytes
 from elastic import World
+from elastic.files import read_text, write_whole
 from elastic.node.exchange import received
-from elastic.process import write_whole
 from trainer.plan.search import largest_micro_batch
 from trainer.recipe import Recipe, resolved
 from trainer.run.state import Run
@@ -107,7 +107,7 @@ def _kind(world: World) -> str:
 def _noted(recipe: Recipe) -> dict[str, int]:
     """What the run directory knows of this recipe."""
     try:
-        note = json.loads((Path(recipe.run.dir) / NOTE).read_text(encoding="utf-8"))
+        note = json.loads(read_text(Path(recipe.run.dir) / NOTE))
     except (OSError, ValueError):
         return {}
     return dict(note["sequences"]) if note["of"] == _digest(recipe) else {}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from elastic.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
 from trainer.run.speed import Speed
@@ -101,7 +102,7 @@ class StepProfiler:
         directory, rank = Path(self._run.recipe.run.dir) / DIRECTORY, self._run.world.rank
         trace = directory / f"rank-{rank:05}.trace.json.gz"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            own_directory(directory)
             profiler.export_chrome_trace(str(trace))
             record = self._holdings.record(rank, read_trace(trace))
             path = directory / f"rank-{rank:05}.json"

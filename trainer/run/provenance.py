@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from checkpointing.format.untrusted import printable
-from elastic.process import write_whole
+from elastic.files import own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.load import validate
+from trainer.recipe.yaml_tree import read_tree
 from trainer.run.identity import decides, flat
 from trainer.tasks.task import Task
 
@@ -169,11 +169,11 @@ def keep_recipe(directory: Path, text: str) -> None:
         RecipeError: it cannot be written.
     """
     path = recipe_file(directory, digest_of(text))
-    with suppress(OSError):
-        if path.read_text(encoding="utf-8") == text:
+    with suppress(OSError, ValueError):
+        if read_text(path) == text:
             return  # a restart gets by without writing, so a full disk does not end the run
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        own_directory(path.parent)
         write_whole(path, text)
     except OSError as error:
         raise RecipeError(
@@ -186,8 +186,10 @@ def show_recipe(directory: Path, text: str) -> None:
     nothing refuses the start any more."""
     try:
         path = directory / "recipe.yaml"
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            write_whole(path, text)
+        with suppress(OSError, ValueError):
+            if read_text(path) == text:
+                return
+        write_whole(path, text)
     except OSError as error:  # training needs no copy of what lies in recipes/
         logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
 
@@ -222,8 +224,8 @@ def changes_of_start(
         old = None
         if before:
             kept = recipe_file(run, before.recipe) if before.recipe else run / "recipe.yaml"
-            with suppress(OSError, ValueError, yaml.YAMLError):
-                old = yaml.safe_load(kept.read_text(encoding="utf-8"))
+            with suppress(RecipeError):
+                old = read_tree(kept)[0]
         found = changes(old if isinstance(old, dict) else state["recipe"], recipe)
     machines = before.computed_by if before else {}
     kinds = {

@@ -5,12 +5,13 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
 
-from elastic.process import write_whole
+from elastic.files import own_directory, read_text, write_new, write_whole
 
 
 class Sink(Protocol):
@@ -37,7 +38,9 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        directory = run_dir / "tensorboard"
+        own_directory(directory)  # names of event files can be guessed
+        self._writer = EventFileWriter(str(directory))
 
     def rewind(self, step: int) -> None:
         """See Sink."""
@@ -74,10 +77,11 @@ class WeightsAndBiases:
         recipe = _recipe(run_dir)
         tracking = recipe["tracking"]
         id_file = run_dir / "wandb-run-id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        with suppress(FileExistsError):
+            write_new(id_file, secrets.token_hex(4) + "\n")
+        own_directory(run_dir / "wandb")  # W&B makes files there, by names that can be guessed
         self._run = wandb.init(
-            id=id_file.read_text(encoding="utf-8").strip(),
+            id=read_text(id_file).strip(),
             resume="allow",
             mode=tracking["wandb"],
             project=tracking["project"],
@@ -149,4 +153,4 @@ def own_sink(name: str, run_dir: Path) -> Sink:
 
 
 def _recipe(run_dir: Path) -> dict[str, Any]:
-    return yaml.safe_load((run_dir / "recipe.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(read_text(run_dir / "recipe.yaml"))

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.exits import SIGNALS
-from elastic.process import write_whole
+from elastic.files import open_to_read, read_text, write_whole
+from elastic.record.checked import read_record
 from elastic.record.ledger import LEDGER
 from trainer.run.events import Reader
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
@@ -50,10 +51,10 @@ class Tail:
         """What is new: (the first step that comes again, if the file is another one now; records
         since the last call)."""
         try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
+            descriptor = open_to_read(self._path)
+        except OSError:  # not there yet, or no file of a run
             return None, []
-        with file:
+        with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
             replaced = status.st_ino != self._inode or status.st_size < self._offset
             self._inode, self._offset = status.st_ino, 0 if replaced else self._offset
@@ -62,19 +63,11 @@ class Tail:
         if lines and not lines[-1].endswith(b"\n"):  # it is just being written
             lines.pop()
         self._offset += sum(map(len, lines))
-        records = [record for record in map(_record, lines) if record]
+        records = [record for record in map(read_record, lines) if record]
         new = [record for record in records if record["time"] > self.after]
         kept = [record["step"] for record in records if record["time"] <= self.after]
         self.after = max([self.after, *(record["time"] for record in new)])
         return (max(kept, default=0) + 1 if replaced else None), new
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and {"step", "time"} <= record.keys() else None
 
 
 def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
@@ -98,7 +91,7 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
 
     hook, reader, told, offset = import_factory("tracking.hooks", name), Reader(), False, 0
     while True:
-        with (run_dir / LEDGER).open("rb") as file:
+        with os.fdopen(open_to_read(run_dir / LEDGER), "rb") as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):  # it is just being written
@@ -140,9 +133,9 @@ def keep_up(mark: Path, feed: Callable[[float], Iterator[float]], ended: threadi
 def _read_mark(path: Path) -> tuple[str, float]:
     """(who tracks, moment of the last record that is tracked)."""
     try:
-        mark = json.loads(path.read_text(encoding="utf-8"))
+        mark = json.loads(read_text(path))
         return mark["owner"], mark["after"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "", 0.0
 
 

@@ -60,6 +60,7 @@ from trainer.run.provenance import keep_recipe
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
 from trainer.tasks.task import Task, build_task, open_streams
+from trainer.text import show_only_visible
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads one of these. Which one, if several are set, differs between its versions."""
@@ -67,6 +68,7 @@ ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_H
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank; never returns."""
+    show_only_visible()
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from checkpointing import load_model
+from elastic.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
 from trainer.models import TIED_COPIES, Decoder, Family, read_config
@@ -75,7 +76,7 @@ def generate(
     tokenizer = _read_tokenizer(directory, architecture)
     beside = [directory / name for name in (CONFIG, GENERATION_CONFIG)]
     eos_ids = stop_ids(
-        {file.name: file.read_bytes() for file in beside if file.is_file()}, directory
+        {file.name: read_bytes(file, follow=True) for file in beside if file.is_file()}, directory
     )
     # As `perdure data prepare` begins a document.
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]

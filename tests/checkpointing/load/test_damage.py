@@ -133,7 +133,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(damage, run, caplog
     with TensorCheckpointer(run, OPTIONS, None) as checkpointer, caplog.at_level(logging.WARNING):
         assert load(checkpointer) == 1
         (line,) = [record.getMessage() for record in caplog.records]
-        assert line.startswith("checkpoint step-00000002 is damaged and passed over: ")
+        assert line.startswith("the checkpoint of step 2 is damaged and passed over: ")
         assert name in line
         # The run trains on, and comes to the damaged step again.
         model, optimizer = whole_state(seed=2)
@@ -176,7 +176,7 @@ def test_no_good_checkpoint_left_is_an_error_and_not_a_fresh_start(run):
         flip(step / MODEL_2, -1)
     with (
         TensorCheckpointer(run, OPTIONS, None) as checkpointer,
-        pytest.raises(DamagedCheckpoint, match=f"all checkpoints are damaged.*2/{MODEL_2}: checks"),
+        pytest.raises(DamagedCheckpoint, match=f"no checkpoint can be loaded.*2/{MODEL_2}: checks"),
     ):
         load(checkpointer)
 
@@ -210,7 +210,7 @@ def test_a_step_that_another_run_deletes_is_not_damaged(times, run, caplog, monk
                 load(checkpointer)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == times
-    assert told[0].startswith("checkpoint step-00000002 was deleted before it could be read: ")
+    assert told[0].startswith("the checkpoint of step 2 was deleted before it could be read: ")
 
 
 def test_a_run_that_lives_and_saves_is_waited_for_before_storage_is_looked_at(

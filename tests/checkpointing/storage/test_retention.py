@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from checkpointing import (
     WrongModel,
     newest_checkpoint,
 )
+from checkpointing.storage import posix_storage
 from checkpointing.storage.claim import hold
+from checkpointing.storage.locks import make_lock
 from checkpointing.storage.owners import owner
 from checkpointing.storage.posix_storage import PosixStorage
 from checkpointing.storage.retention import (
@@ -263,6 +266,7 @@ def test_a_step_that_could_not_be_loaded_is_not_deleted(tmp_path, monkeypatch):
 
 
 def test_a_step_that_another_process_reads_stays_until_it_is_done(tmp_path):
+    make_lock(tmp_path)  # as the first save does
     old = save(tmp_path, 1)
     save(tmp_path, 2)
     program = (
@@ -294,25 +298,47 @@ def test_a_step_that_another_process_reads_stays_until_it_is_done(tmp_path):
 def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
     old, newer = save(tmp_path, 1), save(tmp_path, 2)
     save(tmp_path, 3)
+    make_lock(tmp_path)  # as the first save does
     told = []
 
     def read(path):
-        with pytest.raises(DamagedCheckpoint) as error, reading_lock(path):
-            pass
-        told.append(str(error.value).removeprefix(str(path)))
+        try:
+            with reading_lock(path):
+                told.append("read")
+        except DamagedCheckpoint as error:
+            told.append(str(error).removeprefix(str(path)))
 
-    rename, flock = os.rename, fcntl.flock
-    with monkeypatch.context() as patch:  # while retention holds the step
+    rename, lock = os.rename, fcntl.fcntl
+    monkeypatch.setattr(posix_storage, "LOCK_SECONDS", 0.1)
+    with monkeypatch.context() as patch:  # retention holds the step: no lock makes it damaged
         patch.setattr(os, "rename", lambda *names: (read(old), rename(*names)))
         prune_read(tmp_path, options(2))
-    with monkeypatch.context() as patch:  # between opening and locking it
+    with monkeypatch.context() as patch:  # deleted between looking and locking
         patch.setattr(
-            fcntl, "flock", lambda *call: (patch.undo(), STORAGE.delete_step(newer), flock(*call))
+            fcntl, "fcntl", lambda *call: (patch.undo(), STORAGE.delete_step(newer), lock(*call))
         )
         read(newer)
     read(newer)
-    assert told == [": is being deleted by retention"] * 2 + ["/index.json: is missing"]
+    assert told == ["read", ": is being deleted by retention", "/index.json: is missing"]
     assert steps(tmp_path) == [3]
+
+
+def test_who_may_only_read_holds_nothing_up_by_a_lock(tmp_path):
+    old, newer = save(tmp_path, 1), save(tmp_path, 2)
+    for path in old, newer:
+        os.chmod(path, 0o755)
+    held = [os.open(path / "index.json", os.O_RDONLY) for path in (old, newer)]
+    for descriptor in held:  # as any reader can
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    began = time.monotonic()
+    with reading_lock(newer):
+        pass
+    prune_read(tmp_path, options(1))
+    assert steps(tmp_path) == [2]
+    assert time.monotonic() - began < 1
+    assert (tmp_path / ".reading").stat().st_mode & 0o777 == 0o600
+    for descriptor in held:
+        os.close(descriptor)
 
 
 def delete_and_die(path, calls):

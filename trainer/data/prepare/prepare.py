@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+from elastic.files import own_directory
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
 from trainer.data.prepare.options import OnBad, PrepareOptions, Split
 from trainer.data.prepare.records import read_piece
@@ -171,7 +172,8 @@ def _prepare(
     for stale in out.glob(".work-*"):
         if stale != work:
             shutil.rmtree(stale)
-    work.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    own_directory(work)
     units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
     jobs = [

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ _ENDS = 1 << 16  # documents at a time
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
     """A file that is on disk, not only in memory, when the block ends well."""
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:  # not where a link leads that somebody has put there
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -30,7 +32,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
     """A file that appears whole under its name, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with synced(temporary) as file:
         yield file
     temporary.replace(path)
@@ -149,7 +151,7 @@ class _ShardWriter:
     def __init__(self, out: Path, name: str) -> None:
         self.tokens = self.documents = 0
         self._out, self._name = out, name
-        self._files = {kind: (out / f"{name}.{kind}").open("wb") for kind in ("tokens", "ends")}
+        self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in ("tokens", "ends")}
 
     def add(self, tokens: BinaryIO, size: int, ends: NDArray) -> None:
         """Append whole documents: the next `size` bytes of `tokens`; `ends` count from there."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from elastic.files import read_text
 from elastic.record.history import Attempt, History, StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
@@ -50,7 +51,7 @@ def check_consumption(run: Path, history: History) -> Findings:
     found = Findings()
     newest = history.attempts[-1].start.recipe
     shown = run / "recipe.yaml"
-    if newest and shown.is_file() and digest_of(shown.read_text(encoding="utf-8")) != newest:
+    if newest and shown.is_file() and digest_of(read_text(shown)) != newest:
         found.problems.append(
             f"{shown} is not the recipe that the newest attempt began with, which is "
             f"{recipe_file(run, newest)}"
@@ -90,7 +91,7 @@ def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings
     path = recipe_file(run, digest) if digest else run / "recipe.yaml"
     who = _numbers_of(attempts)
     try:
-        if digest and digest_of(path.read_text(encoding="utf-8")) != digest:
+        if digest and digest_of(read_text(path)) != digest:
             found.problems.append(f"{path} is not the recipe that {who} began with")
             return None
         recipe = load_recipe(path)

@@ -1,15 +1,17 @@
 """A run directory → what happened in it, as text. Imports no torch."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from elastic.files import open_to_read
+from elastic.record.checked import read_record
 from elastic.record.goodput import Goodput, Reliability, goodput, reliability
 from elastic.record.history import Attempt, History, read_history
+from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.text import table
 
 SOURCES = {"none": "fresh weights", "init": "model.init_from"}
@@ -79,25 +81,23 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Records of metrics.jsonl; none where there is no file. A torn line is left out."""
-    path, records = run / "metrics.jsonl", []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "step" in record and "time" in record:
-                records.append(record)
-    return records
+    try:
+        descriptor = open_to_read(run / "metrics.jsonl", follow=True)
+    except OSError:
+        return []
+    with os.fdopen(descriptor, "rb") as file:
+        return [record for record in map(read_record, file) if record]
 
 
 def unit_of(run: Path) -> str:
     """What `tokens` in the records of a run count, as `Task.unit` says: samples, unless it is on
     prepared tokens."""
-    path = run / "recipe.yaml"
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    data = (recipe or {}).get("data") or {}
-    return "samples" if data.get("graph") or data.get("factory") else "tokens"
+    try:
+        data = read_tree(run / "recipe.yaml")[0].get("data")
+    except RecipeError:  # the report is of what happened, also where the recipe is gone
+        data = None
+    on_samples = isinstance(data, dict) and (data.get("graph") or data.get("factory"))
+    return "samples" if on_samples else "tokens"
 
 
 # --- parts -----------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def _attempts_table(history: History, trust: Reliability) -> str:
         start, back = attempt.start, trust.recoveries.get(attempt.number)
         steps = f"{start.step + 1} to {attempt.last_step}" if attempt.steps else "none"
         source = SOURCES.get(start.source) or f"step {start.step} from {start.source}"
-        when = datetime.fromtimestamp(attempt.began).strftime("%Y-%m-%d %H:%M:%S")
+        when = _date(attempt.began)
         numbers = [str(attempt.number), when, str(start.nodes), str(start.world_size)]
         rows.append(
             [*numbers, steps, source, clock(back) if back else "", ending(history, attempt)]
@@ -217,6 +217,14 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def _date(moment: float) -> str:
+    """A Unix time; empty where no calendar has it."""
+    try:
+        return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _count(number: int, what: str) -> str:

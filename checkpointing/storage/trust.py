@@ -1,0 +1,166 @@
+"""Whose steps are loaded.
+
+[Note: trust] Who may write to a checkpoint directory can put a step there, and its weights would be
+trained on. So a run takes only steps of its own user, of root, and of those that `checkpoint.trust`
+names. The rule belongs to the directory: a process that trains names it once, and every read of a
+step below it keeps to it. Each part of a path is opened without following links, and the owner is
+asked of what is open, so nothing can be exchanged in between. A second name of a file (a hard link,
+as backups make them) changes nothing: only a trusted user can put it into a trusted user's
+directory, as steps are written closed to the group.
+
+A directory that a user names to be read, such as `model.init_from`, has no rule.
+"""
+
+import errno
+import grp
+import os
+import pwd
+import stat
+import tempfile
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.errors import UnreadableCheckpoint
+from checkpointing.format.layout import parse_step
+from checkpointing.storage.place import Place
+
+GROUP = "group"
+OVERFLOW = 65534
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Trusted(Container[int]):
+    """The users (uids) whose files a process relies on: its own user, root, and those named.
+
+    Args:
+        names: user names, uids, or "group": the members of the group of `directory`.
+        directory: where the files lie.
+    """
+
+    names: tuple[str | int, ...]
+    directory: Path
+
+    def __contains__(self, uid: object) -> bool:
+        if not isinstance(uid, int):
+            return False
+        if uid in (os.geteuid(), 0) or uid in self.names or _name(uid) in self.names:
+            return True
+        if GROUP in self.names and _is_member(uid, self.directory):
+            return True
+        return uid == _owner_of_new_files(self.directory)
+
+
+_rules: dict[Path, Trusted] = {}
+
+
+def keep_to(directory: Place, names: Sequence[str | int]) -> None:
+    """From now on, this process reads only those steps in a directory that trusted users wrote."""
+    if isinstance(directory, Path):
+        _rules[directory] = Trusted(tuple(names), directory)
+
+
+def require_own_link(directory: Path) -> None:
+    """Refuse a checkpoint directory that somebody else has led elsewhere.
+
+    Raises:
+        PermissionError: it is a link of a user who is not trusted.
+    """
+    rule = _rules.get(directory)
+    with suppress(FileNotFoundError):
+        found = os.lstat(directory)
+        if rule and stat.S_ISLNK(found.st_mode) and found.st_uid not in rule:
+            why = f"is a link of {_who(found.st_uid)}, which is not followed; remove it"
+            raise PermissionError(errno.EPERM, why, str(directory))
+
+
+def lets_group_write(directory: Path) -> bool:
+    """Whether the members of a directory's group may change what is written there."""
+    rule = _rules.get(directory)
+    return bool(rule and GROUP in rule.names)
+
+
+def is_foreign(step: Path) -> bool:
+    """Whether something has the name of a step that is a link, or not of a trusted user."""
+    rule = _rules.get(step.parent)
+    found = os.lstat(step)
+    return stat.S_ISLNK(found.st_mode) or bool(rule and found.st_uid not in rule)
+
+
+def open_to_read(path: Path, flags: int) -> int:
+    """os.open(path, flags); of what lies in a step, by the rule of its directory.
+
+    Raises:
+        UnreadableCheckpoint: a user who is not trusted wrote it, or it is a link.
+        OSError: it cannot be opened.
+    """
+    found = next(((root, rule) for root, rule in _rules.items() if root in path.parents), None)
+    parts = path.relative_to(found[0]).parts if found else ()
+    if not found or len(parts) < 2 or (step := parse_step(parts[0])) is None:
+        return os.open(path, flags)
+    root, rule = found
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for number, part in enumerate(parts):
+            what = f"{root}: " + " of ".join([*parts[number:0:-1], f"step {step}"])
+            last = number == len(parts) - 1
+            try:
+                inner = os.open(part, flags | os.O_NOFOLLOW if last else _FOLDER, dir_fd=folder)
+            except OSError as error:
+                with suppress(FileNotFoundError):
+                    if stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
+                        raise UnreadableCheckpoint(
+                            f"{what} is a link, which is not followed; remove it"
+                        ) from error
+                error.filename = str(path)
+                raise
+            os.close(folder)
+            folder = inner
+            owner = os.fstat(folder).st_uid
+            if owner not in rule:
+                raise UnreadableCheckpoint(f"{what} {_refusal(owner)}")
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def _refusal(owner: int) -> str:
+    name = _name(owner) or owner
+    unknown = " (it may stand for any user whom this container or NFS server does not know)"
+    return (
+        f"was written by {_who(owner)}{unknown if owner == OVERFLOW else ''}, not by "
+        f"{_who(os.geteuid())}, and is not loaded; to trust its writer, set checkpoint.trust: "
+        f"[{name}], or [group] for all members of the directory's group"
+    )
+
+
+def _who(uid: int) -> str:
+    name = _name(uid)
+    return f"{name} (uid {uid})" if name else f"uid {uid}"
+
+
+def _name(uid: int) -> str | None:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return None
+
+
+def _is_member(uid: int, directory: Path) -> bool:
+    try:
+        group, user = directory.stat().st_gid, pwd.getpwuid(uid)
+        if group in (user.pw_gid, *os.getgrouplist(user.pw_name, user.pw_gid)):
+            return True
+        return user.pw_name in grp.getgrgid(group).gr_mem
+    except (KeyError, OSError):
+        return False
+
+
+def _owner_of_new_files(directory: Path) -> int | None:
+    """To whom a file belongs that this process makes: on NFS with root_squash, root's to nobody."""
+    with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
+        return os.fstat(probe.fileno()).st_uid
+    return None

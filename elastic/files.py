@@ -1,0 +1,185 @@
+"""Files in a directory that others may write to as well, such as a project folder of mode 2775.
+
+[Note: a shared directory] A member of the group can put any name there first: a link to a file of
+the user who trains, a pipe, a file of his own. So a new file is made under a random name (O_EXCL)
+and then renamed, which replaces a link instead of following it. A file that grows must be a regular
+file of this user with one name. Whatever else has its name is put aside, with a warning.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Container
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_MOST_BYTES = 16 << 20
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which every reader sees the old text or the new, whoever dies meanwhile."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet. Follows no link.
+
+    Raises:
+        FileExistsError: something has that name.
+    """
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def read_text(path: Path) -> str:
+    """The text of a small file of a run.
+
+    Raises:
+        OSError: as `read_bytes`.
+        ValueError: it is not UTF-8.
+    """
+    return read_bytes(path).decode()
+
+
+def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> bytes:
+    """All bytes of a file; never waits, as for the other end of a pipe.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+        follow: links, as of a path that the user has named.
+
+    Raises:
+        OSError: it is missing, a link, no regular file, or has more than `most` bytes.
+    """
+    with os.fdopen(open_to_read(path, follow=follow), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"has {size} bytes, at most {most} are read", str(path))
+        return file.read(most)
+
+
+def open_to_read(path: Path, *, follow: bool = False) -> int:
+    """A descriptor of a regular file.
+
+    Args:
+        path: of the file.
+        follow: links, as of a path that the user has named.
+
+    Raises:
+        OSError: it is missing, a link, or no regular file.
+    """
+    descriptor = os.open(path, _READ & ~os.O_NOFOLLOW if follow else _READ)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.ENXIO, "not a regular file", str(path))
+
+
+def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
+    """A descriptor by which a file of this user grows; it is made if it is not there.
+
+    Args:
+        path: of the file. What has its name and is not such a file is put aside.
+        trusted: other users (uids) whose file it may be.
+
+    Raises:
+        OSError: it cannot be made or written, or something else cannot be put aside.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            descriptor = os.open(path, _APPEND, 0o666)
+        except OSError as error:
+            if error.errno not in _NOT_A_FILE:
+                raise
+            found = os.lstat(path)
+            if stat.S_ISREG(found.st_mode) and is_ours(found, path.parent, trusted):
+                raise
+        else:
+            found = os.fstat(descriptor)
+            one = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+            if one and is_ours(found, path.parent, trusted):
+                return descriptor
+            os.close(descriptor)
+        put_aside(path, found)
+    raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
+
+
+def own_directory(path: Path, trusted: Container[int] = ()) -> None:
+    """Make a directory that only this user may write to, or make sure that it is one. Links of this
+    user are followed. What belongs to another is put aside.
+
+    Raises:
+        OSError: it cannot be made, or something else cannot be put aside.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(_ATTEMPTS):
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o755)
+            return
+        link = os.lstat(path)
+        found = path.stat() if stat.S_ISLNK(link.st_mode) and path.exists() else link
+        ours = all(is_ours(one, path.parent, trusted) for one in (link, found))
+        if ours and stat.S_ISDIR(found.st_mode):
+            with suppress(OSError):  # a filesystem may have no modes
+                path.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+            return
+        put_aside(path, link)
+    raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
+
+
+def put_aside(path: Path, found: os.stat_result) -> None:
+    """Rename what stands where a file of ours belongs, and say so.
+
+    Raises:
+        PermissionError: that is not allowed here (mode +t); says what to do.
+    """
+    kind = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file", stat.S_IFDIR: "a directory"}
+    what = kind.get(stat.S_IFMT(found.st_mode), "no regular file")
+    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        what += f" with {found.st_nlink} names"
+    what += f" of uid {found.st_uid}"
+    aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        why = f"is {what}, not a file of uid {os.geteuid()}, and cannot be put aside; remove it"
+        raise PermissionError(errno.EPERM, why, str(path)) from error
+    logger.warning(
+        "%s was %s, not a file of uid %d alone; it is now called %s, and a new one is begun. If "
+        "you trust it, copy it back",
+        path, what, os.geteuid(), aside.name,
+    )  # fmt: skip
+
+
+def is_ours(found: os.stat_result, directory: Path, trusted: Container[int] = ()) -> bool:
+    """Whether a file belongs to this user, to root, or to one of `trusted` (uids).
+
+    Args:
+        found: what the system says of it.
+        directory: on the same filesystem.
+        trusted: other users whose it may be.
+    """
+    if found.st_uid in (os.geteuid(), 0) or found.st_uid in trusted:
+        return True
+    # What root makes on NFS with root_squash belongs to nobody.
+    with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
+        return os.fstat(probe.fileno()).st_uid == found.st_uid
+    return False
