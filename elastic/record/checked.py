@@ -2,12 +2,13 @@
 is computed with them."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 _MAX_NESTING = 16
-_MAX_NUMBER = 2**63
+_MAX_WHOLE = 2**63
 _YEAR_9999 = 250_000_000_000
 _HEXADECIMAL = re.compile(r"-?0x[01](\.[0-9a-f]{1,13})?p[+-]\d{1,4}|-?inf|nan")
 _DIGEST = re.compile(r"[0-9a-f]{9,128}")
@@ -60,8 +61,10 @@ def _object(line: bytes | str) -> dict[str, Any]:
     level: list[Any] = [found]
     for _ in range(_MAX_NESTING):
         inner = [one for value in level for one in _inside(value)]
-        if any(isinstance(one, int | float) and not abs(one) <= _MAX_NUMBER for one in inner):
-            raise ValueError("a number that no run writes")
+        if any(isinstance(one, int) and abs(one) > _MAX_WHOLE for one in inner):
+            raise ValueError("a whole number that no run writes")
+        if any(isinstance(one, float) and not math.isfinite(one) for one in inner):
+            raise ValueError("a number without an end")  # Python reads 1e999 as infinity
         level = [one for one in inner if isinstance(one, dict | list)]
         if not level:
             return found

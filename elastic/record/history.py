@@ -189,7 +189,10 @@ def read_history(path: str | Path) -> History:
     except OSError as error:
         raise LedgerError(f"{path}: {error.strerror}; give the directory of a run") from error
     if not attempts:
-        raise LedgerError(f"{path}: no attempt has begun; give the directory of a run that has")
+        found = f" ({problems[0]})" if problems else ""
+        raise LedgerError(
+            f"{path}: no attempt has begun{found}; give the directory of a run that has"
+        )
     _set_times(attempts)
     problems += _problems(attempts)
     return History(attempts, problems, _kept(attempts))

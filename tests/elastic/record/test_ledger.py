@@ -380,7 +380,11 @@ def test_any_single_corruption_is_named(folder, run, data):
         starts = [n for n, line in enumerate(lines) if line["kind"] == "start"]
         n = data.draw(st.sampled_from(starts))
         lines[n]["sequences"] += data.draw(st.sampled_from([-BATCH, -1, 1, BATCH]))
-    assert run.history(folder, lines).problems
+    try:
+        problems = run.history(folder, lines).problems
+    except LedgerError as error:  # the only start line says what none says
+        problems = [str(error)] * ("line 1: a start whose" in str(error))
+    assert problems
 
 
 # --- where the time went ---------------------------------------------------------------------

@@ -12,7 +12,7 @@ def test_a_run_in_events(tmp_path):
     with Ledger(path, Start(step=0, sequences=0, at=100.0, **size)) as ledger:
         ledger.phases({"data": 1.0})
         ledger.step(1, 0, 8, 0.5, loss=2.5)
-        ledger.step(2, 8, 16, 0.5, loss=math.inf, skipped=True)
+        ledger.step(2, 8, 16, 0.5, loss=math.inf, skipped="loss")
         ledger.validation(2, {"validation_loss": 3.0, "accuracy": None})
         ledger.save(2, 1.5)
         ledger.save(3, 1.5, error="disk full")

@@ -30,7 +30,7 @@ def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
 
     recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}", "tracking.tensorboard=false"])
     start = Start(step=0, sequences=0, global_batch=8, world_size=1, data="")
-    with Log(recipe, start, silent=False) as log:
+    with Log(recipe, start, [], silent=False) as log:
         run = SimpleNamespace(
             checkpointer=SimpleNamespace(
                 wait=wait, outcomes=lambda: [SaveOutcome(6 + n, None, errors[n], 0) for n in (0, 1)]
