@@ -144,7 +144,7 @@ def attempt(
         keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
-    world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
+    world = join_world(recipe.run.device, recipe.elastic.timeout_seconds, pulse.secret)
     identity = with_data(identity, task.stream.fingerprint)
     agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
