@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 GUARDED_SECONDS = 60.0
 """How long values are looked after since the last was set: others read them soon."""
+FIRST_LOOK_SECONDS = 0.25
+"""Until the first look: ranks that nobody disturbs have met by then, and need the cores."""
 LOOK_SECONDS, MOST_LOOK_SECONDS = 0.02, 2.0
 """Between two looks: a tenth of the time that all has been well, within these bounds."""
 FORGED_SECONDS = 0.005
@@ -54,6 +56,8 @@ class SealedStore(dist.Store):
         self._store = connect()
         self._ours: dict[str, bytes] = {}
         """What this process has set, by name in the store."""
+        self._waited: dict[str, bytes] = {}
+        """Values that `wait` has found, by key: torch gets each next."""
         self._set_at = 0.0
         self._guarding = threading.Lock()
         """Held while a thread looks after these."""
@@ -71,13 +75,14 @@ class SealedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """See torch.distributed.Store."""
-        return self._await(key, self._deadline(None))
+        value = self._waited.pop(key, None)
+        return self._await(key, self._deadline(None)) if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """See torch.distributed.Store. Keys that hold a counter are waited for in vain."""
         deadline = self._deadline(timeout)
         for key in keys:
-            self._await(key, deadline)
+            self._waited[key] = self._await(key, deadline)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """See torch.distributed.Store."""
@@ -166,15 +171,15 @@ class SealedStore(dist.Store):
     def _guard(self) -> None:
         """Look after what this process has set, until others have had the time to read it."""
         try:
-            store = self._connect()
-            well_since = time.monotonic()
+            time.sleep(FIRST_LOOK_SECONDS)
+            store, well_since = self._connect(), self._set_at
             while (now := time.monotonic()) < self._set_at + GUARDED_SECONDS:
-                well = now - max(well_since, self._set_at)
-                time.sleep(min(max(well / 10, LOOK_SECONDS), MOST_LOOK_SECONDS))
                 for name, sealed in list(self._ours.items()):
                     if not store.check([name]) or store.get(name) != sealed:
                         store.set(name, sealed)
-                        well_since = time.monotonic()
+                        well_since = now
+                well = now - max(well_since, self._set_at)
+                time.sleep(min(max(well / 10, LOOK_SECONDS), MOST_LOOK_SECONDS))
         except (RuntimeError, OSError) as error:  # the store is gone, and with it this round
             logger.debug("addresses are no longer looked after: %s", f"{error}".partition("\n")[0])
         finally:
