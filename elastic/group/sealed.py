@@ -12,6 +12,7 @@ Counters (`add`) are numbers that the store itself adds up. They are not sealed:
 may change one, so that a barrier opens early or never.
 """
 
+import atexit
 import logging
 import threading
 import time
@@ -33,6 +34,20 @@ LOOK_SECONDS, MOST_LOOK_SECONDS = 0.02, 2.0
 """Between two looks: a tenth of the time that all has been well, within these bounds."""
 FORGED_SECONDS = 0.005
 """Between two looks of a reader at a value that does not verify."""
+END_SECONDS = 5.0
+
+_guards: dict[threading.Thread, threading.Event] = {}
+"""Threads that look after values, and what ends each."""
+
+
+@atexit.register
+def _end_guards() -> None:
+    """End these threads. One that is in a call of torch's when the interpreter ends would abort the
+    process."""
+    for end in list(_guards.values()):
+        end.set()
+    for thread in list(_guards):
+        thread.join(END_SECONDS)
 
 
 class SealedStore(dist.Store):
@@ -71,7 +86,12 @@ class SealedStore(dist.Store):
         self._store.set(name, sealed)
         self._ours[name], self._set_at = sealed, time.monotonic()
         if self._guarding.acquire(blocking=False):
-            threading.Thread(target=self._guard, name="perdure-addresses", daemon=True).start()
+            end = threading.Event()
+            thread = threading.Thread(
+                target=self._guard, args=(end,), name="perdure-addresses", daemon=True
+            )
+            _guards[thread] = end
+            thread.start()
 
     def get(self, key: str) -> bytes:
         """See torch.distributed.Store."""
@@ -168,10 +188,11 @@ class SealedStore(dist.Store):
             )  # fmt: skip
         return value
 
-    def _guard(self) -> None:
+    def _guard(self, end: threading.Event) -> None:
         """Look after what this process has set, until others have had the time to read it."""
         try:
-            time.sleep(FIRST_LOOK_SECONDS)
+            if end.wait(FIRST_LOOK_SECONDS):
+                return
             store, well_since = self._connect(), self._set_at
             while (now := time.monotonic()) < self._set_at + GUARDED_SECONDS:
                 for name, sealed in list(self._ours.items()):
@@ -179,8 +200,10 @@ class SealedStore(dist.Store):
                         store.set(name, sealed)
                         well_since = now
                 well = now - max(well_since, self._set_at)
-                time.sleep(min(max(well / 10, LOOK_SECONDS), MOST_LOOK_SECONDS))
+                if end.wait(min(max(well / 10, LOOK_SECONDS), MOST_LOOK_SECONDS)):
+                    return
         except (RuntimeError, OSError) as error:  # the store is gone, and with it this round
             logger.debug("addresses are no longer looked after: %s", f"{error}".partition("\n")[0])
         finally:
+            _guards.pop(threading.current_thread(), None)
             self._guarding.release()

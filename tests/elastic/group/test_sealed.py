@@ -5,10 +5,13 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from elastic.group.sealed import SealedStore
 from elastic.group.secret import Secret
 
 SECRET = Secret(b"of the round")
+ROOT = Path(__file__).parents[3]
 
 
 def free_port():
@@ -157,3 +161,20 @@ def test_ranks_meet_while_a_stranger_tampers_with_every_key():
         os.kill(stranger, signal.SIGKILL)
         os.waitpid(stranger, 0)
     del store
+
+
+def test_a_process_that_has_set_values_ends_well_at_any_moment(host):
+    """Its thread may be in a call of torch's just then."""
+    program = (
+        "import sys, time; from functools import partial; import torch.distributed as dist\n"
+        "from elastic.group import sealed; sealed.FIRST_LOOK_SECONDS = sealed.LOOK_SECONDS = 0.0\n"
+        "from elastic.group.secret import Secret\n"
+        "connect = partial(dist.TCPStore, '127.0.0.1', int(sys.argv[1]), is_master=False)\n"
+        "sealed.MOST_LOOK_SECONDS = 0.0\n"
+        "store = sealed.SealedStore(connect, Secret(b'x'), 'generation 0')\n"
+        "[store.set(f'{n}', b'x') for n in range(20)]; time.sleep(0.1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(host.port)], capture_output=True, check=False, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
