@@ -9,7 +9,7 @@ not the gather of the plans to rank 0 and their scatter; nor that ranks make the
 
 import math
 import multiprocessing
-import pickle
+import pickle  # noqa: TID251  # what torch DCP gathers
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +57,8 @@ from checkpointing.format.sections import PlanInput
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import specs_digest
 from checkpointing.save.blocks import plan_node
+from checkpointing.save.messages import WantSlots
+from checkpointing.wire import pack, unpack
 
 T = TypeVar("T")
 
@@ -166,14 +168,14 @@ def _plan(layout: Layout, per_node: int) -> dict[str, Any]:
     if plan is None:
         raise ValueError("there are no ranks")
     rank_bytes = _peak_bytes() - before
-    message = pickle.dumps(plan)
+    message = pack(WantSlots(digest, plan))
     loads = [0] * len(nodes)
     for file in plan.files:
         loads[owners[file.name]] += file.size
     busiest = max(range(len(nodes)), key=lambda node: loads[node])
     writer_seconds, pulled = [], []
     for node in sorted({0, busiest, owners[plan.files[len(plan.files) // 2].name]}):
-        as_received = pickle.loads(message)
+        as_received = unpack(message).plan
         started = time.perf_counter()
         part = plan_node(as_received, digest, nodes, node)
         writer_seconds.append(time.perf_counter() - started)

@@ -11,6 +11,8 @@ CheckpointError
 import errno
 from dataclasses import dataclass
 
+from checkpointing.wire import register
+
 
 class CheckpointError(Exception):
     """Base of all errors of this package; each message is one line."""
@@ -44,11 +46,21 @@ class SaveFailed(CheckpointError):
     def __init__(
         self, message: str, node: int, path: str | None = None, errno: int | None = None
     ) -> None:
-        super().__init__(message, node, path, errno)  # all of them, so that it pickles
+        super().__init__(message, node, path, errno)
         self.node, self.path, self.errno = node, path, errno
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+_TRAVELLING = {
+    kind.__name__: kind
+    for kind in (
+        *(CheckpointError, WrongModel, DamagedCheckpoint, UnreadableCheckpoint, StorageError),
+        *(ValueError, RuntimeError),
+    )
+}
+"""Errors of one rank that all raise; each takes a message."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +68,26 @@ class RankFailure:
     """What the other ranks are told of an error on one."""
 
     rank: int
-    kind: type[Exception]
+    name: str
+    """Of the kind of error."""
     message: str
+
+    @property
+    def kind(self) -> type[Exception]:
+        """What all ranks raise: RuntimeError for a kind that this process does not know."""
+        return _TRAVELLING.get(self.name, RuntimeError)
 
     @staticmethod
     def of(rank: int, error: Exception) -> "RankFailure":
         """A report of an error on this rank."""
-        if isinstance(error, OSError):
-            return RankFailure(rank, StorageError, explain(error))
-        if isinstance(error, CheckpointError):
-            return RankFailure(rank, type(error), explain(error))
         if isinstance(error, ValueError):  # subclasses take other arguments
-            return RankFailure(rank, ValueError, str(error))
-        return RankFailure(rank, RuntimeError, explain(error))
+            return RankFailure(rank, "ValueError", str(error))
+        kind = StorageError if isinstance(error, OSError) else type(error)
+        names = (one.__name__ for one in kind.__mro__)
+        return RankFailure(rank, next(filter(_TRAVELLING.get, names), ""), explain(error))
+
+
+register(RankFailure)
 
 
 def explain(error: BaseException) -> str:

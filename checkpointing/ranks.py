@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,11 +14,12 @@ from checkpointing.errors import RankFailure
 from checkpointing.format.plan import Layout, Nodes, TensorSpec, merge_specs
 from checkpointing.format.tensors import broadcast, specs_of
 from checkpointing.storage.owners import machine
+from checkpointing.wire import MAX_BYTES, WireError, pack, unpack
 
 T = TypeVar("T")
 
 WORD_BYTES = 256
-"""That each rank gives to an exchange: most of what they tell each other fits."""
+"""Bytes that each rank gives to an exchange: most of what they tell each other fits."""
 
 
 class RankError(Exception):
@@ -163,25 +163,46 @@ class Ranks:
 
 
 def exchange(value: Any, size: int, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks of a group of `size`, in order. On all of them. As
-    `all_gather_object`, but in one collective where all values are short."""
-    data = pickle.dumps(value)
-    word = torch.zeros(WORD_BYTES, dtype=torch.uint8)
-    word[:8].view(torch.int64).fill_(len(data))
-    if len(data) <= WORD_BYTES - 8:
-        word[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    """The values of all ranks of a group of `size`, in order. On all of them. One collective where
+    all values are short, else two.
+
+    Args:
+        value: what `wire.pack` takes.
+        size: ranks of the group.
+        group: carries CPU tensors.
+
+    Raises:
+        RuntimeError: bytes came that no rank of this run has sent.
+        TypeError: the value does not travel.
+    """
+    data = pack(value)
+    room = WORD_BYTES - 8
+    heads = _gathered(data[:room], len(data), room, size, group)
+    lengths = [length for length, _ in heads]
+    for rank, length in enumerate(lengths):
+        if not 0 <= length <= MAX_BYTES:  # before so much memory is taken
+            raise RuntimeError(f"rank {rank} of a group announces {length} bytes: {_STRANGE}")
+    if max(lengths) > room:
+        heads = _gathered(data, len(data), max(lengths), size, group)
+    try:
+        return [unpack(held[:length]) for length, (_, held) in zip(lengths, heads, strict=True)]
+    except WireError as error:
+        raise RuntimeError(f"from another rank of a group: {error}: {_STRANGE}") from error
+
+
+_STRANGE = "no rank of this run sends that; somebody else does (docs/elastic.md, who is trusted)"
+
+
+def _gathered(
+    data: bytes, length: int, room: int, size: int, group: dist.ProcessGroup
+) -> list[tuple[int, bytes]]:
+    """(`length`, `data` padded to `room` bytes) of each rank. On all ranks."""
+    word = torch.zeros(8 + room, dtype=torch.uint8)
+    word[:8].view(torch.int64).fill_(length)
+    word[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     words = [torch.empty_like(word) for _ in range(size)]
     dist.all_gather(words, word, group=group)
-    lengths = [int(word[:8].view(torch.int64)) for word in words]
-    if max(lengths) > WORD_BYTES - 8:
-        whole = torch.zeros(8 + max(lengths), dtype=torch.uint8)
-        whole[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        words = [torch.empty_like(whole) for _ in range(size)]
-        dist.all_gather(words, whole, group=group)
-    return [
-        pickle.loads(word[8 : 8 + length].numpy().tobytes())
-        for word, length in zip(words, lengths, strict=True)
-    ]
+    return [(int(word[:8].view(torch.int64)), word[8:].numpy().tobytes()) for word in words]
 
 
 def specs_digest(specs: Mapping[str, TensorSpec]) -> str:

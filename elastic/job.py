@@ -171,7 +171,7 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
     pulse.be_patient(timeout_seconds)
     watch_signals(pulse)
     pulse.report(0, "init")
-    world = join_world(device, timeout_seconds)
+    world = join_world(device, timeout_seconds, pulse.secret)
     pulse.report(0, "load")
     return Job(world, pulse)
 

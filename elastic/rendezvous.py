@@ -27,6 +27,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -52,6 +53,7 @@ from elastic.group.membership import (
     Membership,
     room,
 )
+from elastic.group.sealed import SealedStore
 from elastic.group.secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
 from elastic.node.agent import Node
@@ -400,16 +402,20 @@ class PerdureRendezvous(RendezvousHandler):
 
         member.wait_for(lambda now: bool(now.address) or over(now), MEET_SECONDS)
         tell_at = time.monotonic() + TELL_SECONDS
+        secret = self._secret.derive(f"round {state.round} of job {state.job}")
+        self._node.page.share_secret(secret.derive("ranks").key)
         while not over(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
+            connect = partial(
+                dist.TCPStore,
+                host,
+                int(port),
+                is_master=False,
+                timeout=timedelta(seconds=30),
+                wait_for_workers=False,
+            )
             try:
-                store = dist.TCPStore(
-                    host,
-                    int(port),
-                    is_master=False,
-                    timeout=timedelta(seconds=30),
-                    wait_for_workers=False,
-                )
+                store = SealedStore(connect, secret, "agents")
                 # Twice, as torch now has the agents wait for each other without a way out: one that
                 # dies between the two is noticed here.
                 for key in ("here", "all here"):
@@ -419,7 +425,7 @@ class PerdureRendezvous(RendezvousHandler):
                 if over(member.state):
                     return None
                 return RendezvousInfo(
-                    dist.PrefixStore("agent", store),
+                    store,
                     place,
                     state.size,
                     RendezvousStoreInfo(host, int(port)),

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.exits import EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE
+from elastic.group.sealed import SealedStore
+from elastic.group.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 ROUND = "PERDURE_ROUND"
 """Environment variable: the round of the membership that this rank belongs to."""
@@ -71,12 +77,18 @@ def read_environment() -> tuple[int, int, int, int]:
     )
 
 
-def join_world(device: str, timeout_seconds: float) -> World:
+_sealed: list[SealedStore] = []
+"""The store of the process groups of this process; see `SealedStore`."""
+
+
+def join_world(device: str, timeout_seconds: float, secret: bytes = b"") -> World:
     """Join the process group that torchrun prepared. Called on all ranks.
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
         timeout_seconds: how long a collective may wait for a missing rank.
+        secret: of this round (`Pulse.secret`), under which ranks tell each other their addresses;
+            empty: none.
 
     The default group carries CUDA tensors over NCCL and CPU tensors over gloo.
     """
@@ -95,7 +107,7 @@ def join_world(device: str, timeout_seconds: float) -> World:
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_seconds),
         device_id=place if device == "cuda" else None,
-        store=_store(),
+        store=_store(secret),
         rank=rank,
         world_size=world_size,
     )
@@ -135,18 +147,26 @@ def wait_until_freed(free: Callable[[], int], pause: float = 0.05) -> None:
         before, now = now, free()
 
 
-def _store() -> dist.Store | None:
+def _store(secret: bytes) -> dist.Store | None:
     """Where ranks meet; None leaves it to torch."""
     read = os.environ.get
     if "RANK" not in os.environ:
         return dist.HashStore()  # nobody to meet
+    if not secret and read("RANK") == "0" and read("WORLD_SIZE") != "1":
+        logger.warning(
+            "torch's own rendezvous shares no secret: whoever reaches port %s of %s may put "
+            "himself between the ranks and change the numbers that they exchange; perdure train, "
+            "or --rdzv-backend perdure, prevents that",
+            read("MASTER_PORT"), read("MASTER_ADDR"),
+        )  # fmt: skip
     if read("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
-    if ROUND in os.environ:  # the store is new in every round; generations share it
-        return dist.PrefixStore(f"generation-{read(GENERATION, '0')}", store)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    connect = partial(dist.TCPStore, host, port, is_master=False)
+    if secret:  # the store is new in every round; generations share it
+        _sealed[:] = [SealedStore(connect, Secret(secret), f"generation {read(GENERATION, '0')}")]
+        return _sealed[0]
+    store = connect()
     # torchrun 2.11 to 2.13 hands restarted ranks the store of the attempt before, with the
     # addresses of dead peers in it. On one node the attempt's number keeps them apart.
     return dist.PrefixStore(f"attempt-{read('TORCHELASTIC_RESTART_COUNT', '0')}", store)

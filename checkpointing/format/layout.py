@@ -32,6 +32,7 @@ from checkpointing.format.untrusted import (
     printable,
     read_object,
 )
+from checkpointing.wire import register
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
@@ -435,3 +436,6 @@ def _why(error: Exception) -> str:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+register(CommitRecord, FileRecord, StoredTensor)

@@ -18,11 +18,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 from isal.isal_zlib import crc32
 
 from checkpointing.format.layout import DTYPE_BYTES, StoredTensor, TensorFile, TensorMeta
+from checkpointing.wire import register
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,6 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self._digest)
 
-    def __reduce__(self) -> tuple[type["Layout"], tuple[Any, ...]]:
-        """Without what is derived."""
-        return Layout, (self.ranks, self.mesh_shape, self.splits)
-
 
 def replicated(ranks: Sequence[int]) -> Layout:
     """The layout of a tensor that each of `ranks` holds whole."""
@@ -96,6 +92,10 @@ class TensorSpec:
 
     meta: TensorMeta
     layouts: tuple[Layout, ...]
+
+
+register(Layout, shared=True)  # as large as the world, and few
+register(TensorSpec)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ say how the state was nested: `model.layers.0.weight`, `app.optim.state.<fqn>.ex
 """
 
 import io
-import pickle
+import pickle  # noqa: TID251  # for an Unpickler that makes nothing but DCP's own metadata
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -29,6 +29,7 @@ from checkpointing.storage.folders import hold, living_folders, of_run
 from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
+from checkpointing.wire import register
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class LeftSlot:
     """Its folder."""
     home: int
     manifest: Manifest
+
+
+register(LeftSlot)
 
 
 def token(directory: Place) -> str | None:

@@ -94,7 +94,7 @@ def _load_dcp(
 ) -> None:
     from checkpointing.load.foreign import open_dcp, targets_of  # slow to import, and rarely wanted
 
-    checkpoint = ranks.on_main(lambda: open_dcp(path))
+    checkpoint = ranks.each(lambda: open_dcp(path))
 
     def read() -> None:
         stored = _required(checkpoint.model_for(specs), specs, optional)

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener  # noqa: TID251  # read by a Channel
 
 from checkpointing.errors import explain
 from checkpointing.save.channel import Channel, StrangerError, welcome

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from dataclasses import replace
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import Channel, call
 from checkpointing.save.messages import Address, Caller, FromRank, Setup, ToRank
+from checkpointing.wire import pack
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Link:
             raise StorageError("the checkpoint writer process has no pipes")
         setup = replace(self._setup, parent=os.getpid())
         with suppress(BrokenPipeError):  # it has ended: no line will come
-            process.stdin.write(pickle.dumps(setup))
+            process.stdin.write(pack(setup))
             process.stdin.close()
         line = process.stdout.readline()
         if not line:

@@ -1,13 +1,14 @@
 """What the processes of a save say to each other: ranks, the writer of each node, and the
 coordinator in the writer of rank 0's node. See coordinator.py [Note: a save].
 
-Messages travel over a Channel, pickled. Any side may receive any message of its union below.
+Messages travel over a Channel as wire.py packs them. Any side may receive any message of its union
+below.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
 from checkpointing.format.plan import Nodes
@@ -16,6 +17,7 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.save.manifest import Manifest
 from checkpointing.save.slots import Slots
 from checkpointing.storage.interface import NewStep
+from checkpointing.wire import register
 
 ANSWER_SECONDS = 30
 """A request to save is answered after so long even if a node does not answer."""
@@ -29,7 +31,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a writer process is started with, pickled on its standard input."""
+    """What a writer process is started with, on its standard input."""
 
     parent: int
     """Process id of the rank that starts it."""
@@ -412,3 +414,7 @@ class Fetch:
     slot: Slot
     file: str
     ranges: Sequence[tuple[int, int]]
+
+
+register(Setup, Caller, Fetch, *get_args(Slot))
+register(*{*get_args(FromRank), *get_args(ToCoordinator), *get_args(ToNode), *get_args(ToRank)})

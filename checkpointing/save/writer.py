@@ -9,7 +9,6 @@ into its loop. On rank 0's node the coordinator lives in the same thread.
 import ctypes
 import logging
 import os
-import pickle
 import resource
 import signal
 import socket
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Listener  # noqa: TID251  # read by a Channel
 from typing import TypeVar, assert_never
 
 from checkpointing.errors import StorageError, explain
@@ -32,7 +31,9 @@ from checkpointing.save.loop import Loop, give_way
 from checkpointing.save.manifest import Manifest
 from checkpointing.save.node_memory import Filling, Made, NodeMemory
 from checkpointing.save.pulls import Puller, serve_pulls
+from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import location
+from checkpointing.wire import unpack
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Writer:
     def __init__(self, setup: msg.Setup) -> None:
         self.setup, self.node, self.ranks = setup, setup.node, setup.nodes[setup.node]
         directory = location(setup.directory)
+        storage_of(directory)  # from now on steps of this kind of storage can be unpacked
         self.loop = Loop()
         self.call_at, self.door = self.loop.call_at, Door(setup.node, setup.secret, self._serve)
         self.memory = NodeMemory(setup, str(directory), self.loop)
@@ -483,10 +485,10 @@ def serve(setup: msg.Setup, ready: Callable[[msg.Address], None]) -> None:
 
 def main() -> None:
     """`python -m checkpointing.save.writer`: Setup on standard input, port on standard output."""
-    try:
-        setup: msg.Setup = pickle.load(sys.stdin.buffer)
-    except EOFError:  # nothing is to be saved, or whoever started us is dead
+    data = sys.stdin.buffer.read()
+    if not data:  # nothing is to be saved, or whoever started us is dead
         return
+    setup: msg.Setup = unpack(data)
     die_with(setup.parent)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.current_thread().name = socket.gethostname()

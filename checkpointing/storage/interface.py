@@ -50,7 +50,7 @@ class FileWriter(Protocol):
 
 
 class NewStep(Protocol):
-    """A step that is being written. Made and begun by the coordinator, then sent (pickled) to the
+    """A step that is being written. Made and begun by the coordinator, then sent (wire.py) to the
     writers of all nodes, who write tensor files through it; at the end the coordinator commits or
     aborts it. Nothing that readers accept exists before `commit` returns."""
 

@@ -27,6 +27,7 @@ from checkpointing.storage.interface import FileWriter
 from checkpointing.storage.objects import ObjectStat, Store, Upload
 from checkpointing.storage.owners import is_alive, is_owner, owner
 from checkpointing.storage.place import ObjectPath
+from checkpointing.wire import register
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,9 @@ class NewObjectStep:
             store.delete([self.marker])
         except (CheckpointError, OSError) as error:
             logger.warning("could not remove all of %s: %s", self.final, explain(error))
+
+
+register(NewObjectStep)
 
 
 class ObjectStorage:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from checkpointing.errors import StorageError
+from checkpointing.wire import register
 
 
 class Place(Protocol):
@@ -73,6 +74,9 @@ class ObjectPath:
 
     def absolute(self) -> "ObjectPath":
         return self
+
+
+register(ObjectPath)
 
 
 def location(text: str | Place) -> Place:

@@ -29,6 +29,7 @@ from checkpointing.storage.posix import (
     write_files,
 )
 from checkpointing.storage.trust import Trusted, lets_group_write
+from checkpointing.wire import register
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,9 @@ class NewPosixStep:
     def abort(self) -> None:
         """Remove the directory."""
         shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+register(NewPosixStep)
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from elastic.output import lost
 RANKS = 64
 """Most ranks of one node."""
 _ENTRY = 256
+_SECRET, _SECRET_BYTES = RANKS * _ENTRY, 32
+"""Where the secret of the round is, behind the entries."""
 _ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
 )  # fmt: skip
@@ -64,14 +66,19 @@ class ProgressPage:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._map = mmap.mmap(descriptor, RANKS * _ENTRY)
+        self._map = mmap.mmap(descriptor, _SECRET + _SECRET_BYTES)
 
     @classmethod
     def make(cls) -> Self:
         """A page in memory without a name: it goes when the last process that has it goes."""
         descriptor = os.memfd_create("perdure-progress")
-        os.ftruncate(descriptor, RANKS * _ENTRY)
+        os.ftruncate(descriptor, _SECRET + _SECRET_BYTES)
         return cls(descriptor)
+
+    def share_secret(self, secret: bytes) -> None:
+        """Tell the ranks the secret (32 bytes) of the round that begins. By the agent. No other
+        user can read this memory, as it would be possible with a file or an argument."""
+        self._map[_SECRET : _SECRET + _SECRET_BYTES] = secret
 
     def clear(self, local_rank: int) -> None:
         """Forget a rank. By the agent, before the rank starts."""
@@ -126,6 +133,12 @@ class Pulse:
         if not descriptor:
             return cls(ProgressPage.make(), 0)
         return cls(ProgressPage(int(descriptor)), int(local_rank))
+
+    @property
+    def secret(self) -> bytes:
+        """The secret of this round, empty where no agent has told one; see `join_world`."""
+        secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
+        return secret if any(secret) else b""
 
     def _sign(self) -> None:
         struct.pack_into("I", self._map, self._start + _PID, os.getpid())

@@ -77,7 +77,8 @@ def stranger(machine: Container, function: str, *arguments: object) -> subproces
         function,
         *map(str, arguments),
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}  # many listeners are no stores
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=quiet)
 
 
 def result_of(process: subprocess.Popen[str]) -> Attack:
@@ -370,8 +371,9 @@ def main(scratch: Path) -> int:
     prepare([str(corpus)], scratch / "data", tokenizer="bytes", validation_fraction=0.1)
     attacks = two_machines(scratch)
     attacks += one_machine(scratch)
+    attacks += attack_wire.between_ranks(scratch)
     outcome = Attack("results of the runs")
-    for name in sorted(("one", "two"), key=lambda name: newest(scratch / name)):
+    for name in sorted(("one", "two", *attack_wire.RUNS), key=lambda name: newest(scratch / name)):
         say(f"an undisturbed run to step {newest(scratch / name)}, in one process")
         worker = ["recipe.yaml", *OVERRIDES, "run.dir=undisturbed", "checkpoint.every=0"]
         subprocess.run(
@@ -624,9 +626,7 @@ def report(attacks: list[Attack]) -> int:
             print(f"    GOT IN{f' ({count} times)' if count > 1 else ''}: {what[:200]!r}")
     failed = any(attack.got_in for attack in totals.values())
     print(
-        "FAILED"
-        if failed
-        else "nothing got in; both runs ended with the bits of an undisturbed one"
+        "FAILED" if failed else "nothing got in; all runs ended with the bits of an undisturbed one"
     )
     return int(failed)
 
@@ -639,6 +639,10 @@ def say(what: str) -> None:
 BEGAN = time.monotonic()
 
 if __name__ == "__main__":
+    sys.modules["tests.opt_in.attack"] = sys.modules["__main__"]  # what the parts import
+    from tests.opt_in import attack_wire
+    from tests.opt_in.attack_wire import attack_addresses, attack_caches  # noqa: F401  # by name
+
     if sys.argv[1].startswith("attack_"):
         print(json.dumps(asdict(globals()[sys.argv[1]](*sys.argv[2:]))), flush=True)
         os._exit(0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from checkpointing.ranks import exchange
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
 
@@ -92,8 +93,7 @@ class Mesh:
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
             return by_name
         group = self.device_mesh[PIPELINE].get_group()
-        parts: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(parts, by_name, group=group)
+        parts: list[dict[str, Any]] = exchange(by_name, group.size(), group)
         return {name: value for part in parts for name, value in part.items()}
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from checkpointing.format.layout import COMMIT_RECORD, DCP_METADATA
 from checkpointing.format.untrusted import MAX_JSON_BYTES
+from checkpointing.ranks import exchange
 from checkpointing.storage.steps import hugging_face_tensors
 from elastic.files import read_bytes
 from elastic.node.facts import differences, digest
@@ -122,8 +123,11 @@ def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.d
     init_from = identity.get("model.init_from", "") if recipe.model.init_from else ""
     if word[0] == -word[2] and word[1] == -word[3]:
         return Agreement(attempt, init_from, kind)
-    told: list[dict[str, dict[str, str]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, {"identity": ours, "kind": kind})
+    group = dist.group.WORLD
+    assert group
+    told: list[dict[str, dict[str, str]]] = exchange(
+        {"identity": ours, "kind": kind}, group.size(), group
+    )
     every = [one["identity"] for one in told]
     _refuse_strangers(every)
     kinds = [one["kind"] for one in told]

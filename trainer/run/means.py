@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from checkpointing.ranks import exchange
 from trainer.recipe import RecipeError
 
 
@@ -41,9 +42,7 @@ class Names:
         if self._known is None:
             self._known = sorted(elsewhere)
         if not self._agreed:
-            of_ranks: list[list[str]] = [[]] * dist.get_world_size(group)
-            dist.all_gather_object(of_ranks, self._known, group=group)
-            _require_same(of_ranks)
+            _require_same(exchange(self._known, group.size(), group))
             self._agreed = True
         return self._known
 

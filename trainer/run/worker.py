@@ -52,6 +52,7 @@ from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from trainer.run.build import build
+from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import Telling
 from trainer.run.identity import check_agreement, identify, with_data
 from trainer.run.metrics import Startup
@@ -128,6 +129,7 @@ def attempt(
     torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
     rank, _, world_size, local_world_size = read_environment()
     recipe, text, ready, identity = prepare(tuple(arguments))
+    keep_caches_closed(Path(recipe.run.dir))
     if recipe.elastic.recovery == "in_place":
         recall.allow()
     task = unused(ready, recall) if ready else build_task(recipe)
@@ -144,7 +146,7 @@ def attempt(
         keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
-    world = join_world(recipe.run.device, recipe.elastic.timeout_seconds)
+    world = join_world(recipe.run.device, recipe.elastic.timeout_seconds, pulse.secret)
     identity = with_data(identity, task.stream.fingerprint)
     agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
@@ -171,6 +173,7 @@ def rehearse(arguments: list[str]) -> None:
     """
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, _, task, _ = prepare(tuple(arguments))
+    keep_caches_closed(Path(recipe.run.dir))
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
         return

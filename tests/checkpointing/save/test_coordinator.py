@@ -273,7 +273,7 @@ class World:
         key = self.saves[node.asked][0]
         node.asked += 1
         if node.alive:
-            node.outbox.append(msg.Refuse(key, RankFailure(node.number, ValueError, "no JSON")))
+            node.outbox.append(msg.Refuse(key, RankFailure(node.number, "ValueError", "no JSON")))
 
     def tell_writer(self, node: Node) -> None:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked

@@ -1,0 +1,78 @@
+"""Where compiled code is kept: in directories that no other user can write to.
+
+torch's inductor and triton run what they find in their caches, and inductor unpickles it. By
+default that is `torchinductor_USER` in the temporary directory, where whoever comes first makes it.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from trainer.recipe import RecipeError
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+"""Environment variables of torch and of triton."""
+
+
+def keep_caches_closed(run_directory: Path) -> None:
+    """Have this process, and all that it starts, keep compiled code where nobody else can put any.
+    Before anything is compiled.
+
+    Args:
+        run_directory: of the run; has the cache where the user's own cache directory cannot.
+
+    Raises:
+        RecipeError: a directory that the environment names, or else every other one, is open to
+            other users.
+    """
+    for variable in (INDUCTOR, TRITON):
+        if (named := os.environ.get(variable)) and (why := _open_to_others(Path(named))):
+            raise RecipeError(
+                f"{variable}: {why}, and code that is found there is run; name a directory that "
+                "only you can write to, or none"
+            )
+    if INDUCTOR in os.environ:
+        os.environ.setdefault(TRITON, f"{os.environ[INDUCTOR]}/triton")
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    found: list[str] = []
+    for place in (cache / "perdure" / "compiled", run_directory.absolute() / "compiled"):
+        why = _open_to_others(place)
+        if not why:
+            os.environ[INDUCTOR] = str(place)
+            os.environ.setdefault(TRITON, str(place / "triton"))
+            return
+        found.append(why)
+    raise RecipeError(
+        f"no place for compiled code that only this user can write to: {'; '.join(found)}; set "
+        f"{INDUCTOR}"
+    )
+
+
+def _open_to_others(path: Path) -> str:
+    """Why a directory is no place for code; empty if it is one. It is made if it is missing."""
+    try:
+        for above in reversed(path.parents):
+            above.mkdir(mode=0o755, exist_ok=True)  # whatever the umask
+        path.mkdir(mode=0o700, exist_ok=True)
+        # A link may be pointed elsewhere by whoever made it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            own, around = os.fstat(descriptor), os.stat(path.parent)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if own.st_uid != os.geteuid():
+        return f"{path} belongs to uid {own.st_uid}, not to uid {os.geteuid()}"
+    if own.st_mode & 0o022:
+        return f"others may write to {path} (mode {stat.S_IMODE(own.st_mode):o})"
+    # Whoever may rename the directory may put another in its place; a sticky bit keeps that to its
+    # owner.
+    writable = around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX
+    if writable or around.st_uid not in (0, os.geteuid()):
+        return (
+            f"{path} may be replaced by others: {path.parent} has mode "
+            f"{stat.S_IMODE(around.st_mode):o} and belongs to uid {around.st_uid}"
+        )
+    return ""
