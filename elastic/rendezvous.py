@@ -50,6 +50,7 @@ from elastic.group.membership import (
     Closed,
     Limits,
     Membership,
+    over,
     room,
 )
 from elastic.group.secret import SECRET_FILE, Secret, SecretError, find_secret
@@ -145,7 +146,9 @@ class PerdureRendezvous(RendezvousHandler):
         self._run_id, self._hosted, self._secret_file = run_id, hosted, secret_file
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
-        self._round, self._size, self._identity, self._secret = 0, 0, "", Secret(b"")
+        self._round, self._identity, self._secret = 0, "", Secret(b"")
+        self._paused = -1
+        """Generation in which all ranks of this node have paused, before it comes again."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._occupancy: Occupancy | None = None
@@ -209,7 +212,7 @@ class PerdureRendezvous(RendezvousHandler):
         deadline = time.monotonic() + timeout
         while True:
             state = self._next_round(self._round, timeout, deadline)
-            self._round, self._size = state.round, state.size
+            self._round, self._paused = state.round, -1
             info = self._meet(state)
             if info:
                 os.environ[ROUND] = str(state.round)
@@ -342,7 +345,7 @@ class PerdureRendezvous(RendezvousHandler):
             return state.round > before and name in state.members
 
         here, ended, spare = bool(before), None, False
-        member.ask(Ask(after=before, ranks=self._node.program.ranks, identity=self._identity))
+        member.ask(Ask(False, before, self._paused, self._node.program.ranks, self._identity))
         while True:
             if member.wait_for(in_next, 0.5):
                 member.ask(None)
@@ -395,12 +398,12 @@ class PerdureRendezvous(RendezvousHandler):
                 lambda now: replace(now, address=address) if now.round == state.round else now
             )
 
-        def over(now: Membership) -> bool:
-            return bool(now.closed) or now.round != state.round or len(now.members) < state.size
+        def ended(now: Membership) -> bool:
+            return bool(now.closed) or now.round != state.round or over(now)
 
-        member.wait_for(lambda now: bool(now.address) or over(now), MEET_SECONDS)
+        member.wait_for(lambda now: bool(now.address) or ended(now), MEET_SECONDS)
         tell_at = time.monotonic() + TELL_SECONDS
-        while not over(member.state) and member.state.address:
+        while not ended(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
             try:
                 store = dist.TCPStore(
@@ -414,9 +417,9 @@ class PerdureRendezvous(RendezvousHandler):
                 # dies between the two is noticed here.
                 for key in ("here", "all here"):
                     store.add(key, 1)
-                    while int(store.add(key, 0)) < state.size and not over(member.state):
+                    while int(store.add(key, 0)) < state.size and not ended(member.state):
                         time.sleep(0.01)
-                if over(member.state):
+                if ended(member.state):
                     return None
                 return RendezvousInfo(
                     dist.PrefixStore("agent", store),
@@ -461,9 +464,11 @@ class PerdureRendezvous(RendezvousHandler):
         ours = state.round == self._round and self._member.name in state.members
         if state.closed:
             return 0
-        if not ours or len(state.members) < self._size or self._node.paused():
+        paused = self._node.paused()
+        if not ours or over(state) or paused is not None:
             if self._node.leaving:
                 return 0  # this node goes, and its stand-ins end by themselves
+            self._paused = -1 if paused is None else paused
             self._node.expect_stop()
             return 1
         if room(state, self._member.limits):

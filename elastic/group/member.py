@@ -31,6 +31,7 @@ from elastic.group.membership import (
     newer,
     nodes_about,
     observers,
+    over,
     read_fields,
     room,
     same_for_members,
@@ -340,7 +341,7 @@ class Member:
         state = self.state
         if time.monotonic() < self._doubts_until:
             return True
-        ends = len(state.members) < state.size or bool(set(state.members) & set(state.arrived))
+        ends = over(state) or bool(set(state.members) & set(state.arrived))
         begins = not state.members or room(state, self.limits) > 0
         return ends or begins or bool(state.closed or self._knocking)
 

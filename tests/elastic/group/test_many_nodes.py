@@ -229,7 +229,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         """To the next round, which so many are to train in; returns its nodes and its spares."""
         before = members[names[0]].state.round
         for name in names:
-            members[name].ask(Ask(after=before))
+            members[name].ask(Ask(after=before, paused=0))
         here = [members[name] for name in names]
         size = len(names) // 2 * 2
 
