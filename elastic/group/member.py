@@ -20,6 +20,7 @@ from elastic.group.membership import (
     Leases,
     Limits,
     Membership,
+    Pace,
     beat_seconds,
     complete,
     fail,
@@ -90,7 +91,7 @@ class Member:
         self._news = threading.Condition()
         self.wake = threading.Event()
         """There is something to do at once."""
-        self._leases = Leases()
+        self._leases, self._pace = Leases(), Pace()
         self._living: frozenset[str] = frozenset()
         """Those of the watched nodes whose counter was seen to rise."""
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
@@ -208,6 +209,7 @@ class Member:
                 logger.warning("the store answers again")
                 self.unreachable_since = None
         except StoreLostError as lost:
+            self._pace.skip()
             if self.unreachable_since is None:
                 self.unreachable_since = time.monotonic()
                 logger.warning("%s; training goes on, joins and restarts wait", lost)
@@ -325,7 +327,10 @@ class Member:
     def _beat(self, ask: Ask | None) -> None:
         """Keep our lease, and say what we ask for."""
         seconds = beat_seconds(nodes_about(self.state))
-        self._next_beat = time.monotonic() + seconds
+        now = time.monotonic()
+        self._next_beat = now + seconds
+        self._pace.beat(now)
+        seconds = self._pace.seconds(seconds, now)
         self._beats += 1
         key = f"{self._prefix}/beat/{self.name}"
         text = json.dumps([self._beats, ask and asdict(ask), seconds]).encode()
@@ -348,12 +353,13 @@ class Member:
     def _count(self, now: float) -> list[str]:
         """Read the counters that are ours to watch, and what their nodes ask for; returns the nodes
         that did not keep their lease."""
-        seconds = beat_seconds(nodes_about(self.state))
+        seconds = self._pace.seconds(beat_seconds(nodes_about(self.state)), now)
         if self._observes(self.state):
             # The first serves all; the others are there in case it does not.
             them = observers(self.state)
             place = them.index(self.name) if self.name in them else OBSERVERS
-            self._next_count = now + (1 + place) * seconds / COUNTS_PER_BEAT
+            beat = beat_seconds(nodes_about(self.state))
+            self._next_count = now + (1 + place) * beat / COUNTS_PER_BEAT
             self._open_door(now)
         others = watched(self.state, self.name)
         named = list(dict.fromkeys([*others, *self._knocking]))
@@ -374,8 +380,10 @@ class Member:
                 self._asks[node] = read_fields(Ask, ask)
         late = time.monotonic() - now > seconds
         if self._client.connections != self._connections or late:
-            self._connections = self._client.connections
             self._leases.forgive()
+        if self._client.connections != self._connections:
+            self._connections = self._client.connections
+            self._pace.skip()
         # The observers are first; nodes that are not in the document come last.
         patience = 1 if self.name in observers(self.state) else 2
         patience += self.name not in inside(self.state)

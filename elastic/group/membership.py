@@ -25,7 +25,9 @@ replicas of all others keep their nodes, so that these keep what they have in me
 
 Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
 for the length of a lease, on its own monotonic clock, takes that node out of the document. No
-clocks are compared between machines.
+clocks are compared between machines. On a machine with more to do than it has cores a counter is
+raised late. So a node says with it how late it was of late, and is given a longer lease; and so
+does an observer that was late itself, whose machine may be the node's.
 
 A node that would train something else, or runs another version of this code, reads the document to
 say so, and writes none while a node of it lives. Whoever is not in the document watches the
@@ -35,6 +37,7 @@ observers for longer than a member would; if all are silent then, it loses all n
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
@@ -47,6 +50,9 @@ LEASE_SECONDS, DOUBTED_SECONDS = 1.2, 0.8
 """Shortest lease: of any node, and while a rank has lost a peer and nobody says why."""
 LOOK_SECONDS = 0.05
 """How often a node of a small job looks at the document."""
+LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
+"""Beats by whose worst gap a lease is lengthened: if it is so many times a beat, and by at most so
+many seconds a beat."""
 OBSERVERS = 3
 """So many nodes, the first in order, watch all; the others watch only these."""
 
@@ -505,6 +511,32 @@ def calm(state: Membership) -> Membership:
 def beat_seconds(nodes: int) -> float:
     """How often a node of a job of so many nodes raises its counter."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
+
+
+@dataclass
+class Pace:
+    """How often this node has raised its counter of late."""
+
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=LATE_BEATS))
+    """Seconds between two beats."""
+    last: float | None = None
+    """Time of the last beat."""
+
+    def beat(self, now: float) -> None:
+        """The counter was raised."""
+        if self.last is not None:
+            self.gaps.append(now - self.last)
+        self.last = now
+
+    def skip(self) -> None:
+        """The time since the last beat was lost by the store, not by this machine."""
+        self.last = None
+
+    def seconds(self, due: float, now: float) -> float:
+        """Seconds between two beats to reckon with, where `due` is what they should be."""
+        gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
+        worst = max(gaps, default=0.0)
+        return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
