@@ -42,9 +42,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, heeded, leaving_code
+from elastic.group.claim import NO_MARK, claim
 from elastic.group.cloud import Notice, parse_sources, watch
 from elastic.group.health import check_node
-from elastic.group.member import Member, last_secret, node_name
+from elastic.group.member import Member, node_name
 from elastic.group.membership import (
     Ask,
     Closed,
@@ -70,8 +71,6 @@ NOTICES = "PERDURE_NOTICES"
 """Environment variable: where to look for notices that this machine will be taken away: auto
 (default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
 REJOIN_SECONDS = 3600.0
-OTHER_SECRET_SECONDS = 3.0
-"""Who finds another secret in the store looks again after so long whether its job runs."""
 LOOPBACK = "127.0.0.1"
 TELL_SECONDS = 10.0
 MEET_SECONDS = 3600.0
@@ -147,6 +146,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
         self._round, self._identity, self._secret = 0, "", Secret(b"")
+        self._mark = NO_MARK
         self._paused = -1
         """Generation in which all ranks of this node have paused, before it comes again."""
         self._recover_seconds = RECOVER_SECONDS
@@ -205,7 +205,7 @@ class PerdureRendezvous(RendezvousHandler):
         if not self._round:  # others pause when we arrive: only once we can start
             self._check_health()
             self._secret = self._read_facts()
-            self._member.start(self._secret)
+            self._member.start(self._secret, self._mark)
         elif self._sent_away():
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
@@ -293,19 +293,9 @@ class PerdureRendezvous(RendezvousHandler):
             return Secret(os.urandom(32))  # nobody else is to know it
         try:
             secret = find_secret(self._secret_file, facts.directory)
-            key = last_secret(self._run_id)
             client = StoreClient(*self._store_address, self._timeout)
-            found = [client.get(key)]
-            if found[0] and not found[0].startswith(secret.fingerprint.encode()):
-                time.sleep(OTHER_SECRET_SECONDS)
-                found.append(client.get(key))
+            self._mark = claim(client, self._run_id, secret, facts.directory).mark
             client.close()
-            if len(set(found)) > 1:
-                raise SecretError(
-                    f"a job named {self._run_id!r} runs on this store with another secret than "
-                    f"that of {os.environ[SECRET_FILE]}; give its nodes one file ({SECRET_FILE}), "
-                    "or this job another name (--rdzv-id)"
-                )
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
         except SecretError as error:
