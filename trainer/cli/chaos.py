@@ -1,11 +1,10 @@
 """`perdure chaos …`: parses and calls, nothing more."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
-from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.cli.parser import Commands, add_command, add_recipe, local_path
 from trainer.recipe import RecipeError
 from trainer.recipe.yaml_tree import Origins, listed, read_tree
 
@@ -37,7 +36,7 @@ def add_chaos_command(commands: Commands) -> None:
     what = "kill, stop and add nodes of a run on this machine, and prove that nothing is lost"
     chaos = add_command(commands, "chaos", what, CHAOS_EXAMPLES)
     add_recipe(chaos)
-    chaos.add_argument("--plan", type=Path, metavar="FILE", help="YAML file; see below")
+    chaos.add_argument("--plan", type=local_path, metavar="FILE", help="YAML file; see below")
     chaos.add_argument("--faults", type=int, metavar="N", help="without a plan: so many, random")
     chaos.add_argument(
         "--pairs", type=int, metavar="N", help="without a plan: so many pairs, 50 ms apart at most"
