@@ -43,14 +43,16 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, heeded, leaving_code
+from elastic.group.claim import NO_MARK, claim
 from elastic.group.cloud import Notice, parse_sources, watch
 from elastic.group.health import check_node
-from elastic.group.member import Member, last_secret, node_name
+from elastic.group.member import Member, node_name
 from elastic.group.membership import (
     Ask,
     Closed,
     Limits,
     Membership,
+    over,
     room,
 )
 from elastic.group.sealed import SealedStore
@@ -71,8 +73,6 @@ NOTICES = "PERDURE_NOTICES"
 """Environment variable: where to look for notices that this machine will be taken away: auto
 (default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
 REJOIN_SECONDS = 3600.0
-OTHER_SECRET_SECONDS = 3.0
-"""Who finds another secret in the store looks again after so long whether its job runs."""
 LOOPBACK = "127.0.0.1"
 TELL_SECONDS = 10.0
 MEET_SECONDS = 3600.0
@@ -147,7 +147,10 @@ class PerdureRendezvous(RendezvousHandler):
         self._run_id, self._hosted, self._secret_file = run_id, hosted, secret_file
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
-        self._round, self._size, self._identity, self._secret = 0, 0, "", Secret(b"")
+        self._round, self._identity, self._secret = 0, "", Secret(b"")
+        self._mark = NO_MARK
+        self._paused = -1
+        """Generation in which all ranks of this node have paused, before it comes again."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._occupancy: Occupancy | None = None
@@ -204,14 +207,14 @@ class PerdureRendezvous(RendezvousHandler):
         if not self._round:  # others pause when we arrive: only once we can start
             self._check_health()
             self._secret = self._read_facts()
-            self._member.start(self._secret)
+            self._member.start(self._secret, self._mark)
         elif self._sent_away():
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
         deadline = time.monotonic() + timeout
         while True:
             state = self._next_round(self._round, timeout, deadline)
-            self._round, self._size = state.round, state.size
+            self._round, self._paused = state.round, -1
             info = self._meet(state)
             if info:
                 os.environ[ROUND] = str(state.round)
@@ -292,19 +295,9 @@ class PerdureRendezvous(RendezvousHandler):
             return Secret(os.urandom(32))  # nobody else is to know it
         try:
             secret = find_secret(self._secret_file, facts.directory)
-            key = last_secret(self._run_id)
             client = StoreClient(*self._store_address, self._timeout)
-            found = [client.get(key)]
-            if found[0] and not found[0].startswith(secret.fingerprint.encode()):
-                time.sleep(OTHER_SECRET_SECONDS)
-                found.append(client.get(key))
+            self._mark = claim(client, self._run_id, secret, facts.directory).mark
             client.close()
-            if len(set(found)) > 1:
-                raise SecretError(
-                    f"a job named {self._run_id!r} runs on this store with another secret than "
-                    f"that of {os.environ[SECRET_FILE]}; give its nodes one file ({SECRET_FILE}), "
-                    "or this job another name (--rdzv-id)"
-                )
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
         except SecretError as error:
@@ -344,7 +337,7 @@ class PerdureRendezvous(RendezvousHandler):
             return state.round > before and name in state.members
 
         here, ended, spare = bool(before), None, False
-        member.ask(Ask(after=before, ranks=self._node.program.ranks, identity=self._identity))
+        member.ask(Ask(False, before, self._paused, self._node.program.ranks, self._identity))
         while True:
             if member.wait_for(in_next, 0.5):
                 member.ask(None)
@@ -397,14 +390,14 @@ class PerdureRendezvous(RendezvousHandler):
                 lambda now: replace(now, address=address) if now.round == state.round else now
             )
 
-        def over(now: Membership) -> bool:
-            return bool(now.closed) or now.round != state.round or len(now.members) < state.size
+        def ended(now: Membership) -> bool:
+            return bool(now.closed) or now.round != state.round or over(now)
 
-        member.wait_for(lambda now: bool(now.address) or over(now), MEET_SECONDS)
+        member.wait_for(lambda now: bool(now.address) or ended(now), MEET_SECONDS)
         tell_at = time.monotonic() + TELL_SECONDS
         secret = self._secret.derive(f"round {state.round} of job {state.job}")
         self._node.page.share_secret(secret.derive("ranks").key)
-        while not over(member.state) and member.state.address:
+        while not ended(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
             connect = partial(
                 dist.TCPStore,
@@ -420,9 +413,9 @@ class PerdureRendezvous(RendezvousHandler):
                 # dies between the two is noticed here.
                 for key in ("here", "all here"):
                     store.add(key, 1)
-                    while int(store.add(key, 0)) < state.size and not over(member.state):
+                    while int(store.add(key, 0)) < state.size and not ended(member.state):
                         time.sleep(0.01)
-                if over(member.state):
+                if ended(member.state):
                     return None
                 return RendezvousInfo(
                     store,
@@ -467,9 +460,11 @@ class PerdureRendezvous(RendezvousHandler):
         ours = state.round == self._round and self._member.name in state.members
         if state.closed:
             return 0
-        if not ours or len(state.members) < self._size or self._node.paused():
+        paused = self._node.paused()
+        if not ours or over(state) or paused is not None:
             if self._node.leaving:
                 return 0  # this node goes, and its stand-ins end by themselves
+            self._paused = -1 if paused is None else paused
             self._node.expect_stop()
             return 1
         if room(state, self._member.limits):

@@ -12,14 +12,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from elastic.exits import EXIT_WRONG_INPUT
+from elastic.group.claim import NO_MARK, Claim, claim_key
 from elastic.group.membership import (
     OBSERVERS,
     Ask,
     Change,
+    Closed,
     Failure,
     Leases,
     Limits,
     Membership,
+    Pace,
     beat_seconds,
     complete,
     fail,
@@ -31,6 +35,7 @@ from elastic.group.membership import (
     newer,
     nodes_about,
     observers,
+    over,
     read_fields,
     room,
     same_for_members,
@@ -48,6 +53,9 @@ MAX_KNOCKING = 20_000
 """Names at the door that a node remembers."""
 COUNTS_PER_BEAT = 8
 """How often the first observer reads all counters in the time of a beat, while nodes come or go."""
+YOUNG_SECONDS = 30.0
+"""For so long a node that begins a job looks whether one of this name was there before; see
+claim.py."""
 KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
 """How often a node leaves its name at the door until it is in the document."""
 
@@ -81,6 +89,7 @@ class Member:
         """How often a key held what was not sealed by the job's secret."""
         self._client, self._changed, self._run_id = client, changed, run_id
         self._secret = Secret(b"")
+        self._mark, self._young_until = NO_MARK, 0.0
         self._prefix = ""
         self._lease = lease
         self._known: Membership | None = None
@@ -89,7 +98,7 @@ class Member:
         self._news = threading.Condition()
         self.wake = threading.Event()
         """There is something to do at once."""
-        self._leases = Leases()
+        self._leases, self._pace = Leases(), Pace()
         self._living: frozenset[str] = frozenset()
         """Those of the watched nodes whose counter was seen to rise."""
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
@@ -118,8 +127,10 @@ class Member:
         self._connections = 0
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
-    def start(self, secret: Secret) -> None:
-        """Begin to follow the document; what is not sealed by `secret` is dropped."""
+    def start(self, secret: Secret, mark: str = NO_MARK) -> None:
+        """Begin to follow the document; what is not sealed by `secret` is dropped. `mark`: of the
+        job's claim."""
+        self._mark, self._young_until = mark, time.monotonic() + YOUNG_SECONDS
         self.trust(secret)
         self._thread.start()
 
@@ -207,6 +218,7 @@ class Member:
                 logger.warning("the store answers again")
                 self.unreachable_since = None
         except StoreLostError as lost:
+            self._pace.skip()
             if self.unreachable_since is None:
                 self.unreachable_since = time.monotonic()
                 logger.warning("%s; training goes on, joins and restarts wait", lost)
@@ -324,35 +336,55 @@ class Member:
     def _beat(self, ask: Ask | None) -> None:
         """Keep our lease, and say what we ask for."""
         seconds = beat_seconds(nodes_about(self.state))
-        self._next_beat = time.monotonic() + seconds
+        now = time.monotonic()
+        self._next_beat = now + seconds
+        self._pace.beat(now)
+        seconds = self._pace.seconds(seconds, now)
         self._beats += 1
         key = f"{self._prefix}/beat/{self.name}"
         text = json.dumps([self._beats, ask and asdict(ask), seconds]).encode()
         self._client.set(key, self._secret.seal(key, text))
         self._told = ask
         if self.name in observers(self.state)[:1]:
-            self._client.set(
-                last_secret(self._run_id), f"{self._fingerprint} {self._beats}".encode()
-            )
+            self._keep_claim()
+
+    def _keep_claim(self) -> None:
+        """Tell who comes by which secret this job is here. A young job gives way to an older one,
+        which the store had forgotten."""
+        key, ours = claim_key(self._run_id), Claim(self._fingerprint, self._beats, self._mark)
+        if time.monotonic() < self._young_until:
+            other = Claim.decode(self._client.get(key))
+            if other and other.fingerprint != ours.fingerprint and other.counter > ours.counter:
+                reason = (
+                    f"a job named {self._run_id!r} was on this store before, with another secret; "
+                    "put run.dir on storage that all nodes of the job share, or give a job of its "
+                    "own another name (--rdzv-id)"
+                )
+                logger.error("%s", reason)
+                closed = Closed(EXIT_WRONG_INPUT, reason)
+                self.change(lambda state: replace(state, closed=state.closed or closed))
+                return
+        self._client.set(key, ours.encode())
 
     def _pending(self) -> bool:
         """Whether nodes are coming or going, or may be, so that they are looked at more often."""
         state = self.state
         if time.monotonic() < self._doubts_until:
             return True
-        ends = len(state.members) < state.size or bool(set(state.members) & set(state.arrived))
+        ends = over(state) or bool(set(state.members) & set(state.arrived))
         begins = not state.members or room(state, self.limits) > 0
         return ends or begins or bool(state.closed or self._knocking)
 
     def _count(self, now: float) -> list[str]:
         """Read the counters that are ours to watch, and what their nodes ask for; returns the nodes
         that did not keep their lease."""
-        seconds = beat_seconds(nodes_about(self.state))
+        seconds = self._pace.seconds(beat_seconds(nodes_about(self.state)), now)
         if self._observes(self.state):
             # The first serves all; the others are there in case it does not.
             them = observers(self.state)
             place = them.index(self.name) if self.name in them else OBSERVERS
-            self._next_count = now + (1 + place) * seconds / COUNTS_PER_BEAT
+            beat = beat_seconds(nodes_about(self.state))
+            self._next_count = now + (1 + place) * beat / COUNTS_PER_BEAT
             self._open_door(now)
         others = watched(self.state, self.name)
         named = list(dict.fromkeys([*others, *self._knocking]))
@@ -373,8 +405,10 @@ class Member:
                 self._asks[node] = read_fields(Ask, ask)
         late = time.monotonic() - now > seconds
         if self._client.connections != self._connections or late:
-            self._connections = self._client.connections
             self._leases.forgive()
+        if self._client.connections != self._connections:
+            self._connections = self._client.connections
+            self._pace.skip()
         # The observers are first; nodes that are not in the document come last.
         patience = 1 if self.name in observers(self.state) else 2
         patience += self.name not in inside(self.state)
@@ -453,12 +487,6 @@ def key_prefix(run_id: str, secret: Secret) -> str:
     """What a job's keys in the store begin with. Another secret is another job, also under the
     same name."""
     return f"perdure/{run_id}/{secret.fingerprint}"
-
-
-def last_secret(run_id: str) -> str:
-    """The key that says by which secret a job of this name is here, to those who have another:
-    its fingerprint and a counter. Anybody could write that, so it decides about no running node."""
-    return f"perdure/{run_id}/secret"
 
 
 def node_name(address: str) -> str:

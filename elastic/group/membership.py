@@ -8,7 +8,9 @@ leaves or joins costs a round.
 A node that wants to be in the next round puts itself among the arrivals. The next round begins when
 every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes are
 there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
-and arrived as well.
+and arrived as well: their ranks have *paused*, and they say in which generation. A node that
+arrives without that has dropped its ranks. It leaves the round as it arrives, as the others would
+wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
 order are its *observers*. The others say in keys of their own what they ask for (`Ask`) and where
@@ -23,7 +25,9 @@ replicas of all others keep their nodes, so that these keep what they have in me
 
 Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
 for the length of a lease, on its own monotonic clock, takes that node out of the document. No
-clocks are compared between machines.
+clocks are compared between machines. On a machine with more to do than it has cores a counter is
+raised late. So a node says with it how late it was of late, and is given a longer lease; and so
+does an observer that was late itself, whose machine may be the node's.
 
 A node that would train something else, or runs another version of this code, reads the document to
 say so, and writes none while a node of it lives. Whoever is not in the document watches the
@@ -33,6 +37,7 @@ observers for longer than a member would; if all are silent then, it loses all n
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
@@ -45,6 +50,9 @@ LEASE_SECONDS, DOUBTED_SECONDS = 1.2, 0.8
 """Shortest lease: of any node, and while a rank has lost a peer and nobody says why."""
 LOOK_SECONDS = 0.05
 """How often a node of a small job looks at the document."""
+LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
+"""Beats by whose worst gap a lease is lengthened: if it is so many times a beat, and by at most so
+many seconds a beat."""
 OBSERVERS = 3
 """So many nodes, the first in order, watch all; the others watch only these."""
 
@@ -75,6 +83,9 @@ class Failure:
     """What its process raised, in a line; empty if it was killed, hung or lost."""
     mended: bool = False
     """Its process has seen to it that this does not happen again: it counts for nothing."""
+    outside: bool = False
+    """Its process was killed by somebody else, and raised nothing: a failure of the hour, but of no
+    step and no node."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +238,8 @@ class Ask:
     leaves: bool = False
     after: int = 0
     """It comes, for the first round after this one; 0: to a job that it was not in yet."""
+    paused: int = -1
+    """Generation of that round in which all its ranks have paused; -1: it has dropped them."""
     ranks: int = 1
     identity: str = ""
 
@@ -238,8 +251,21 @@ def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:
     if state.round > ask.after and node in state.members:
         return state
     if ask.after:
-        return arrive(state, node, ask.ranks, ask.identity)
+        here = leave(state, node) if _drops(state, node, ask) else state
+        return arrive(here, node, ask.ranks, ask.identity)
     return begin(state, node, now, ask.ranks, ask.identity)
+
+
+def over(state: Membership) -> bool:
+    """Whether this round has lost a node, so that it cannot begin another generation."""
+    return len(state.members) < state.size
+
+
+def _drops(state: Membership, node: str, ask: Ask) -> bool:
+    """Whether `node` ends this round by its arrival. Later arrivals keep their place in order."""
+    if over(state) or node not in state.members or node in state.arrived:
+        return False
+    return 0 < ask.after >= state.round and ask.paused != state.generation
 
 
 def heed_all(state: Membership, asks: Mapping[str, Ask], now: float) -> Membership:
@@ -252,6 +278,12 @@ def heed_all(state: Membership, asks: Mapping[str, Ask], now: float) -> Membersh
         state = heed(state, node, come.pop(node), now)
     if not come:
         return state
+    asked = list(come.items())
+    for place, (node, ask) in enumerate(asked):
+        if _drops(state, node, ask):
+            state = heed_all(state, dict(asked[:place]), now)
+            state = heed(state, node, ask, now)
+            return heed_all(state, dict(asked[place + 1 :]), now)
     members, arrived = set(state.members), set(state.arrived)
     arrivals = {
         node: ask.ranks
@@ -292,11 +324,11 @@ def _broken(state: Membership, gone: Set[str]) -> tuple[str, ...]:
     return tuple(member for member in state.members if member in broken)
 
 
-def lose(state: Membership, node: str, now: float) -> Membership:
-    """`node` gave no sign of life; `now` is Unix time."""
+def lose(state: Membership, node: str, now: float, why: str = "node lost") -> Membership:
+    """`node` gave no sign of life, or none of its ranks; `now` is Unix time."""
     if node not in state.members:
         return leave(state, node)
-    return replace(leave(state, node), lost=Failure(node, None, 0, "node lost", now))
+    return replace(leave(state, node), lost=Failure(node, None, 0, why, now))
 
 
 def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
@@ -403,8 +435,8 @@ def fail(
     # What a node was sent away for is settled: the others need not pay for it.
     counted = [item for item in failures if item.at > away.get(item.node, -math.inf)]
     recent = [item for item in counted if item.at > failure.at - 3600]
-    known = [item for item in counted if item.rank is not None]
-    same = known[-limits.same_step :] if failure.rank is not None else []
+    known = [item for item in counted if item.rank is not None and not item.outside]
+    same = known[-limits.same_step :] if known[-1:] == [failure] else []
     ranks = sorted({item.rank for item in same if item.rank is not None})
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
     again = len(same) == limits.same_step and len({item.step for item in same}) == 1
@@ -433,9 +465,10 @@ def fail(
 
 
 def _go_on(state: Membership, failure: Failure) -> Membership:
-    """The next generation."""
+    """Begin the next generation, or end the round of which some nodes are gone or have paused."""
+    if over(state):
+        return replace(state, lost=state.lost or failure)
     if set(state.members) & set(state.arrived):
-        # Some are through with this round, and cannot begin another generation of it.
         return replace(leave(state, failure.node), lost=failure)
     return replace(state, generation=state.generation + 1)
 
@@ -450,7 +483,7 @@ def strikes(state: Membership, failure: Failure) -> int:
     since = [one.at for one in state.struck if one.node == failure.node]
     after = max([failure.at - 3600, *since])
     own = (one for one in state.failures if one.rank is not None and one.node == failure.node)
-    return sum(one.at > after for one in own)
+    return sum(one.at > after and not one.outside for one in own)
 
 
 def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
@@ -478,6 +511,32 @@ def calm(state: Membership) -> Membership:
 def beat_seconds(nodes: int) -> float:
     """How often a node of a job of so many nodes raises its counter."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
+
+
+@dataclass
+class Pace:
+    """How often this node has raised its counter of late."""
+
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=LATE_BEATS))
+    """Seconds between two beats."""
+    last: float | None = None
+    """Time of the last beat."""
+
+    def beat(self, now: float) -> None:
+        """The counter was raised."""
+        if self.last is not None:
+            self.gaps.append(now - self.last)
+        self.last = now
+
+    def skip(self) -> None:
+        """The time since the last beat was lost by the store, not by this machine."""
+        self.last = None
+
+    def seconds(self, due: float, now: float) -> float:
+        """Seconds between two beats to reckon with, where `due` is what they should be."""
+        gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
+        worst = max(gaps, default=0.0)
+        return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
@@ -508,6 +567,11 @@ def watched(state: Membership, node: str) -> list[str]:
     first = observers(state)
     everybody = inside(state) if node in first else first
     return [other for other in everybody if other != node]
+
+
+def ranks_of(state: Membership, node: str) -> int:
+    """Ranks of one node."""
+    return dict(state.uneven).get(node, state.ranks)
 
 
 def nodes_about(state: Membership) -> int:

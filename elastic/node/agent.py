@@ -38,10 +38,11 @@ from elastic.exits import (
     EXIT_WRONG_INPUT,
 )
 from elastic.group.member import Member
-from elastic.group.membership import Ask, Closed, Failure, Membership
+from elastic.group.membership import Ask, Closed, Failure, Membership, over
 from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, part_with
 from elastic.node.facts import Facts, Program
 from elastic.node.hangs import HangWatch
+from elastic.node.oom import oom_kills
 from elastic.node.progress import PROGRESS
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
@@ -57,6 +58,11 @@ LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 10.0
 """A killed process that is there for longer hangs in the kernel, and is waited for no more."""
+FROM_OUTSIDE = {
+    *(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+}
+"""Signals that a process does not send itself by an error."""
 RESERVE_AGAIN_SECONDS = 60.0
 """After which there is another process in reserve, when one has ended without being a rank."""
 
@@ -136,6 +142,8 @@ class Node:
     _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
     """(local rank, since when) of processes that were killed and are not gone yet, by key: only
     then is their device free for another."""
+    _oom_kills: int = field(default_factory=oom_kills)
+    """Processes that the kernel had killed for lack of memory, when that was looked at last."""
     refused: int = 0
     """Connections of processes that this agent has not started."""
 
@@ -180,10 +188,11 @@ class Node:
             self._thread.join(timeout=5)
         self._zygote.end()
 
-    def paused(self) -> bool:
-        """Whether all ranks have ended because they were asked to."""
-        ranks = list(self._ranks.values())
-        return bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
+    def paused(self) -> int | None:
+        """The generation in which all ranks have ended because they were asked to, if they have."""
+        (_, generation), ranks = self._generation, list(self._ranks.values())
+        paused = bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
+        return generation if paused else None
 
     def expect_stop(self) -> None:
         """torchrun is going to end the stand-ins: their SIGTERM is no notice to this node."""
@@ -261,12 +270,14 @@ class Node:
         self._watch(state)
         if self.leaving:
             self.pause()
-            alone = state.round == self._generation[0] and len(state.members) < state.size
+            alone = state.round == self._generation[0] and over(state)
             if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
                 # Nobody is left to finish the step with, or there is nothing to save.
                 for rank in self._ranks.values():
                     if rank.key is not None:
                         self._kill(rank)
+                        rank.code = EXIT_PAUSED
+                    elif rank.code not in (None, EXIT_DONE):  # it failed as others went
                         rank.code = EXIT_PAUSED
             if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
                 self.group.ask(Ask(leaves=True))
@@ -389,7 +400,12 @@ class Node:
             for rank in self._ranks.values()
             if rank.key is not None and rank.recalled is None
         }
-        for number in self._hangs.look(state, self._generation, running):
+        done = {
+            rank.rank: rank.local_rank
+            for rank in self._ranks.values()
+            if rank.code in (EXIT_PAUSED, EXIT_DONE)
+        }
+        for number in self._hangs.look(state, self._generation, running, done):
             rank = running[number]
             step = self.page.read(rank.local_rank).step
             why = f"hang: {state.suspicion}"
@@ -618,7 +634,14 @@ class Node:
             mended = code == EXIT_MENDED
             if mended:
                 rank.code = EXIT_FAILED
-            failure = Failure(self.group.name, blamed, step, why, time.time(), error, mended)
+            outside = -code in FROM_OUTSIDE and not error
+            if code == -signal.SIGKILL and (kills := oom_kills()) > self._oom_kills:
+                self._oom_kills, outside = kills, False
+                error = "the kernel killed it: out of memory"
+                why += f" ({error})"
+            failure = Failure(
+                self.group.name, blamed, step, why, time.time(), error, mended, outside
+            )
             if code != EXIT_PEER_GONE:  # it said so itself
                 logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
             self.group.report(*self._generation, failure)

@@ -8,19 +8,38 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from elastic.group.member import Member
-from elastic.group.membership import Membership, calm, raise_alarm, suspect
+from elastic.group.membership import (
+    Membership,
+    calm,
+    lose,
+    over,
+    raise_alarm,
+    ranks_of,
+    suspect,
+)
 from elastic.node.progress import Progress, ProgressPage
 from elastic.node.vitals import Signs, Vigil
-from elastic.node.watchdog import PhaseTimes, Standing, blame, overdue, standings, take_dumps
+from elastic.node.watchdog import (
+    PATIENCE,
+    PhaseTimes,
+    Standing,
+    blame,
+    overdue,
+    standings,
+    take_dumps,
+)
 
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE, LOOK_AGAIN_MOST = 1.0, 0.25, 30.0
 """After an alarm for which nobody was to blame yet: at least, as a share of how long a rank has
 waited by then, at most. Each alarm has all ranks of the job dump their stacks."""
+MISSING_SECONDS = 5.0
+"""Beyond its limit that a rank waits for one without a process, before the node of that is lost."""
 
 
 class Running(Protocol):
@@ -54,20 +73,25 @@ class HangWatch:
         self._last_dumps: dict[int, str] = {}
 
     def look(
-        self, state: Membership, generation: tuple[int, int], running: Mapping[int, Running]
+        self,
+        state: Membership,
+        generation: tuple[int, int],
+        running: Mapping[int, Running],
+        done: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
         """Take the next step; returns the ranks that are to be ended now.
 
         Args:
             state: of the membership.
             generation: (round, generation) that the ranks of this node are in.
-            running: they, by rank.
+            running: the processes of this node, by rank.
+            done: local ranks of this node whose process has ended well, by rank.
         """
         progress = {rank: self._page.read(one.local_rank) for rank, one in running.items()}
         now = time.monotonic()
         self.times.follow(progress, now)
         signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
-        if (state.round, state.generation) != generation or len(state.members) < state.size:
+        if (state.round, state.generation) != generation or over(state):
             return []
         if not state.alarm:
             late = overdue(progress, now, self.times, signs)
@@ -81,15 +105,20 @@ class HangWatch:
                 self._group.change(lambda state: raise_alarm(state, *generation))
         elif self._stood is None:
             self._stood = {}
-            self._stand(state.alarm, running, now, signs)
+            self._stand(state.alarm, running, done, now, signs)
         elif state.suspicion:
             return self._judge(state, progress)
         elif state.alarm != self._summed:
-            self._sum(state.alarm)
+            self._sum(state)
         return []
 
     def _stand(
-        self, alarm: int, running: Mapping[int, Running], now: float, signs: Mapping[int, Signs]
+        self,
+        alarm: int,
+        running: Mapping[int, Running],
+        done: Mapping[int, int],
+        now: float,
+        signs: Mapping[int, Signs],
     ) -> None:
         """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
         ranks = {
@@ -103,18 +132,42 @@ class HangWatch:
             # Who has gone on meanwhile does not hang.
             self._stood = {rank: self._page.read(one.local_rank) for rank, one in running.items()}
             ours = standings(self._stood, now, self.times, self._last_dumps, signs)
+            for rank, local_rank in done.items():  # it is ahead of all that still run
+                ours.append(Standing(rank, self._page.read(local_rank).step, "end", 0.0, PATIENCE))
             self._group.stand(alarm, json.dumps([asdict(one) for one in ours]))
 
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
-    def _sum(self, alarm: int) -> None:
+    def _sum(self, state: Membership) -> None:
         """On the first node: once all have told where their ranks stand, find the one that the
-        others wait for."""
-        texts = self._group.standings(alarm)
+        others wait for. Nobody is blamed while a rank of the job has no process: the others may
+        wait for that one, which its own node starts, or reports. A node that does neither is lost.
+        """
+        alarm, texts = state.alarm, self._group.standings(state.alarm)
         if texts is None:
             return
         self._summed = alarm
-        everyone = [Standing(**one) for text in texts for one in json.loads(text)]
+        by_node = [[Standing(**one) for one in json.loads(text)] for text in texts]
+        everyone = [one for ones in by_node for one in ones]
+        missing = [
+            node
+            for node, ones in zip(state.members, by_node, strict=False)
+            if len(ones) < ranks_of(state, node)
+        ]
+        if missing:
+            late = max((one.seconds - one.starved - one.limit for one in everyone), default=0.0)
+            why = f"no process of a rank for {MISSING_SECONDS:.0f} s, for which the others wait"
+            gone = late > MISSING_SECONDS
+            if gone:
+                logger.warning("node %s is lost: %s", missing[0], why)
+            self._group.change(
+                lambda state: (
+                    lose(calm(state), missing[0], time.time(), why)
+                    if gone and state.alarm == alarm
+                    else calm(state)
+                )
+            )
+            return
         found = blame(everyone) if everyone else None
         if found:
             ranks, reason = found.ranks, found.reason

@@ -22,6 +22,8 @@ CUT = Fault(what="partition", at=18, node=1, seconds=2.5, way="out")
 FAULTS = (
     Fault(what="kill_worker", at=10, node=1),
     CUT if network_possible() else replace(CUT, what="stop_node"),
+    Fault(what="kill_stand_in", at=26),
+    Fault(what="kill_worker", at=26, node=1, delay=0.02),
     Fault(what="kill_node", at=30),
 )
 """On two nodes of which one is left."""

@@ -1,11 +1,10 @@
 """`perdure chaos …`: parses and calls, nothing more."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
-from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.cli.parser import Commands, add_command, add_recipe, local_path
 from trainer.recipe import RecipeError
 from trainer.recipe.yaml_tree import Origins, listed, read_tree
 
@@ -13,6 +12,7 @@ CHAOS_EXAMPLES = """\
 examples:
   perdure chaos recipes/quickstart.yaml --plan plan.yaml run.steps=200
   perdure chaos recipes/quickstart.yaml --faults 20 --seed 7 run.steps=1000 checkpoint.every=20
+  perdure chaos recipes/quickstart.yaml --pairs 20 --within 10 run.steps=1000
 
 A plan, as YAML:
   nodes: 2                                           at the start
@@ -22,8 +22,8 @@ A plan, as YAML:
     - {what: join, at: 40}
     - {what: stop_node, at: 60, node: 1, seconds: 3}
   random: {faults: 20, every: 30, max_nodes: 4}      more, drawn from the seed
-what:   kill_worker, kill_agent, kill_node, stop_worker, stop_node, slow_worker, partition, storage,
-        nan, notice, store, join
+what:   kill_worker, kill_stand_in, kill_zygote, kill_writer, kill_agent, kill_node, stop_worker,
+        stop_node, slow_worker, partition, storage, nan, notice, store, join
 during: step (unless said), init, load, save, rendezvous
 
 Nodes run on this machine's CPUs; everything lies in <run.dir>-chaos.
@@ -36,8 +36,17 @@ def add_chaos_command(commands: Commands) -> None:
     what = "kill, stop and add nodes of a run on this machine, and prove that nothing is lost"
     chaos = add_command(commands, "chaos", what, CHAOS_EXAMPLES)
     add_recipe(chaos)
-    chaos.add_argument("--plan", type=Path, metavar="FILE", help="YAML file; see below")
+    chaos.add_argument("--plan", type=local_path, metavar="FILE", help="YAML file; see below")
     chaos.add_argument("--faults", type=int, metavar="N", help="without a plan: so many, random")
+    chaos.add_argument(
+        "--pairs", type=int, metavar="N", help="without a plan: so many pairs, 50 ms apart at most"
+    )
+    chaos.add_argument(
+        "--nodes", type=int, default=3, metavar="N", help="of --pairs, at the start (default 3)"
+    )
+    chaos.add_argument(
+        "--within", type=float, metavar="SECONDS", help="fail if there is no new step for longer"
+    )
     chaos.add_argument("--seed", type=int, default=0, help="of random faults (default 0)")
     chaos.add_argument(
         "--nproc-per-node", type=int, default=1, metavar="N", help="ranks per node (default 1)"
@@ -49,12 +58,14 @@ def add_chaos_command(commands: Commands) -> None:
 
 
 def _chaos(arguments: argparse.Namespace) -> int:
-    from trainer.tools.chaos.plan import read_plan
+    from trainer.tools.chaos.plan import random_pairs, read_plan
     from trainer.tools.container import network_possible
 
     path, partitions = arguments.plan, network_possible()
-    if (path is None) == (arguments.faults is None):
-        raise RecipeError("perdure chaos: give either --plan FILE or --faults N")
+    if [path, arguments.faults, arguments.pairs].count(None) != 2:
+        raise RecipeError("perdure chaos: give one of --plan FILE, --faults N and --pairs N")
+    if arguments.nodes < 2:
+        raise RecipeError("--nodes: pairs of faults take 2 nodes at least")
     tree: Any = {"nodes": 2, "random": {"faults": arguments.faults}}
     origins: Origins = {}
     if path is not None:
@@ -63,8 +74,11 @@ def _chaos(arguments: argparse.Namespace) -> int:
         tree, origins, problems = read_tree(path)
         if problems:
             raise RecipeError(listed(problems, origins))
-    file = str(path or "--faults")
-    plan = read_plan(tree, arguments.seed, origins, file, partitions=partitions)
+    if arguments.pairs is not None:
+        plan = random_pairs(arguments.seed, arguments.pairs, arguments.nodes)
+    else:
+        file = str(path or "--faults")
+        plan = read_plan(tree, arguments.seed, origins, file, partitions=partitions)
     from trainer.tools.chaos.run import run_chaos  # not before the plan is known to be good
 
     verdict = run_chaos(
@@ -73,6 +87,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
         plan,
         ranks=arguments.nproc_per_node,
         tolerance=arguments.tolerance,
+        within=arguments.within,
     )
     print(verdict)
     return EXIT_FAILED if verdict.problems else EXIT_DONE

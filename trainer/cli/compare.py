@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainer.cli.parser import Commands, add_command, add_recipe, at_least
+from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path
 from trainer.recipe import load_recipe
 
 COMPARE_EXAMPLES = """\
@@ -42,7 +42,7 @@ def add_compare_command(commands: Commands) -> None:
         metavar="N",
         help="ranks (default: one per GPU; without GPUs 2)",
     )
-    compare.add_argument("--out", type=Path, metavar="DIR", help="default: <run.dir>-compare")
+    compare.add_argument("--out", type=local_path, metavar="DIR", help="default: <run.dir>-compare")
     compare.set_defaults(run=_compare)
 
 

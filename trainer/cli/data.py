@@ -12,7 +12,7 @@ from typing import NoReturn
 from checkpointing.format.untrusted import printable
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
 from elastic.process import usable_cores
-from trainer.cli.parser import Commands, add_command, add_fields
+from trainer.cli.parser import Commands, add_command, add_fields, local_path
 from trainer.data.prepare.options import PrepareOptions
 
 DATA_EXAMPLES = """\
@@ -36,14 +36,14 @@ def add_data_command(commands: Commands) -> None:
         help="txt, md, json, jsonl (also .gz, .zst), parquet or arrow files, directories, or "
         "wikipedia, stdlib",
     )
-    prepare.add_argument("--out", type=Path, required=True, help="directory of the data set")
+    prepare.add_argument("--out", type=local_path, required=True, help="directory of the data set")
     add_fields(prepare, PrepareOptions)
     prepare.add_argument(
         "--workers", type=int, default=usable_cores(), help="default: one per core"
     )
     prepare.set_defaults(run=_data_prepare)
     inspect = add_command(commands, "inspect", "show what a data set holds", DATA_EXAMPLES)
-    inspect.add_argument("path", type=Path, help="directory of the data set")
+    inspect.add_argument("path", type=local_path, help="directory of the data set")
     inspect.add_argument("--verify", action="store_true", help="check every byte")
     inspect.set_defaults(run=_data_inspect)
 

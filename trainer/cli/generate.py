@@ -1,9 +1,8 @@
 """`perdure generate`: parses and calls, nothing more."""
 
 import argparse
-from pathlib import Path
 
-from trainer.cli.parser import Commands, add_command
+from trainer.cli.parser import Commands, add_command, local_path
 
 GENERATE_EXAMPLES = """\
 examples:
@@ -23,7 +22,9 @@ SAMPLING = {
 def add_generate_command(commands: Commands) -> None:
     """Add the command to a parser."""
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
-    generate.add_argument("checkpoint", type=Path, help="run, checkpoint or Hugging Face directory")
+    generate.add_argument(
+        "checkpoint", type=local_path, help="run, checkpoint or Hugging Face directory"
+    )
     generate.add_argument("--prompt", required=True, help="text to continue")
     for name, (kind, what) in SAMPLING.items():
         option = "--" + name.replace("_", "-")

@@ -1,10 +1,9 @@
 """`perdure import-deepspeed`: parses and calls, nothing more."""
 
 import argparse
-from pathlib import Path
 
 from elastic.exits import EXIT_DONE
-from trainer.cli.parser import Commands, add_command, at_least, write_new
+from trainer.cli.parser import Commands, add_command, at_least, local_path, write_new
 
 IMPORT_EXAMPLES = """\
 examples:
@@ -22,11 +21,13 @@ def add_import_command(commands: Commands) -> None:
     """Add the command to a parser."""
     what = "turn a DeepSpeed configuration into a recipe"
     command = add_command(commands, "import-deepspeed", what, IMPORT_EXAMPLES)
-    command.add_argument("config", type=Path, metavar="DS_CONFIG", help="JSON file")
+    command.add_argument("config", type=local_path, metavar="DS_CONFIG", help="JSON file")
     command.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="fills in the recipe"
     )
-    command.add_argument("--out", type=Path, metavar="FILE", help="recipe to write (else: print)")
+    command.add_argument(
+        "--out", type=local_path, metavar="FILE", help="recipe to write (else: print)"
+    )
     command.add_argument(
         "--ranks", type=at_least(1), metavar="N", help="GPUs that the ds_config ran on"
     )

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
 from elastic.files import write_whole
 from trainer.recipe import RecipeError
+from trainer.recipe.paths import no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """What `add_subparsers` gives."""
@@ -65,6 +66,13 @@ def add_command(
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def local_path(text: str) -> Path:
+    """The type of an argument that is a path of a filesystem, and no URL."""
+    if what := no_url(text):
+        raise argparse.ArgumentTypeError(what)
+    return Path(text)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

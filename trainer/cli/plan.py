@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
-from trainer.cli.parser import Commands, add_command, add_recipe, write_output
+from trainer.cli.parser import Commands, add_command, add_recipe, local_path, write_output
 from trainer.recipe import RecipeError, load_recipe, shipped_recipes
 
 PLAN_EXAMPLES = """\
@@ -34,7 +34,7 @@ def add_plan_command(commands: Commands) -> None:
     plan.add_argument("--disk", metavar="SIZE", help="local one of one node: 8TB")
     plan.add_argument("--tflops", type=float, metavar="X", help="dense peak of one GPU")
     plan.add_argument("--all", action="store_true", help="a line for each micro-batch")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    plan.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
     plan.set_defaults(run=_plan)
 
 

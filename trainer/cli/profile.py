@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE
-from trainer.cli.parser import Commands, add_command, add_recipe, at_least, write_output
+from trainer.cli.parser import (
+    Commands,
+    add_command,
+    add_recipe,
+    at_least,
+    local_path,
+    write_output,
+)
 from trainer.recipe import Recipe, RecipeError, load_recipe
 
 PROFILE_EXAMPLES = """\
@@ -33,7 +40,10 @@ def add_profile_command(commands: Commands) -> None:
     )
     command.add_argument("--nproc", type=int, metavar="N", help="ranks (default: as for train)")
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="for traces and page (default <run.dir>-profile)"
+        "--out",
+        type=local_path,
+        metavar="DIR",
+        help="for traces and page (default <run.dir>-profile)",
     )
     command.set_defaults(run=_profile)
 

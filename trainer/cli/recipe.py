@@ -5,7 +5,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from trainer.cli.parser import Commands, add_command, write_new
+from trainer.cli.parser import Commands, add_command, local_path, write_new
 from trainer.recipe import recipe_schema, shipped_recipes
 from trainer.recipe.reference import recipe_reference
 from trainer.text import table
@@ -29,7 +29,7 @@ def add_recipe_command(commands: Commands) -> None:
     ls.set_defaults(run=_ls)
     copy = add_command(inner, "copy", "put one of them into a file", EXAMPLES)
     copy.add_argument("name", choices=shipped_recipes(), metavar="NAME", help="as ls lists it")
-    copy.add_argument("file", type=Path, nargs="?", help="to be written (default NAME.yaml)")
+    copy.add_argument("file", type=local_path, nargs="?", help="to be written (default NAME.yaml)")
     copy.set_defaults(run=_copy)
     reference = add_command(inner, "reference", "print every key, as Markdown", EXAMPLES)
     reference.set_defaults(run=_reference)

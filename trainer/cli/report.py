@@ -2,16 +2,15 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-from trainer.cli.parser import Commands, add_command, write_output
+from trainer.cli.parser import Commands, add_command, local_path, write_output
 
 
 def add_report_command(commands: Commands) -> None:
     """Add the command to a parser."""
     report = add_command(commands, "report", "what happened in a run, and whether nothing is lost")
-    report.add_argument("run_directory", type=Path, metavar="RUN", help="run directory")
+    report.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
     report.add_argument(
         "--check",
         action="store_true",
@@ -23,7 +22,9 @@ def add_report_command(commands: Commands) -> None:
         action="store_true",
         help="with --check: the ledger alone, without recipes and data",
     )
-    report.add_argument("--html", type=Path, metavar="FILE", help="write a page with its curves")
+    report.add_argument(
+        "--html", type=local_path, metavar="FILE", help="write a page with its curves"
+    )
     report.set_defaults(run=_report)
 
 

@@ -129,6 +129,8 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
     # A worker of torchrun's is only a stand-in; what it loses does not count as a failure.
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
+    # Its workers print through ours, so that its folder for their output would stay behind empty.
+    torchrun += ["--log-dir", os.devnull]
     options = [f"restarts={arguments.max_restarts}", *filter(None, [arguments.rdzv_conf])]
     torchrun += ["--rdzv-conf", ",".join(options)]
     if arguments.local_addr:

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
+from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
     run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
+    yield from wrong_paths(recipe)
     if recipe.data.seq_len < 1:
         yield "data.seq_len", f"must be at least 1, but it is {recipe.data.seq_len}"
     if not recipe.data.sources and not recipe.data.graph and not recipe.data.factory:

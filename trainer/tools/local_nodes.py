@@ -83,6 +83,11 @@ class LocalNode:
                     return child
         return None
 
+    def stand_ins(self) -> list[int]:
+        """Process ids of what torchrun started for its ranks, oldest first."""
+        started = children(self.process.pid)
+        return [pid for pid in self.running("trainer") if pid in started]
+
     def trainers(self) -> list[int]:
         """Process ids of its training processes, by local rank."""
         zygote = self.zygote()

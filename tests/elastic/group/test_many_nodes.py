@@ -222,6 +222,26 @@ def test_a_silent_node_is_lost_sooner_where_a_rank_has_lost_a_peer(nodes, monkey
     assert first.state.members == (first.name, other.name)
 
 
+def test_a_node_that_beats_late_is_given_time_and_a_dead_one_is_not(nodes, monkeypatch):
+    """As on a machine with more to do than it has cores."""
+    members = [nodes(name, 3) for name in NAMES[:3]]
+    trained_by(members)
+    first, slow, dead = members
+    for _ in range(4):  # it gets a core every 0.9 s
+        end = time.monotonic() + 0.9
+        look([first, dead], lambda end=end: time.monotonic() > end)
+        slow.look()
+    first.doubt(60.0)
+    began = time.monotonic()
+    look([first], lambda: dead.name not in first.state.members)
+    assert time.monotonic() - began < 2.0
+    for _ in range(2):
+        end = time.monotonic() + 0.9
+        look([first], lambda end=end: time.monotonic() > end)
+        slow.look()
+    assert slow.name in first.state.members
+
+
 def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
     members = {name: nodes(name, 4, unit=2) for name in "abcd"}
 
@@ -229,7 +249,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         """To the next round, which so many are to train in; returns its nodes and its spares."""
         before = members[names[0]].state.round
         for name in names:
-            members[name].ask(Ask(after=before))
+            members[name].ask(Ask(after=before, paused=0))
         here = [members[name] for name in names]
         size = len(names) // 2 * 2
 

@@ -24,6 +24,7 @@ from elastic.group.membership import (
     lose,
     newer,
     observers,
+    over,
     room,
     strange,
     watched,
@@ -212,6 +213,24 @@ def test_what_a_process_has_mended_itself_counts_for_nothing():
     assert "3 failures within an hour" in fail(state, 1, 6, failure(step=3), others).closed.reason
 
 
+def test_a_kill_from_outside_is_no_failing_step_and_no_strike():
+    limits = Limits(minimum=1, maximum=3, strikes=3, restarts=9)
+    state = begin("a", "b", "c", limits=limits)
+    killed = [Failure("ab"[n % 2], n % 2, 7, "SIGKILL", 0.0, outside=True) for n in range(9)]
+    for generation, found in enumerate(killed):
+        state = Membership.decode(fail(state, 1, generation, found, limits).encode())
+        assert (state.closed, state.generation) == (None, generation + 1)
+        assert state.members == ("a", "b", "c")
+    assert "10 failures within an hour" in fail(state, 1, 9, killed[0], limits).closed.reason
+    # Between two kills a step still fails.
+    state = begin("a", "b", limits=LIMITS)
+    found = [failure(rank=1, step=7), killed[0], failure(rank=1, step=7), killed[1], killed[1]]
+    for generation, one in enumerate([*found, failure(rank=1, step=7)]):
+        assert state.closed is None
+        state = fail(state, 1, generation, one, LIMITS)
+    assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
+
+
 def test_a_newcomer_that_cannot_start_is_sent_away_and_costs_the_others_no_restarts():
     limits = Limits(minimum=1, maximum=3, restarts=3)
     state = begin("a", "b", limits=limits)
@@ -285,6 +304,20 @@ def test_nobody_is_sent_away_who_is_needed():
     limits = Limits(minimum=2, maximum=3, strikes=1)
     state = fail(begin("a", "b"), 1, 0, failure(), limits)
     assert (state.members, state.generation) == (("a", "b"), 1)
+
+
+def test_who_comes_back_without_its_ranks_ends_the_round_and_who_has_paused_does_not():
+    state = begin("a", "b", "c")
+    lost = fail(state, 1, 0, failure(), LIMITS)
+    for before, generation in (state, 0), (lost, 1):
+        back = heed(before, "b", Ask(after=1), 0.0)
+        assert (back.members, back.arrived, over(back)) == (("a", "c"), ("b",), True)
+        assert fail(back, 1, generation, failure(), LIMITS).generation == generation
+        paused = heed(before, "b", Ask(after=1, paused=generation), 0.0)
+        assert (paused.members, paused.arrived, over(paused)) == (before.members, ("b",), False)
+        asks = {name: Ask(after=1, paused=generation) for name in "cab"}
+        assert complete(heed_all(before, asks, 0.0), LIMITS, 99).members == ("a", "b", "c")
+    assert over(heed(lost, "b", Ask(after=1, paused=0), 0.0)), "it has paused before the failure"
 
 
 def test_leases_lapse_when_a_counter_does_not_rise_and_not_when_we_were_away():

@@ -8,7 +8,8 @@ import pytest
 
 from checkpointing import StorageError
 from checkpointing.save.secret import job_secret
-from elastic.group.member import Member, key_prefix, last_secret
+from elastic.group.claim import claim_key
+from elastic.group.member import Member, key_prefix
 from elastic.group.membership import Ask, Closed, Limits, Membership, heed
 from elastic.group.secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.group.store import StoreClient, host_store
@@ -105,7 +106,7 @@ def test_a_job_that_waits_for_nodes_tells_by_which_secret():
     member.start(SECRET)
     member.ask(Ask())
     deadline = time.monotonic() + 10
-    while not (found := clients[1].get(last_secret("run"))) and time.monotonic() < deadline:
+    while not (found := clients[1].get(claim_key("run"))) and time.monotonic() < deadline:
         time.sleep(0.01)
     member.stop(timeout=1.0)
     assert found

@@ -285,3 +285,27 @@ def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
         "heavy = {'torch', 'numpy', 'wandb', 'safetensors'} & set(sys.modules); assert not heavy"
     )
     subprocess.run([sys.executable, "-c", code, str(recipe_file)], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://b/x", "s3:/b", "S3://b", "s3:b", "file:///x", "hf://a/b", "gs://b", "s3:///"]
+)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run.dir", "data.sources.0.path", "model.init_from", "strategy.offload_directory"),
+        *("checkpoint.slot_directory", "tracking.prometheus", "data.graph.path"),
+    ],
+)
+def test_a_path_that_looks_like_a_url_is_refused(recipe_file, key, path):
+    with pytest.raises(RecipeError, match=f"{key}: {path!r} looks like a URL") as refused:
+        load_recipe(recipe_file, [f"{key}={path}"])
+    assert ("write /x" in str(refused.value)) == (path == "file:///x")
+
+
+def test_checkpoints_may_lie_in_an_object_store_and_a_folder_may_have_a_strange_name(recipe_file):
+    for path in ("s3://b/x", "gs://b", "memory://b/c", "/x", "./s3:/x", "a:b"):
+        assert load_recipe(recipe_file, [f"checkpoint.directory={path}", "run.dir=./s3:/x"])
+    for path in ("s3:/b", "S3://b", "file:///x", "https://b/c", "hf://b/c", "s3:///", "s3://"):
+        with pytest.raises(RecipeError, match=f"checkpoint.directory: {path!r} is no URL of an"):
+            load_recipe(recipe_file, [f"checkpoint.directory={path}"])

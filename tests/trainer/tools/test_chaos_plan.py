@@ -1,5 +1,7 @@
 """Plans of faults: random ones keep their promises, wrong ones say what is wrong and where."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from trainer.tools.chaos.plan import (
     WEIGHTS,
     Fault,
     Plan,
+    random_pairs,
     random_plan,
     read_plan,
 )
@@ -90,7 +93,7 @@ def test_a_plan_is_read():
         ),
         (
             {"faults": [{"what": "kil_worker"}]},
-            "plan.yaml: faults.0.what: input should be 'kill_worker', 'kill_agent'",
+            "plan.yaml: faults.0.what: input should be 'kill_worker', 'kill_stand_in'",
         ),
         (
             {"faults": [{"what": "join", "during": "saving"}]},
@@ -128,3 +131,18 @@ def test_a_wrong_plan_is_refused_in_one_line(tree, message):
         read_plan(tree, 0, {}, FILE)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_hundred_pairs_are_of_every_kind(nodes):
+    plan = random_pairs(1, 100, nodes)
+    assert plan == random_pairs(1, 100, nodes)
+    firsts = [n for n, fault in enumerate(plan.faults) if fault.delay is None]
+    pairs = [plan.faults[n : n + 2] for n in firsts if plan.faults[n].what != "join"]
+    assert len(pairs) == 100
+    assert all(one.at == other.at and 0 <= other.delay <= 0.05 for one, other in pairs)
+    kinds = Counter(frozenset((one.what, other.what)) for one, other in pairs)
+    assert len(kinds) == (20 if nodes == 3 else 19)
+    assert min(kinds.values()) >= 4
+    assert min(plan.counts) >= 1
+    assert plan.counts[-1] == nodes

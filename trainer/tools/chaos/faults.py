@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_REQUEUE
-from trainer.tools.chaos.plan import LASTING, OF_WORKERS, Fault, Plan
+from trainer.tools.chaos.plan import LASTING, OF_NODES, OF_WORKERS, Fault, Plan
 from trainer.tools.local_nodes import LocalNode, LocalNodes
 
 LOOK_SECONDS = 0.01
@@ -28,6 +28,8 @@ STOPPED_SECONDS = 0.5
 """So long after a process was stopped no step can be under way any more."""
 PHASES = {"init": ("init",), "load": ("load",), "step": ("step", "reduce"), "save": ("save",)}
 """What a rank says it does (progress.py), by the phase of a plan."""
+WRITER = "checkpointing.save.writer"
+"""Module of the process that writes a node's checkpoints."""
 POISON = "PERDURE_POISON"
 """Environment variable: a folder. A training process that finds a file there with its process id as
 its name removes it, and makes one of its gradients NaN."""
@@ -115,6 +117,8 @@ class Chaos:
     saving: Callable[[], bool]
     patience: float
     outcomes: list[Outcome] = field(default_factory=list)
+    longest: tuple[float, int] = (0.0, 0)
+    """Most seconds without a new step after the first one, and the step before them."""
     problems: list[str] = field(default_factory=list)
     _up: list[LocalNode] = field(default_factory=list)
     _resting: list[LocalNode] = field(default_factory=list)
@@ -136,6 +140,11 @@ class Chaos:
                 self._look()
                 if todo and self._due(todo[0]):
                     self._inject(todo.pop(0))
+                    while todo and todo[0].delay is not None:
+                        time.sleep(
+                            max(0.0, self.outcomes[-1].at + todo[0].delay - time.monotonic())
+                        )
+                        self._inject(todo.pop(0))
             if todo and not self.problems:
                 self.problems.append(
                     f"the run ended at step {self.watched.step}, before {len(todo)} fault(s) came, "
@@ -159,6 +168,8 @@ class Chaos:
         now, step, lost = time.monotonic(), self.watched.step, self.watched.lost
         self.watched.look()
         if self.watched.step > step:
+            if step:
+                self.longest = max(self.longest, (now - self._progressed, step))
             self._progressed = now
         for outcome in self.outcomes:
             if outcome.recovery is not None:
@@ -223,6 +234,8 @@ class Chaos:
             return False
         if fault.what in (*OF_WORKERS, "notice") and not self._target(fault).trainers():
             return False
+        if fault.what in OF_NODES and not self._of_node(fault.what, self._target(fault)):
+            return False
         now = time.monotonic()
         self._since = self._since or now
         self._missed = not self._in_phase(fault)
@@ -254,6 +267,11 @@ class Chaos:
             target += f" rank {local}"
             for pid in workers[local : local + 1]:  # it may have ended just now
                 self._to_worker(fault, pid)
+        elif fault.what in OF_NODES:
+            pids = self._of_node(fault.what, node)
+            for pid in pids[fault.rank % len(pids) :][:1] if pids else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         elif fault.what == "partition" and node.container:
             node.container.cut(incoming=fault.way != "out", outgoing=fault.way != "in")
             self._later(fault.seconds, node.container.heal)
@@ -284,6 +302,14 @@ class Chaos:
         self._since = 0.0
         print(f"step {step}: {fault}, {target}")
 
+    def _of_node(self, what: str, node: LocalNode) -> list[int]:
+        """The processes of a node that one of OF_NODES may kill."""
+        if what == "kill_stand_in":
+            return node.stand_ins()
+        if what == "kill_writer":
+            return node.running(WRITER)
+        return [pid for pid in (node.zygote(),) if pid]
+
     def _join(self) -> LocalNode:
         if self._resting:
             node = self._resting.pop(0)
@@ -306,7 +332,7 @@ class Chaos:
             return lambda: node not in self._up or self._is(node, 0, PHASES["step"])
         if fault.what == "notice":
             return lambda: node.process.poll() is not None
-        if fault.what == "nan":
+        if fault.what in ("nan", "kill_writer"):
             return lambda: True
         if fault.what in LASTING:
             return lambda: time.monotonic() > now + min(fault.seconds, STOPPED_SECONDS)
@@ -342,7 +368,7 @@ class Chaos:
 
     def _refuse_writes(self, node: LocalNode, seconds: float) -> None:
         """No file of the node's checkpoint writer may grow, as on a full disk."""
-        writers = node.running("checkpointing.save.writer")
+        writers = node.running(WRITER)
 
         def limit(size: int) -> None:
             for pid in writers:

@@ -6,11 +6,14 @@
       - {what: kill_agent, at: 20, during: init}
       - {what: join, at: 40}
       - {what: stop_node, at: 60, node: 1, seconds: 3}
+      - {what: kill_stand_in, at: 80}
+      - {what: kill_zygote, node: 1, at: 80, delay: 0.02}
     random: {faults: 20, every: 30, max_nodes: 4}     # more, drawn from the seed
 
 [Note: order of faults] Faults come one after another. One `during` step waits until the run has
 done a new step since the fault before. One during any other phase comes as soon as its node is in
-that phase; after a fault that makes processes start anew this is amid the recovery from it.
+that phase; after a fault that makes processes start anew this is amid the recovery from it. One
+with a `delay` comes so many seconds after the fault before, whatever its node is doing.
 """
 
 import random
@@ -26,6 +29,9 @@ from trainer.recipe.yaml_tree import Key, Origins, Problem, RecipeError, listed,
 
 What = Literal[
     "kill_worker",
+    "kill_stand_in",
+    "kill_zygote",
+    "kill_writer",
     "kill_agent",
     "kill_node",
     "stop_worker",
@@ -41,11 +47,19 @@ What = Literal[
 Way = Literal["both", "in", "out"]
 Phase = Literal["init", "load", "step", "save", "rendezvous"]
 
+OF_NODES: tuple[What, ...] = ("kill_stand_in", "kill_zygote", "kill_writer")
+"""Processes of a node that are killed, besides its training processes and its agent."""
 OF_WORKERS: tuple[What, ...] = ("kill_worker", "stop_worker", "slow_worker", "nan")
 LASTING: tuple[What, ...] = (
     *("stop_worker", "stop_node", "slow_worker"),
     *("partition", "storage", "store"),
 )
+OF_PAIRS: tuple[What, ...] = (
+    *("kill_worker", "kill_stand_in", "kill_zygote"),
+    *("kill_writer", "kill_agent", "store"),
+)
+PAIR_SECONDS, STORE_SECONDS = 0.05, 0.5
+"""Most between the two faults of a pair; for which a store that was killed stays away."""
 RESTARTING: tuple[What, ...] = ("kill_worker", "kill_agent", "kill_node", "notice", "join")
 """After these, training processes start anew."""
 NODES: dict[What, int] = {"kill_agent": -1, "kill_node": -1, "notice": -1, "join": 1}
@@ -57,7 +71,9 @@ class Fault:
     """One thing that goes wrong."""
 
     what: What
-    """kill_worker: SIGKILL to a training process. kill_agent: to a node's agent, with which its
+    """kill_worker: SIGKILL to a training process. kill_stand_in: to what torchrun started for a
+    rank. kill_zygote: to what a node's training processes are forked from, with which they go.
+    kill_writer: to a node's writer of checkpoints. kill_agent: to a node's agent, with which its
     processes go; the machine's memory stays. kill_node: the machine is gone, with its memory.
     stop_worker, stop_node: SIGSTOP to the one, or to all processes of the node; SIGCONT `seconds`
     later. slow_worker: stopped for half of the time, in turns of 50 ms. partition: no packet
@@ -82,15 +98,19 @@ class Fault:
     seconds: Amount = 2.0
     """How long what lasts does."""
 
+    delay: Amount | None = None
+    """Seconds after the fault before, instead of `during`."""
+
     way: Way = "both"
     """Which packets a partition loses."""
 
     def __str__(self) -> str:
         way = f" ({self.way})" if self.what == "partition" else ""
         lasting = f" for {self.seconds:g} s" if self.what in LASTING else ""
-        return f"{self.what}{way}{lasting}" + (
-            "" if self.during == "step" else f" during {self.during}"
-        )
+        if self.delay is not None:
+            return f"{self.what}{way}{lasting}, {1000 * self.delay:.0f} ms later"
+        during = "" if self.during == "step" else f" during {self.during}"
+        return f"{self.what}{way}{lasting}{during}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +254,49 @@ def random_plan(
     return plan
 
 
+def random_pairs(seed: int, pairs: int, nodes: int, every: int = 20) -> Plan:
+    """Pairs of faults within PAIR_SECONDS of each other, each kind of pair equally often.
+
+    Args:
+        seed: of nodes, ranks, delays and order.
+        pairs: how many; killed agents are started again after each, as faults of their own.
+        nodes: at the start, 2 at least.
+        every: steps between two pairs, on average.
+    """
+    draw = random.Random(seed)
+    kinds = [
+        (one, other)
+        for place, one in enumerate(OF_PAIRS)
+        for other in OF_PAIRS[place:]
+        if (one, other) != ("store", "store") and (nodes > 2 or (one, other) != ("kill_agent",) * 2)
+    ]
+    drawn: list[tuple[What, What]] = []
+    while len(drawn) < pairs:
+        drawn += draw.sample(kinds, min(len(kinds), pairs - len(drawn)))
+    faults: list[Fault] = []
+    at = 0
+    for kind in drawn:
+        at += draw.randint(max(1, every // 2), max(1, every * 3 // 2))
+        first, second = draw.sample(kind, 2)
+        node, delay = draw.randrange(nodes), round(draw.uniform(0.0, PAIR_SECONDS), 3)
+        ranks, other = (draw.randrange(8), draw.randrange(8)), draw.randrange(nodes)
+        if first == second:  # a process dies once
+            other = node + 1
+        faults.append(Fault(what=first, at=at, node=node, rank=ranks[0], seconds=STORE_SECONDS))
+        faults.append(
+            Fault(
+                what=second,
+                at=at,
+                node=other,
+                rank=ranks[1],
+                seconds=STORE_SECONDS,
+                delay=delay,
+            )
+        )
+        faults += [Fault(what="join", at=at)] * kind.count("kill_agent")
+    return Plan(nodes=nodes, faults=tuple(faults))
+
+
 WEIGHTS: dict[What, float] = {
     "kill_worker": 3,
     "kill_agent": 2,
@@ -261,6 +324,8 @@ def _problems(plan: Plan, partitions: bool) -> Iterator[tuple[Key, str]]:
         at = fault.at
         if left < 1:
             yield key, "leaves no node to go on; put `what: join` before it, or start with more"
+        if fault.delay is not None and not number:
+            yield (*key, "delay"), "there is no fault before; take `at`"
         if fault.during == "rendezvous" and fault.what in OF_WORKERS:
             yield (*key, "during"), "there is no worker during a rendezvous; take kill_agent"
         if fault.what == "partition" and not partitions:

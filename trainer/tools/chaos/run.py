@@ -80,6 +80,7 @@ def run_chaos(
     ranks: int = 1,
     tolerance: float,
     patience: float = 60.0,
+    within: float | None = None,
     environment: dict[str, str] | None = None,
 ) -> Verdict:
     """Carry out a plan.
@@ -93,6 +94,7 @@ def run_chaos(
         ranks: training processes per node.
         tolerance: largest relative difference of losses, and of tensors of the final weights.
         patience: seconds without a step after which the run is given up.
+        within: seconds without a new step that break a promise; None: any number is allowed.
         environment: added to that of this process for what is started.
 
     Raises:
@@ -154,6 +156,12 @@ def run_chaos(
         chaos.run()
         nodes.kill_store()
         verdict = Verdict(chaos.outcomes, chaos.problems)
+        seconds, step = chaos.longest
+        text = f"no new step for {seconds:.1f} s at most, after step {step}"
+        if within is not None and seconds > within:
+            verdict.problems.append(f"{text}; {within:g} s are allowed")
+        else:
+            verdict.facts.append(text)
         if not chaos.problems:
             left = gone(lambda: processes_with(MARK, mark), GONE_SECONDS)
             verdict.problems += [f"a process is left: {process}" for process in left]
