@@ -77,7 +77,8 @@ class CheckpointOptions:
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 
     trace: bool = False
-    """Append what each writer does, and when, to `trace.jsonl` beside the checkpoints."""
+    """Append what each writer does, and when, to `trace.jsonl` beside the checkpoints, also in an
+    object store."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep", "keep_every", "keep_best"):

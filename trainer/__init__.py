@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer.plan import Prediction, predict
     from trainer.recipe import ParameterGroup, Recipe, RecipeError, load_recipe
     from trainer.recipe.architecture import Architecture
-    from trainer.run.events import End, Restart, Save, Start, Step, Validation
+    from trainer.run.events import End, Restart, RollBack, Save, Start, Step, Validation
     from trainer.run.sinks import Sink
 
 _NAMES = {
@@ -28,7 +28,7 @@ _NAMES = {
     "models.attention": "Documents",
     "models.loss": "HeadLoss",
     "run.sinks": "Sink",
-    "run.events": "Start Restart Step Validation Save End",
+    "run.events": "Start Restart Step RollBack Validation Save End",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOME)

@@ -236,13 +236,8 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         elif kind == "phases":
             attempt.phases = {name: float(value) for name, value in values["phases"].items()}
         elif kind == "end":
-            attempt.end = {
-                **values,
-                "code": int(values["code"]),
-                "step": int(values["step"]),
-                "reason": values["reason"],
-                "line": number,
-            }
+            numbers = {"code": int(values["code"]), "step": int(values["step"]), "line": number}
+            attempt.end = {**values, **numbers, "reason": values["reason"]}
         attempt.finished = max(attempt.finished, after)  # an offset, until times are set
     except WrongValueError as error:
         problems.append(f"line {number}: {error}")
@@ -474,14 +469,11 @@ def _counters(attempt: Attempt) -> Iterator[str]:
                     f"at step {line['step']} counts {line.get(name)} {what}, but the lines up to "
                     f"there have {expected}"
                 )
+    last = attempt.last_step
     reached = [("saved", save["step"]) for save in attempt.saves if save.get("ok")]
     reached += [("ended after", attempt.end["step"])] if attempt.end else []
-    beyond = [(what, step) for what, step in reached if step > attempt.last_step]
-    for what, step in beyond[:1]:
-        yield (
-            f"attempt {attempt.number} {what} step {step}, but its record ends at step "
-            f"{attempt.last_step}"
-        )
+    for what, step in [one for one in reached if one[1] > last][:1]:
+        yield f"attempt {attempt.number} {what} step {step}, but its record ends at step {last}"
 
 
 def _count(attempt: Attempt, name: str, step: int, line: int) -> int:

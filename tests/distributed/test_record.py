@@ -5,6 +5,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,3 +266,27 @@ def test_no_forgery_passes(workspace, recorded, tmp_path, forgery):
     fine, text = check(read_history(run), run)
     assert fine is False
     assert re.search(rf"^problem: .*{told}", text, re.MULTILINE), text
+
+
+def test_what_is_away_is_said_and_is_no_proof(workspace, recorded, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(recorded[0], run, ignore=shutil.ignore_patterns("checkpoints"))
+    ledger = run / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace(str(workspace), str(tmp_path)))
+    fine, text = check(read_history(run), run)
+    assert fine is None
+    (line,) = [line for line in text.splitlines() if "compared" in line]
+    assert line == (
+        f"not compared: there is no data in {tmp_path / 'data'}, which has no index.json "
+        "(attempt 1, 2, 4)"
+    )
+    assert "every sequence exactly once: 96 sequences in 12 steps over 4 attempts" in text
+    report = [Path(sys.executable).parent / "perdure", "report", run, "--check"]
+    for options, code in ([], 2), (["--without-data"], 0):
+        done = subprocess.run([*report, *options], cwd=tmp_path, check=False, timeout=60)
+        assert done.returncode == code
+    shutil.copytree(workspace / "data", tmp_path / "data")
+    recipe_file(run, starts(tmp_path, "run")[1]["recipe"]).unlink()
+    fine, text = check(read_history(run), run)
+    assert fine is None
+    assert re.search(r"not compared: .*/recipes/\w+\.yaml: No such file .*attempt \d\)", text)

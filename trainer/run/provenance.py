@@ -154,7 +154,7 @@ def recipe_file(run: Path, digest: str) -> Path:
 
 
 def digest_of(text: str) -> str:
-    """Of a recipe as it lies in the run directory."""
+    """Digest of a resolved recipe, given as text: 16 characters."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,7 @@ import math
 
 from elastic import Ledger, Start
 from trainer.run import events
-from trainer.run.events import End, Reader, Restart, Save, Step, Validation
+from trainer.run.events import End, Reader, Restart, RollBack, Save, Step, Validation
 
 
 def test_a_run_in_events(tmp_path):
@@ -12,7 +12,8 @@ def test_a_run_in_events(tmp_path):
     with Ledger(path, Start(step=0, sequences=0, at=100.0, **size)) as ledger:
         ledger.phases({"data": 1.0})
         ledger.step(1, 0, 8, 0.5, loss=2.5)
-        ledger.step(2, 8, 16, 0.5, loss=math.inf, skipped="loss")
+        ledger.step(2, 8, 16, 0.5, loss=math.inf, norm=1.0, skipped="loss")
+        ledger.rollback(2, 1, "memory")
         ledger.validation(2, {"validation_loss": 3.0, "accuracy": None})
         ledger.save(2, 1.5)
         ledger.save(3, 1.5, error="disk full")
@@ -24,11 +25,12 @@ def test_a_run_in_events(tmp_path):
         pass
     reader = Reader()
     found = [reader.event(line) for line in path.read_bytes().splitlines()]
-    begun, step, skipped, validation, saved, failed, end, restart = filter(None, found)
+    begun, step, skipped, back, validation, saved, failed, end, restart = filter(None, found)
     assert begun == events.Start(0, 100.0, 2, 1)
     assert 100.0 <= step.at < 101.0
     assert step == Step(1, step.at, 2.5, 0.5, False)
     assert (skipped.skipped, math.isnan(skipped.loss)) == (True, True)
+    assert back == RollBack(2, back.at, 1, "memory")
     assert isinstance(validation, Validation)
     assert validation.values["validation_loss"] == 3.0
     assert math.isnan(validation.values["accuracy"])

@@ -35,9 +35,18 @@ class Findings:
 
     problems: list[str] = field(default_factory=list)
     """Contradictions."""
-    missing: list[str] = field(default_factory=list)
-    """What could not be compared, as it is not there."""
+    missing: dict[str, list[Attempt]] = field(default_factory=dict)
+    """What could not be compared, as it is not there → the attempts that it matters for."""
     proved: list[str] = field(default_factory=list)
+
+    def miss(self, what: str, attempts: Sequence[Attempt]) -> None:
+        """Note that `what` is not there to compare some attempts with."""
+        self.missing.setdefault(what, []).extend(attempts)
+
+    @property
+    def left_out(self) -> list[str]:
+        """One line for each thing that is not there."""
+        return [f"{what} ({_numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
 def check_consumption(run: Path, history: History) -> Findings:
@@ -65,7 +74,7 @@ def check_consumption(run: Path, history: History) -> Findings:
         recipe = _recipe(run, digest, attempts, found)
         if recipe:
             _compare(recipe, attempts, history, found, counts)
-    if counts.steps and not found.problems:
+    if counts.located and not found.problems:
         of = "the data says" if counts.read else "the order says"
         line = f"what the ranks took is what {of}: samples of {_share(counts.located, counts)}"
         line += f", tokens of {_share(counts.read, counts)}" if counts.read else ""
@@ -96,10 +105,10 @@ def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings
             return None
         recipe = load_recipe(path)
     except OSError as error:
-        found.missing.append(f"{path}, the recipe of {who}: {error.strerror}")
+        found.miss(f"{path}: {error.strerror}", attempts)
         return None
     except known_errors() as error:
-        found.missing.append(f"the recipe of {who} cannot be read: {error}")
+        found.miss(f"{path} cannot be read by this version: {error}", attempts)
         return None
     for attempt in attempts:
         if digest and attempt.start.global_batch != recipe.batch.global_batch:
@@ -144,7 +153,7 @@ def _compare(
         return
     recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
     if away:
-        found.missing.append(f"the data of {_numbers_of(attempts)}: {away} has no index.json")
+        found.miss(f"there is no data in {away}, which has no index.json", attempts)
         return
     try:
         stream, _ = open_streams(recipe)
@@ -160,7 +169,7 @@ def _compare(
         found.problems += _other_samples(located, stream.locate)
         found.problems += _other_tokens(read, stream)
     except OSError as error:
-        found.missing.append(f"the data of {_numbers_of(attempts)}: {error}")
+        found.miss(f"the data cannot be read: {error}", attempts)
         return
     except known_errors() as error:
         found.problems.append(f"the data is not what {_numbers_of(attempts)} trained on: {error}")

@@ -66,7 +66,7 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
 
         found = check_consumption(run, history)
         problems += found.problems
-        missing, proved = found.missing, found.proved
+        missing, proved = found.left_out, found.proved
     left_out = [f"not compared: {what}" for what in missing]
     if problems:
         return False, "\n".join([*(f"problem: {problem}" for problem in problems), *left_out])
