@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from benchmarks.support import python_path
 from elastic.node.zygote import RankProgram
 from tests.distributed.jobs import RECIPE, ROOT, losses
+from tests.opt_in.attack_group import attack_group
 from trainer.data.prepare.prepare import prepare
 from trainer.tools.container import Container
 from trainer.tools.local_nodes import LocalNodes, children
@@ -358,6 +359,24 @@ def attack_files(scratch: Path, run: Path) -> Attack:
     return attack
 
 
+def shared_directory(scratch: Path) -> Attack:
+    """5. A member of the group that a run directory belongs to."""
+    attack = Attack("5. a run directory of a group")
+
+    def train(*overrides: str) -> "subprocess.CompletedProcess[bytes]":
+        command = [sys.executable, "-m", "trainer", "recipe.yaml", *OVERRIDES, *overrides]
+        return subprocess.run(command, cwd=scratch, check=False, capture_output=True, timeout=300)
+
+    attack_group(
+        scratch,
+        train,
+        drop_rights,
+        sealed,
+        lambda what, got_in: attack.attempt(what, lambda: got_in),
+    )
+    return attack
+
+
 # --- the runs ------------------------------------------------------------------------------------
 
 
@@ -384,6 +403,8 @@ def main(scratch: Path) -> int:
     attacks.append(outcome)
     say("files that say what they should not")
     attacks.append(attack_files(scratch, scratch / "undisturbed"))
+    say("a run directory that a group may write to")
+    attacks.append(shared_directory(scratch))
     return report(attacks)
 
 

@@ -218,7 +218,7 @@ def test_what_is_no_file_of_the_checkpoint_is_neither_followed_nor_waited_for(na
 def test_values_that_steer_a_terminal_are_shown_as_text(run):
     second = run / "checkpoints" / "step-00000002"
     evil = "\x1b]0;owned\x07\n\x9b31m\u202e"
-    state = {evil: evil, "tokens": evil, "world": {"world_size": evil}, "step": 10**400}
+    state = {evil: evil, "notes": evil, "world": {"world_size": evil}, "step": 10**400}
     forge(second, **{STATE: json.dumps(state).encode()})
     for result in (ls(run), show(second), diff(second, run / "checkpoints" / "step-00000001")):
         text = str(result)
@@ -322,3 +322,61 @@ def test_a_plain_name_stays_in_its_directory(name):
         assert printable(name) == name
         assert os.path.normpath(f"/folder/{name}").startswith("/folder/")
         assert name == os.path.normpath(name)
+
+
+def with_state(**changed):
+    def change(step):
+        state = {**json.loads((step / STATE).read_text()), **changed}
+        forge(step, **{STATE: json.dumps(state).encode()})
+
+    return change
+
+
+def with_weight(value):
+    def change(step):
+        data = bytearray((step / MODEL).read_bytes())
+        data[-4:] = struct.pack("<f", value)
+        forge(step, **{MODEL: bytes(data)})
+
+    return change
+
+
+def named_twice(step):
+    data = (step / MODEL).read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    text = data[8 : 8 + size].rstrip()
+    text = text[:-1] + b',"a":' + json.dumps(json.loads(text)["b"]).encode() + b"}"
+    text += b" " * (-len(text) % 8)
+    forge(step, **{MODEL: struct.pack("<Q", len(text)) + text + data[8 + size :]})
+
+
+def in_two_files(step):
+    forge(step, **{"model-00002-of-00002.safetensors": (step / MODEL).read_bytes()})
+
+
+FORGED = {
+    "another step": (with_state(step=9), "is of step 9"),
+    "no number of sequences": (with_state(sequences=float("nan")), "sequences is nan"),
+    "text for a number": (with_state(tokens="2"), "tokens is '2'"),
+    "half a step": (with_state(step=2.5), "step is 2.5"),
+    "a list for the recipe": (with_state(recipe=[1]), "where an object is due"),
+    "NaN": (with_weight(float("nan")), "b holds NaN"),
+    "a name twice": (named_twice, "'a' stands there twice"),
+    "a tensor twice": (in_two_files, "holds tensors that no index names"),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_what_contradicts_itself_is_not_good_though_its_checksums_are_right(run, how):
+    step = run / "checkpoints" / "step-00000002"
+    change, why = FORGED[how]
+    change(step)
+    (problem,) = verify(run).problems
+    assert problem.checkpoint == step
+    assert why in problem.message
+
+
+def test_other_peoples_loops_may_keep_nan(tmp_path):
+    tensors = {"mask": torch.tensor([0.0, float("nan"), float("-inf")])}
+    write_checkpoint(tmp_path / "step-00000001", 1, tensors, state={"anything": float("nan")})
+    assert not verify(tmp_path).problems
