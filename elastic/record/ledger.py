@@ -131,7 +131,7 @@ class Ledger:
             unwritten: what `unwritten` was when the state that was loaded was saved.
             trusted: other users (uids) whose file it may be; any other file is put aside.
         """
-        path, unwritten = Path(path), list(unwritten)
+        path, unwritten = Path(path), [line for line in unwritten if _is_line(line)]
         self.reached = max(_newest_step(_tail(path)), _newest_step(unwritten))
         """Newest step of the attempts before this one."""
         self._start = start
@@ -266,6 +266,13 @@ class Ledger:
 
 
 _TAIL_BYTES = 1 << 16
+
+
+def _is_line(line: object) -> bool:
+    """Whether this is a line of a ledger. A state may come from elsewhere than a `Ledger`."""
+    with suppress(ValueError, TypeError, RecursionError):
+        return isinstance(line, str) and "\n" not in line and "kind" in json.loads(line)
+    return False
 
 
 def _tail(path: Path) -> list[bytes]:

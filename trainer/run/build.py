@@ -110,8 +110,9 @@ def build(
             phases=dict(startup.parts),
         )
         progress.attempt = start.attempt
-        unwritten = state.get(UNWRITTEN, []) if state else []
-        with Log(recipe, start, unwritten, silent=not world.is_main) as log:
+        unwritten = state.get(UNWRITTEN) if state else None
+        lines = unwritten if isinstance(unwritten, list) else []
+        with Log(recipe, start, lines, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
                 given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
