@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic.files import is_ours, put_aside, read_text, write_whole
+from elastic.node.files import is_ours, put_aside, read_text, write_whole
 from elastic.process import boot_id
 
 logger = logging.getLogger(__name__)

@@ -121,18 +121,24 @@ def _cause(value: Any) -> bool:
     return isinstance(value, dict) and (value.get("at") is None or _seconds(value["at"]))
 
 
+def _cursor(value: Any) -> bool:
+    """A position in the order of sequences. One before its beginning is for the proof to name."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_whole, value))
+    return isinstance(value, list) and len(value) == 2 and all(map(_cursor, value))
 
 
 _LATER: Mapping[str, Callable[[Any], bool]] = {"attempt": _text, "after": _seconds, "step": _whole}
 _COUNTERS: Mapping[str, Callable[[Any], bool]] = {"skipped": _whole, "rollbacks": _whole}
 _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "start": {
-        **dict.fromkeys(("step", "sequences", "global_batch", "world_size", "nodes"), _whole),
+        **dict.fromkeys(("step", "global_batch", "world_size", "nodes"), _whole),
         **dict.fromkeys(("round", "generation", "pid"), _whole),
         **dict.fromkeys(("data", "source", "boot", "attempt"), _text),
         **dict.fromkeys(("at", "monotonic"), _seconds),
+        "sequences": _cursor,
         "cause": _or_null(_cause),
         "phases": _of(_number),
         "parent": _or_null(_text),
@@ -150,7 +156,6 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "seconds": _seconds,
         "loss": _or_null(_number),
         "norm": lambda value: _text(value) and bool(_HEXADECIMAL.fullmatch(value)),
-        "why": _text,
         "skipped": _flag,
         "consumed": lambda value: _text(value) and bool(_DIGEST.fullmatch(value)),
     },

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
-from elastic.files import open_to_read
+from elastic.node.files import open_to_read
 from elastic.record.checked import WrongValueError, read_line
 from elastic.record.ledger import LEDGER, Start
 

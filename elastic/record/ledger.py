@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
-from elastic.files import open_to_read
+from elastic.node.files import open_to_read
 from elastic.node.recall import Recalled
 from elastic.process import boot_id
 from elastic.record.lines import Lines

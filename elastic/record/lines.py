@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 from itertools import islice
 from pathlib import Path
 
-from elastic.files import open_to_append
+from elastic.node.files import open_to_append
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
-from elastic.files import write_whole
+from elastic.node.files import write_whole
 from trainer.recipe import RecipeError
 from trainer.recipe.paths import no_url
 

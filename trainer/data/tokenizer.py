@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from checkpointing.format.untrusted import read_object
 from checkpointing.storage.beside import MOST_BYTES
-from elastic.files import read_bytes
+from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpointing.format.untrusted import read_object
 from checkpointing.storage.beside import MOST_BYTES
-from elastic.files import read_bytes
+from elastic.node.files import read_bytes
 from trainer.models.family import Family, family_of
 from trainer.recipe.architecture import Architecture, RopeScaling
 

@@ -23,7 +23,7 @@ Origins = dict[Key, str]
 
 
 MAX_BYTES, MAX_NESTING, MAX_VALUES = 256 << 10, 64, 5_000
-"""Of a recipe: of its file, and of its values once aliases are followed."""
+"""Limits of a recipe: bytes of the file, levels, and values with aliases followed."""
 _MAX_WHOLE, _MOST_DIGITS = 2**64, 100
 
 

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from checkpointing import SaveOutcome
 from checkpointing.storage.trust import Trusted
 from elastic import LEDGER, Ledger, Start
-from elastic.files import open_to_append, open_to_read, write_whole
 from elastic.node.companion import accompany
+from elastic.node.files import open_to_append, open_to_read, write_whole
 from elastic.output import lost
 from elastic.record.checked import read_record
 from elastic.record.ledger import clock

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from checkpointing.save.room import available_bytes
 from elastic import World
-from elastic.files import read_text, write_whole
 from elastic.node.exchange import received
+from elastic.node.files import read_text, write_whole
 from trainer.plan.search import largest_micro_batch
 from trainer.recipe import Recipe, resolved
 from trainer.run.state import Run

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from elastic.files import own_directory
+from elastic.node.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
 from trainer.run.speed import Speed

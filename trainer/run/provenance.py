@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from checkpointing.format.untrusted import printable
-from elastic.files import own_directory, read_text, write_whole
+from elastic.node.files import own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError, resolved

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from elastic.files import own_directory, read_text, write_new, write_whole
+from elastic.node.files import own_directory, read_text, write_new, write_whole
 
 
 class Sink(Protocol):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.exits import SIGNALS
-from elastic.files import open_to_read, read_text, write_whole
+from elastic.node.files import open_to_read, read_text, write_whole
 from elastic.record.checked import read_record
 from elastic.record.ledger import LEDGER
 from trainer.run.events import Reader

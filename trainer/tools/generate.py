@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from checkpointing import load_model
-from elastic.files import read_bytes
+from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
 from trainer.models import TIED_COPIES, Decoder, Family, read_config

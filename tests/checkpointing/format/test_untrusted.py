@@ -218,13 +218,13 @@ def test_what_is_no_file_of_the_checkpoint_is_neither_followed_nor_waited_for(na
 def test_values_that_steer_a_terminal_are_shown_as_text(run):
     second = run / "checkpoints" / "step-00000002"
     evil = "\x1b]0;owned\x07\n\x9b31m\u202e"
-    state = {evil: evil, "notes": evil, "world": {"world_size": evil}, "step": 10**400}
+    state = {evil: evil, "notes": evil, "world": {"world_size": evil}, "large": 10**400}
     forge(second, **{STATE: json.dumps(state).encode()})
     for result in (ls(run), show(second), diff(second, run / "checkpoints" / "step-00000001")):
         text = str(result)
         assert all(line.isprintable() for line in text.splitlines())
         assert "\\x1b" in text or "\\u001b" in text
-    options = CheckpointOptions(keep=1, keep_best=1, best_by="step")
+    options = CheckpointOptions(keep=1, keep_best=1, best_by="large")
     assert len(pruned(run, options, dry_run=True).decisions) == 2
 
 

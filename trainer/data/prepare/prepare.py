@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from elastic.files import own_directory
+from elastic.node.files import own_directory
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
 from trainer.data.prepare.options import OnBad, PrepareOptions, Split
 from trainer.data.prepare.records import read_piece

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic.files import read_text
+from elastic.node.files import read_text
 from elastic.record.history import Attempt, History, StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest

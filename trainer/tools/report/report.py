@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from elastic.files import open_to_read
+from elastic.node.files import open_to_read
 from elastic.record.checked import read_record
 from elastic.record.goodput import Goodput, Reliability, goodput, reliability
 from elastic.record.history import Attempt, History, read_history

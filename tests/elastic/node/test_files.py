@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.files import open_to_append, own_directory, read_text, write_new, write_whole
+from elastic.node.files import open_to_append, own_directory, read_text, write_new, write_whole
 from elastic.record.ledger import Ledger, Start
 
 STRANGER = 65534
