@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elastic.node.progress import Pulse
 from elastic.node.script import execute, stand_in_for, stands_in, this_program
-from elastic.output import outlive
-from elastic.process import die_with_parent
+from elastic.process import die_with_parent, outlive
 
 if TYPE_CHECKING:  # torch, which a process that only stands in does without
     from torch.distributed import ProcessGroup

@@ -1,16 +1,24 @@
 """Processes that end when the one that started them does, and what they may use.
 
 `python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
+
+[Note: output] The reader of a pipe ends, a terminal is closed, the disk that holds the log is full:
+then a write fails, and Python raises an error where a program only wanted to print. Each process of
+ours calls `outlive` when it starts. What it cannot write from then on is dropped, and it goes on.
+Nothing else changes: the same process writes, at once, to the same file.
 """
 
 import ctypes
+import io
 import os
 import runpy
+import select
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-
-from elastic.output import outlive
+from typing import Any, TextIO
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -61,6 +69,128 @@ def usable_cores() -> int:
     """Cores that this process may run on, which Slurm and cpusets make fewer than the machine
     has."""
     return len(os.sched_getaffinity(0))
+
+
+# --- output ----------------------------------------------------------------------------------
+
+PATIENCE_SECONDS = 5.0
+"""How long a reader that is there but does not read may hold a process up, once."""
+NAMES = {"stdout": "standard output", "stderr": "standard error"}
+
+
+class _Outliving(io.FileIO):
+    """A descriptor that every write to succeeds."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew: the descriptor may be another file's now."""
+        self.why = ""
+        """Why the last write failed that did; empty: none has."""
+        self._missing = 0
+        """Bytes dropped since the last write that succeeded."""
+        self._mid_line = False
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or drop the rest of it; returns its size in bytes."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            if self._missing and left:
+                lost = f"[{self._missing} bytes of output are missing here: {self.why}]\n".encode()
+                self._put(b"\n" + lost if self._mid_line else lost)
+                self._missing, self._mid_line = 0, False
+            while left:
+                count = self._put(left[: select.PIPE_BUF])
+                self._mid_line = left[count - 1] != ord("\n")
+                left = left[count:]
+        except OSError as error:
+            self.why = str(error.strerror)
+            self._missing += len(left)
+        return size
+
+    def _put(self, data: bytes | memoryview) -> int:
+        """Write what the file takes now, at least a byte; returns how many bytes.
+
+        Raises:
+            OSError: it takes nothing.
+        """
+        poll, milliseconds = select.poll(), 0 if self._missing else int(1e3 * PATIENCE_SECONDS)
+        poll.register(self.fileno(), select.POLLOUT)
+        # A pipe that is ready takes PIPE_BUF bytes without waiting for its reader.
+        count = super().write(data) if poll.poll(milliseconds) else None
+        if not count:
+            raise BlockingIOError(0, "nobody reads it")
+        return count
+
+
+def outlive() -> None:
+    """Have sys.stdout and sys.stderr of this process, and of those that it forks, drop what they
+    cannot write. A stream that the program has replaced stays as it is. To be called again where
+    the descriptors have become those of other files.
+
+    Descriptors 0 to 2 that are closed become the null device: the next file opened would take their
+    place, and get the output of the processes that this one starts.
+    """
+    closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
+    for _ in closed:  # each takes the lowest free number
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for descriptor, name in enumerate(NAMES, 1):
+        stream: TextIO | None = getattr(sys, name)
+        replaced = stream is not getattr(sys, f"__{name}__")
+        if replaced or (stream is None and descriptor not in closed):
+            continue
+        raw = _raw(stream)
+        if isinstance(raw, _Outliving):
+            raw.begin()
+            continue
+        outliving = _over(descriptor, stream)
+        setattr(sys, name, outliving)
+        setattr(sys, f"__{name}__", outliving)
+
+
+def lost() -> str:
+    """Where output of this process was dropped, and why; empty if none was."""
+    return ", ".join(f"{NAMES[name]}: {raw.why}" for name, raw in _outliving() if raw.why)
+
+
+def _over(descriptor: int, stream: TextIO | None) -> TextIO:
+    """A stream like another, over a descriptor that may fail."""
+    raw = _Outliving(descriptor)
+    if not isinstance(stream, io.TextIOWrapper):  # it was closed when this process started
+        return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _raw(stream: TextIO | None) -> object:
+    """The file under a stream."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
+def _outliving() -> Iterator[tuple[str, _Outliving]]:
+    for name in NAMES:
+        raw = _raw(getattr(sys, f"__{name}__"))
+        if isinstance(raw, _Outliving):
+            yield name, raw
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ from elastic.node.agent import Node
 from elastic.node.facts import Facts, differences, digest, torchrun_program
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.warm import start_early
-from elastic.output import outlive
+from elastic.process import outlive
 from elastic.world import ROUND
 
 logger = logging.getLogger(__name__)

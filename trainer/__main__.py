@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> NoReturn:
             sys.path.append(home)
     from elastic.exits import heeded, leave_at_once
     from elastic.node.standin import NODE_SOCKET, stand_in
-    from elastic.output import outlive
+    from elastic.process import outlive
 
     outlive()
     if NODE_SOCKET in os.environ and "RANK" in os.environ:

@@ -468,8 +468,8 @@ def serve(setup: msg.Setup, ready: Callable[[msg.Address], None]) -> None:
         setup: what to be.
         ready: is told where other nodes reach this one, once everybody can connect.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # whoever started us decides
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections to every other node
     writer = Writer(setup)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
 from tenacity.wait import wait_random_exponential
 
-from elastic.output import outlive
+from elastic.process import outlive
 
 T = TypeVar("T")
 

@@ -49,7 +49,7 @@ from elastic.node.standin import NODE_SOCKET
 from elastic.node.warm import Zygote, first_zygote
 from elastic.node.watchdog import SAVE_SECONDS
 from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram
-from elastic.output import lost
+from elastic.process import lost
 from elastic.world import CAUSE, GENERATION, ROUND
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from elastic.output import lost
+from elastic.process import lost
 
 RANKS = 64
 """Most ranks of one node."""
@@ -200,7 +200,7 @@ class Pulse:
 
     @property
     def mute(self) -> bool:
-        """Whether output of this process, or of its agent, was dropped; see output.py."""
+        """Whether output of this process, or of its agent, was dropped; see `outlive`."""
         return bool(lost() or struct.unpack_from("I", self._map, self._start + _MUTE)[0])
 
     def be_patient(self, seconds: float) -> None:

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
-from elastic.output import outlive
+from elastic.process import outlive
 
 logger = logging.getLogger(__name__)
 

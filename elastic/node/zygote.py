@@ -31,8 +31,7 @@ from typing import Any, NoReturn
 from elastic.exits import SIGNALS, heeded
 from elastic.node.facts import ask
 from elastic.node.watchdog import register_dumps
-from elastic.output import outlive
-from elastic.process import die_with_parent, search_path, set_name
+from elastic.process import die_with_parent, outlive, search_path, set_name
 
 MAX_MESSAGE = 1 << 16
 RECALL = "PERDURE_RECALL"

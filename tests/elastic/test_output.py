@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic import output
-from elastic.output import _Outliving
+from elastic import process
+from elastic.process import _Outliving
 
 PROGRAM = """
 import sys
-from elastic.output import lost, outlive
+from elastic.process import lost, outlive
 outlive()
 for line in range(5000):
     print("line", line)
@@ -31,7 +31,7 @@ def run(folder, redirection, program=PROGRAM, options=""):
     environment = {
         **os.environ,
         "PROGRAM": program,
-        "PYTHONPATH": str(Path(output.__file__).parents[1]),
+        "PYTHONPATH": str(Path(process.__file__).parents[1]),
     }
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, check=False)
     return done.returncode, (folder / "lost").read_text()
@@ -75,7 +75,7 @@ def test_output_resumes_with_a_note_of_what_is_missing(tmp_path):
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(output, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.1)
     reader, writer = os.pipe()
     raw = _Outliving(writer)
     text = b"x" * 99 + b"\n"

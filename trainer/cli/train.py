@@ -19,8 +19,7 @@ from elastic.exits import (
 from elastic.group.membership import Limits
 from elastic.group.secret import SECRET_FILE
 from elastic.node.warm import start_early
-from elastic.output import outlive
-from elastic.process import usable_cores
+from elastic.process import outlive, usable_cores
 from trainer.cli.parser import Commands, add_command, add_recipe
 from trainer.recipe import RecipeError, dump_recipe, load_recipe
 

@@ -21,7 +21,7 @@ from checkpointing.storage.trust import Trusted
 from elastic import LEDGER, Ledger, Start
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
-from elastic.output import lost
+from elastic.process import lost
 from elastic.record.checked import read_record
 from elastic.record.ledger import clock
 from elastic.record.lines import Lines
@@ -78,7 +78,7 @@ class Log:
     """
 
     def __init__(
-        self, recipe: Recipe, start: Start, unwritten: Sequence[str], *, silent: bool
+        self, recipe: Recipe, start: Start, unwritten: Sequence[str] = (), *, silent: bool
     ) -> None:
         self.silent = silent
         if silent:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, o
 
 METRICS = "metrics.jsonl"
 LOOK_SECONDS = 0.5
+AGAIN_SECONDS = 5.0
+"""After which a tracker that a file or a connection has failed begins again where it was."""
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
@@ -127,7 +130,8 @@ def keep_up(mark: Path, feed: Callable[[float], Iterator[float]], ended: threadi
         last = ended.wait(LOOK_SECONDS)
         before, done = done, next(turns)
         if done != before:
-            _write_mark(mark, me, done)
+            with suppress(OSError):  # the disk is full; a later mark says it as well
+                _write_mark(mark, me, done)
 
 
 def _read_mark(path: Path) -> tuple[str, float]:
@@ -167,17 +171,26 @@ def main(directory: str, kind: str, name: str = "") -> None:
     threading.Thread(target=wait, daemon=True).start()
     run_dir = Path(directory)
     mark = run_dir / f".tracker-{'-'.join(filter(None, [kind, name]))}.json"
-    try:
-        if kind == "hooks":
-            keep_up(mark, partial(to_hook, name, run_dir), ended)
-        else:
-            sink = own_sink(name, run_dir) if kind == "sinks" else SINKS[kind](run_dir)
-            keep_up(mark, partial(to_sink, sink, run_dir), ended)
-            sink.close()
-    except (Exception, SystemExit) as error:
-        text = _failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
-        print(f"warning: {text}, and {run_dir / METRICS} has all it would have", flush=True)
-        ended.wait()  # whoever finds no process would start another
+    told = False
+    while True:
+        try:
+            if kind == "hooks":
+                keep_up(mark, partial(to_hook, name, run_dir), ended)
+            else:
+                sink = own_sink(name, run_dir) if kind == "sinks" else SINKS[kind](run_dir)
+                keep_up(mark, partial(to_sink, sink, run_dir), ended)
+                sink.close()
+            return
+        except (Exception, SystemExit) as error:
+            text = _failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
+            if not told:
+                print(f"warning: {text}, and {run_dir / METRICS} has all it would have", flush=True)
+            told = True
+            if not isinstance(error, OSError):  # whoever finds no process would start another
+                ended.wait()
+            # A disk that is full now, or a server that is away, may be back.
+            if ended.wait(AGAIN_SECONDS):
+                return
 
 
 if __name__ == "__main__":
