@@ -119,8 +119,11 @@ class Model(torch.nn.Module):
 """
 
 
-def test_a_notice_in_a_long_first_pass_is_followed_at_once(launch, workspace):
-    """Nothing is lost by that: the run has nothing yet that is not in storage."""
+def test_a_notice_in_a_long_first_pass_is_followed_at_once(
+    launch, workspace, tmp_path, monkeypatch
+):
+    """Nothing is lost by that: the run has nothing yet that is not in storage. Nothing is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     (workspace / "long_pass.py").write_text(LONG_PASS)
     model = ["model.architecture=null", "model.factory=long_pass:Model", "strategy.name=ddp"]
     node = launch("train", "recipe.yaml", "run.dir=long-pass", *model, "--nproc-per-node", "2")
@@ -133,6 +136,7 @@ def test_a_notice_in_a_long_first_pass_is_followed_at_once(launch, workspace):
     node.process.send_signal(signal.SIGTERM)
     ends(node, 75, seconds=10)
     assert "this node was told to go (SIGTERM)" in node.text()
+    assert not list(tmp_path.glob("torchelastic_*"))
 
 
 SHARING = """
