@@ -165,7 +165,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "ok": _flag,
         "seconds": _seconds,
         "stall": _or_null(_seconds),
-        "error": _or_null(_text),
+        **dict.fromkeys(("error", "weights", "moments"), _or_null(_text)),
         **_COUNTERS,
     },
     "rollback": {**_LATER, "to": _whole, "source": _text},
