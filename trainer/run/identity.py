@@ -53,7 +53,7 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     """
     found = {
         "code": _digest(_sources()),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # it is a class of its own
         "run.device": _device(recipe.run.device),
         **{key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)},
     }
