@@ -418,9 +418,10 @@ class PerdureRendezvous(RendezvousHandler):
                 store = SealedStore(connect, secret, "agents")
                 # Twice, as torch now has the agents wait for each other without a way out: one that
                 # dies between the two is noticed here.
-                for key in ("here", "all here"):
-                    store.add(key, 1)
-                    while int(store.add(key, 0)) < state.size and not over(member.state):
+                for word in ("here", "all here"):
+                    store.set(f"{word} {place}", b"")
+                    said = [f"{word} {other}" for other in range(state.size)]
+                    while not store.check(said) and not over(member.state):
                         time.sleep(0.01)
                 if over(member.state):
                     return None

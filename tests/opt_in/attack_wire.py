@@ -175,11 +175,13 @@ def _under_attack(
         until(outcome, f"step 20 of {run.name}", lambda: newest(run) >= 20 or ended())
         for rank in _ranks(family())[:1]:
             os.kill(rank, signal.SIGKILL)
-        until(outcome, f"the end of {run.name}", ended, seconds=180)
+        until(outcome, f"step {STEPS} of {run.name}", lambda: newest(run) >= STEPS, seconds=180)
     finally:
-        stop.touch()
+        stop.touch()  # before the last barrier of torchrun's agents, whose counter is not sealed
         telling.stop()
-    return result_of(enemy)
+    found = result_of(enemy)
+    until(outcome, f"the end of {run.name}", ended)
+    return found
 
 
 def _one_machine(scratch: Path) -> list[Attack]:
