@@ -166,7 +166,7 @@ class SealedStore(dist.Store):
         """The value of a key, once there is one that verifies."""
         name, secret = self._named(key)
         while True:
-            left = max(deadline - time.monotonic(), 0.001)
+            left = max(deadline - time.monotonic(), 0.1)
             self._store.wait([name], timedelta(seconds=left))
             value = self._opened(key, name, secret)
             if value is not None:
