@@ -411,10 +411,14 @@ class PerdureRendezvous(RendezvousHandler):
                 store = SealedStore(connect, secret, "agents")
                 # Twice, as torch now has the agents wait for each other without a way out: one that
                 # dies between the two is noticed here.
-                for key in ("here", "all here"):
-                    store.add(key, 1)
-                    while int(store.add(key, 0)) < state.size and not ended(member.state):
+                for word in ("here", "all here"):
+                    store.set(f"{word} {place}", b"")
+                    # The first node looks at every other, all others at one key of its.
+                    said = [f"{word} {other}" for other in range(state.size)] if not place else []
+                    while not store.check(said or [word]) and not ended(member.state):
                         time.sleep(0.01)
+                    if said:
+                        store.set(word, b"")
                 if ended(member.state):
                     return None
                 return RendezvousInfo(

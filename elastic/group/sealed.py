@@ -116,7 +116,9 @@ class SealedStore(dist.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """See torch.distributed.Store."""
-        return all(self._held(key) is not None for key in keys)
+        names = [self._named(key)[0] for key in keys]
+        # One call while some are missing.
+        return self._store.check(names) and all(self._held(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See torch.distributed.Store."""
@@ -158,15 +160,13 @@ class SealedStore(dist.Store):
     def _held(self, key: str) -> bytes | None:
         """The value of a key; None if there is none, or it does not verify."""
         name, secret = self._named(key)
-        if not self._store.check([name]):
-            return None
-        return self._opened(key, name, secret)
+        return self._opened(key, name, secret) if self._store.check([name]) else None
 
     def _await(self, key: str, deadline: float) -> bytes:
         """The value of a key, once there is one that verifies."""
         name, secret = self._named(key)
         while True:
-            left = max(deadline - time.monotonic(), 0.001)
+            left = max(deadline - time.monotonic(), 0.1)
             self._store.wait([name], timedelta(seconds=left))
             value = self._opened(key, name, secret)
             if value is not None:

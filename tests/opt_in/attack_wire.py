@@ -108,17 +108,17 @@ def between_ranks(scratch: Path) -> list[Attack]:
     return [*_one_machine(scratch), *_two_machines(scratch), *_compiled(scratch)]
 
 
-def _start(machine: Container, scratch: Path, name: str, *more: str) -> "subprocess.Popen[bytes]":
+def _start(
+    machine: Container, scratch: Path, name: str, *more: str, **environment: str
+) -> "subprocess.Popen[bytes]":
     """`perdure train` on a machine."""
     worker = ["train", "recipe.yaml", *OVERRIDES, f"run.dir={name}", f"run.steps={STEPS}", *more]
-    (scratch / "tmp").mkdir(exist_ok=True)
-    (scratch / "tmp").chmod(0o1777)
     own = {"PYTHONPATH": python_path(ROOT), "XDG_CACHE_HOME": str(scratch / "cache")}
     with open(scratch / "log" / f"{name}.log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *machine.inside, "trainer.cli", *worker, "--nproc-per-node=2"],
             cwd=scratch, stdout=log, stderr=log,
-            env={**os.environ, **own, "TMPDIR": str(scratch / "tmp")},
+            env={**os.environ, **own, **environment},
         )  # fmt: skip
 
 
@@ -175,11 +175,13 @@ def _under_attack(
         until(outcome, f"step 20 of {run.name}", lambda: newest(run) >= 20 or ended())
         for rank in _ranks(family())[:1]:
             os.kill(rank, signal.SIGKILL)
-        until(outcome, f"the end of {run.name}", ended, seconds=180)
+        until(outcome, f"step {STEPS} of {run.name}", lambda: newest(run) >= STEPS, seconds=180)
     finally:
-        stop.touch()
+        stop.touch()  # before the last barrier of torchrun's agents, whose counter is not sealed
         telling.stop()
-    return result_of(enemy)
+    found = result_of(enemy)
+    until(outcome, f"the end of {run.name}", ended)
+    return found
 
 
 def _one_machine(scratch: Path) -> list[Attack]:
@@ -253,7 +255,7 @@ def _compiled(scratch: Path) -> list[Attack]:
             enemy = stranger(machine, "attack_caches", scratch / "tmp", "root")
             found = result_of(enemy)
             more = "strategy.compile=true", "run.determinism=fast", "run.steps=3"
-            job = _start(machine, scratch, "wire-compiled", *more)
+            job = _start(machine, scratch, "wire-compiled", *more, TMPDIR=str(scratch / "tmp"))
             until(outcome, "the run that compiles", lambda: job.poll() is not None, seconds=240)
             if job.poll() != 0:
                 outcome.got_in.append(f"the run that compiles ended with {job.poll()}")

@@ -25,6 +25,11 @@ def keep_caches_closed(run_directory: Path) -> None:
         RecipeError: a directory that the environment names, or else every other one, is open to
             other users.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch names its default itself when the compiler is imported, and reads it anew at each use.
+    if os.environ.get(INDUCTOR) == default_cache_dir():
+        del os.environ[INDUCTOR]
     for variable in (INDUCTOR, TRITON):
         if (named := os.environ.get(variable)) and (why := _open_to_others(Path(named))):
             raise RecipeError(

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -36,7 +35,9 @@ def client(port, seconds=5):
 
 @pytest.fixture
 def host():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store
+    sealed._end_guards()  # while it is there
 
 
 def store_at(port, secret=SECRET, scope="generation 0", seconds=0.1):
@@ -92,17 +93,14 @@ def test_what_does_not_verify_is_as_absent(host, caplog):
             store_at(host.port, secret, scope).get("address")
 
 
-def test_what_was_overwritten_or_deleted_is_set_again_while_others_may_need_it(host, monkeypatch):
+def test_what_was_overwritten_or_deleted_is_set_again_while_others_may_need_it(host):
     ours, reader = store_at(host.port), store_at(host.port, seconds=10)
     ours.set("address", b"right")
     (name,) = (key for key in host.list_keys() if len(key) == 64)
     for spoil in (partial(host.set, name, b"forged"), partial(host.delete_key, name)):
         spoil()
         assert reader.get("address") == b"right"
-    monkeypatch.setattr(sealed, "GUARDED_SECONDS", 0.0)  # the time is over
-    for thread in threading.enumerate():
-        if thread.name == "perdure-addresses":
-            thread.join(10)
+    sealed._end_guards()  # the time is over
     host.set(name, b"forged")
     time.sleep(0.2)
     assert host.get(name) == b"forged"
@@ -111,6 +109,7 @@ def test_what_was_overwritten_or_deleted_is_set_again_while_others_may_need_it(h
 def tamper(port):
     """Overwrite, exchange and delete whatever is in the store, without a pause."""
     store = client(port)
+    store.set("a stranger is here", b"")
     while True:
         names = [name for name in store.list_keys() if len(name) == 64]
         values = [store.get(name) for name in names if store.check([name])]
@@ -124,6 +123,7 @@ def tamper(port):
 def meet(rank, size, port):
     """Be a rank: join the others, and a group of some of them; 0 if all is well."""
     logging.disable()
+    client(port, 60).wait(["a stranger is here"])
     store = SealedStore(partial(client, port, 60), SECRET, "generation 0")
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)

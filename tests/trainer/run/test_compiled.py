@@ -87,6 +87,7 @@ def test_torch_looks_there_and_not_where_a_stranger_can_be_first(place, tmp_path
     trap = tmp_path / f"torchinductor_{getpass.getuser()}"
     assert cache_dir_utils.default_cache_dir() == str(trap), "so it does by default"
     trap.mkdir()
+    assert cache_dir_utils.cache_dir() == os.environ[INDUCTOR] == str(trap), "and says so itself"
     keep_caches_closed(tmp_path / "run")
     assert cache_dir_utils.cache_dir() == str(place)
     assert Path(cache_dir_utils.triton_cache_dir(0)).is_relative_to(place)
