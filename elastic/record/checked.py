@@ -121,28 +121,28 @@ def _cause(value: Any) -> bool:
     return isinstance(value, dict) and (value.get("at") is None or _seconds(value["at"]))
 
 
-def _cursor(value: Any) -> bool:
-    """A position in the order of sequences. One before its beginning is for the proof to name."""
+def _integer(value: Any) -> bool:
+    """A count or a cursor. What is below 0 is for the proof to name."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_cursor, value))
+    return isinstance(value, list) and len(value) == 2 and all(map(_integer, value))
 
 
 _LATER: Mapping[str, Callable[[Any], bool]] = {"attempt": _text, "after": _seconds, "step": _whole}
-_COUNTERS: Mapping[str, Callable[[Any], bool]] = {"skipped": _whole, "rollbacks": _whole}
+_COUNTERS: Mapping[str, Callable[[Any], bool]] = {"skipped": _integer, "rollbacks": _integer}
 _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "start": {
         **dict.fromkeys(("step", "global_batch", "world_size", "nodes"), _whole),
         **dict.fromkeys(("round", "generation", "pid"), _whole),
         **dict.fromkeys(("data", "source", "boot", "attempt"), _text),
         **dict.fromkeys(("at", "monotonic"), _seconds),
-        "sequences": _cursor,
+        "sequences": _integer,
         "cause": _or_null(_cause),
         "phases": _of(_number),
         "parent": _or_null(_text),
-        **dict.fromkeys(("skipped", "rollbacks"), _or_null(_whole)),
+        **dict.fromkeys(("skipped", "rollbacks"), _or_null(_integer)),
         "records": lambda value: isinstance(value, list) and all(map(_text, value)),
         "recipe": _name,
         "directory": _text,
