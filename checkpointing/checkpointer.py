@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 class Checkpointer:
-    """Saves and loads what a training loop consists of. Methods are called on all ranks.
+    """Saves and loads what a training loop consists of. Methods are called on all ranks. A step
+    whose trained parameters or optimizer state hold NaN or infinity is neither saved nor loaded.
 
         checkpointer = Checkpointer("checkpoints", keep=2)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -123,7 +124,11 @@ class Checkpointer:
             put_back(state, self._own(saved))
 
         found = self._tensors.load(
-            model=parts.model, optimizer=parts.optimizer, step=wanted, refuse=refuse
+            model=parts.model,
+            optimizer=parts.optimizer,
+            step=wanted,
+            finite=parts.trained,
+            refuse=refuse,
         )
         if wanted is None:
             self._newest, self._looked = (int(found["step"]) if found else None), True
@@ -203,6 +208,7 @@ class Checkpointer:
             state={**(metrics or {}), "step": step, **values},
             files=files or {},
             wait=wait,
+            finite=parts.trained,
         )
         if saved:
             self._newest = self._own_step = step

@@ -55,6 +55,8 @@ class Parts:
     """Class names of the optimizers, by what they are called."""
     buffers: dict[str, Tensor]
     """Those of `model` that are buffers, whole on each rank that has them."""
+    trained: frozenset[str]
+    """Names in `model` of parameters that are not frozen, which must hold finite numbers."""
 
 
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> Parts:
@@ -116,7 +118,12 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
             raise ValueError(f"{name} {problem}")
     live = {name: value if value in kept else value.detach() for name, value in model.items()}
     kinds = {key: type(value).__name__ for key, value in optimizers.items()}
-    return Parts(live, optimizer, values, groups, kinds, buffers)
+    trained = frozenset(
+        name
+        for name, value in model.items()
+        if isinstance(value, nn.Parameter) and value.requires_grad
+    )
+    return Parts(live, optimizer, values, groups, kinds, buffers, trained)
 
 
 def _not_to_be_held(tensor: Tensor) -> str | None:

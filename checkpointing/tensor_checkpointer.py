@@ -5,8 +5,9 @@ import hashlib
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -22,6 +23,7 @@ from checkpointing.errors import (
     explain,
 )
 from checkpointing.format.layout import parse_step, step_name
+from checkpointing.format.numbers import Numbers, not_finite
 from checkpointing.format.sections import Specs, by_section
 from checkpointing.load.memory import make_token, token
 from checkpointing.load.restore import (
@@ -121,6 +123,9 @@ class TensorCheckpointer:
         """Whether a restart can tell whose memory it finds."""
         self._moves = False
         """Whether its memory is of no one directory."""
+        self.not_finite = ""
+        """Which tensors of a save held NaN or infinity on this rank, since the last `load`: that
+        save fails. Known soon after it was copied."""
         self._process: subprocess.Popen[bytes] | None = None
         if self._ranks.is_main:
             try:
@@ -196,6 +201,7 @@ class TensorCheckpointer:
         files: Mapping[str, bytes],
         wait: bool = False,
         memory_only: bool = False,
+        finite: Collection[str] | None = None,
     ) -> bool:
         """Begin to save; returns as soon as the copy has begun. `outcomes` tells how it ended.
 
@@ -210,6 +216,9 @@ class TensorCheckpointer:
                 `options.when_busy` says.
             memory_only: leave it at the copy in memory, for a restart to begin from; has no
                 outcome, and is skipped in silence while another save goes on.
+            finite: names in `model` of tensors that must not hold NaN or infinity, as `optimizer`
+                must not then. A save in which one does fails, and no restart begins from its copy.
+                None: any tensor may.
 
         Returns:
             False, on all ranks, if the step is not saved, because an earlier one is still being
@@ -227,7 +236,7 @@ class TensorCheckpointer:
             plan, staging = self._prepared(model, optimizer, hurried=True)
             if memory_only and not self.memory_lasts:
                 return False
-            staging.wait()
+            staging.finish()
             if self._ranks.is_main:
                 taken = {*plan.shared.indexes, *(file.name for file in plan.shared.files)}
                 data = checked_state(state, files, taken)
@@ -252,7 +261,8 @@ class TensorCheckpointer:
         self._saves.begun(step, memory_only)
         try:
             tensors, at_once = by_section(model, optimizer), unguarded(model, optimizer)
-            staging.copy(answer.slot, tensors, at_once, lambda told: self._copied(key, told))
+            checked = _checked(finite, optimizer)
+            staging.copy(answer.slot, tensors, at_once, checked, partial(self._copied, key))
         except Exception as error:  # the others have begun, and hear of it by the outcome
             self._copied(key, error)
         return True
@@ -267,6 +277,10 @@ class TensorCheckpointer:
         """Until the tensors of the last `save` may change. On each rank; asks no other."""
         if self._staging:
             self._staging.wait()
+
+    def _finish_staging(self) -> None:
+        if self._staging:
+            self._staging.finish()
 
     def outcomes(self) -> list[msg.SaveOutcome]:
         """Saves that ended since the last call, good or bad. On any rank; does not wait."""
@@ -313,7 +327,7 @@ class TensorCheckpointer:
         self._close(keep_memory, None)
 
     def _close(self, keep_memory: bool, seconds: float | None) -> None:
-        self.wait_staged()
+        self._finish_staging()
         if self._link:
             closed = self._saves.close(self._link, keep_memory, seconds)
             self._link.end(END_SECONDS if closed else 0)
@@ -333,6 +347,7 @@ class TensorCheckpointer:
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
         step: int | None = None,
+        finite: Collection[str] | None = None,
         refuse: Callable[[Mapping[str, Any]], None] = lambda state: None,
     ) -> dict[str, Any] | None:
         """Load the newest good checkpoint into the given tensors, in place; or what the last run
@@ -341,8 +356,16 @@ class TensorCheckpointer:
 
         A damaged one is logged and passed over for the one before. Every byte of every target is
         read exactly once from a checkpoint whose tensors are exactly those of the targets, from
-        whatever world size and strategy it was saved. `refuse` is given the state that was saved,
-        on rank 0, and raises WrongModel if that does not fit, before anything is loaded.
+        whatever world size and strategy it was saved.
+
+        Args:
+            model: targets by name.
+            optimizer: likewise.
+            step: load this one.
+            finite: names in `model` of tensors that must not hold NaN or infinity, as `optimizer`
+                must not then. A checkpoint in which one does counts as damaged. None: any may.
+            refuse: is given the state that was saved, on rank 0, and raises WrongModel if that does
+                not fit, before anything is loaded.
 
         Returns:
             The `state` that was saved, equal on all ranks; None if there is no checkpoint, and the
@@ -355,20 +378,35 @@ class TensorCheckpointer:
             StorageError: a checkpoint cannot be read, and is not known to be damaged.
             CheckpointError: there is no such step.
         """
-        self.wait_staged()  # a save holds what was there when it was asked for
+        self._finish_staging()  # a save holds what was there when it was asked for
         with ExitStack() as held:
-            state = self._load((model, optimizer), step, held, refuse)
-        self._loaded = True
+            checked = _checked(finite, optimizer)
+            state = self._load((model, optimizer), step, held, checked, refuse)
+        self._loaded, self.not_finite = True, ""
         if self._put_off:
             self._put_off = False
             self._prepared(model, optimizer)
         return state
+
+    def reload(
+        self,
+        *,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        finite: Collection[str] | None = None,
+    ) -> dict[str, Any] | None:
+        """Load as `load` does after a restart, from what was copied to memory last if that is as
+        new as the newest checkpoint or newer. Ends the writer processes, as they hold that memory;
+        the next `save` starts others."""
+        self.close(keep_memory=True)
+        return self.load(model=model, optimizer=optimizer, finite=finite)
 
     def _load(
         self,
         targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         step: int | None,
         held: ExitStack,
+        checked: Collection[str],
         refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
         torn = ""
@@ -384,7 +422,7 @@ class TensorCheckpointer:
                     self._ranks.on_main(lambda: refuse(found.state))
                 pull = Puller(self._addresses, self._link.secret if self._link else b"")
                 try:
-                    if memory and load_memory(self._ranks, memory, pull, specs, targets):
+                    if memory and load_memory(self._ranks, memory, pull, specs, targets, checked):
                         self.loaded_from = "memory"
                         self.newer_than_storage = memory.step != memory.newest
                         self._superseded = not self.newer_than_storage
@@ -394,7 +432,7 @@ class TensorCheckpointer:
                     torn = f"what was left in memory was lost while it was loaded: {failed.message}"
                     if self._ranks.is_main:
                         logger.warning("%s; going on from storage", torn)
-            state = self._load_stored(targets, specs, step, refuse)
+            state = self._load_stored(targets, specs, step, checked, refuse)
         if state is not None:
             return state
         if torn:  # nothing has overwritten its parts
@@ -406,6 +444,7 @@ class TensorCheckpointer:
         targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         specs: tuple[Specs, Specs],
         step: int | None,
+        checked: Collection[str],
         refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
         """`_load` from storage. A step that another run deletes before it is read is not damaged:
@@ -415,7 +454,7 @@ class TensorCheckpointer:
         while gone < LOOKS and (left := [one for one in self._steps(step) if one not in damage]):
             path, verify = left[0], self.options.verify
             try:
-                state = load_step(self._ranks, path, specs, targets, verify, refuse)
+                state = load_step(self._ranks, path, specs, targets, verify, checked, refuse)
                 self.loaded_from = "storage"
                 if verify:
                     self._right.add(path.name)
@@ -474,7 +513,7 @@ class TensorCheckpointer:
         signature = signatures(model, optimizer, strict=self._plan is not None)
         if self._plan and self._staging and self._plan.signature == signature:
             return self._plan, self._staging
-        self.wait_staged()
+        self._finish_staging()
         self._saves.end(self._link)  # its bytes are in the slots that are given up now
         if self._staging:
             self._staging.release()
@@ -581,12 +620,21 @@ class TensorCheckpointer:
         self._damaged.discard(step_name(step))
         self._right.discard(step_name(step))
 
-    def _copied(self, key: msg.Key, progress: msg.Position | Exception) -> None:
+    def _copied(
+        self, key: msg.Key, progress: msg.Position | Exception, numbers: Numbers | None = None
+    ) -> None:
         """How far a copy is. In the copying thread."""
+        if numbers and numbers.bad:
+            self.not_finite = not_finite(numbers.bad)
         with suppress(WriterGoneError):  # whoever asks next finds out
             if self._link is None:
                 return
             if isinstance(progress, Exception):
                 self._link.send(msg.CopyFailed(key, explain(progress)))
             else:
-                self._link.send(msg.Staged(key, progress))
+                self._link.send(msg.Staged(key, progress, numbers))
+
+
+def _checked(finite: Collection[str] | None, optimizer: Mapping[str, Tensor]) -> Collection[str]:
+    """Names by section of what must not hold NaN or infinity; see `TensorCheckpointer.save`."""
+    return () if finite is None else by_section(dict.fromkeys(finite), dict.fromkeys(optimizer))

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from isal.isal_zlib import crc32
 from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.format.untrusted import (
     a_list,
+    a_text,
     an_object,
     count,
     is_plain,
@@ -368,6 +369,8 @@ class CommitRecord:
 
     step: int
     files: dict[str, FileRecord]
+    odd: Sequence[str] = ()
+    """Tensors that hold NaN or infinity and may, such as masks: model/<name>, optimizer/<name>."""
 
     def encode(self) -> bytes:
         """The bytes of index.json."""
@@ -384,6 +387,7 @@ class CommitRecord:
                 name: {"bytes": file.size, "crc32": [f"{crc:08x}" for crc in file.checksums]}
                 for name, file in sorted(self.files.items())
             },
+            **({"not_finite": sorted(self.odd)} if self.odd else {}),
         }
 
     @staticmethod
@@ -415,7 +419,8 @@ class CommitRecord:
                 len(file.checksums) != -(-file.size // BLOCK_BYTES) for file in files.values()
             ):
                 raise ValueError(f"its checksums are not of blocks of {BLOCK_BYTES} bytes")
-            return CommitRecord(count(body["step"]), files)
+            odd = tuple(map(a_text, a_list(body.get("not_finite", []))))
+            return CommitRecord(count(body["step"]), files, odd)
         except (ValueError, KeyError) as error:
             raise DamagedCheckpoint(f"{where}: damaged commit record: {_why(error)}") from error
 

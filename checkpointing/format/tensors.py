@@ -88,6 +88,25 @@ def box_view(local: Tensor, box: Box) -> Tensor:
     return local
 
 
+@torch.no_grad()
+def tensors_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors of which this rank's part holds NaN or infinity. Waits for a GPU once."""
+    numbers = {
+        name: local_tensor(tensor)
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+    verdicts = [  # torch compares no 8-bit floats
+        (local.float() if local.itemsize == 1 else local).isfinite().all().reshape(1)
+        for local in numbers.values()
+    ]
+    if not verdicts:
+        return []
+    device = next((one.device for one in verdicts if one.is_cuda), torch.device("cpu"))
+    finite = torch.cat([one.to(device, non_blocking=True) for one in verdicts]).tolist()
+    return [name for name, good in zip(numbers, finite, strict=True) if not good]
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor as a flat uint8 view (any dtype, 0-dim ones too)."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -3,7 +3,7 @@ says who reads what."""
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ from torch import Tensor
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.crc import ONLY, BlockSums
 from checkpointing.format.layout import BLOCK_BYTES
+from checkpointing.format.numbers import not_finite
 from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.read_plan import (
@@ -43,6 +44,7 @@ def read_tensors(
     group: dist.ProcessGroup | None,
     nodes: Nodes | None = None,
     *,
+    finite: Collection[str] = (),
     step_bytes: int = STEP_BYTES,
     threads: int | None = None,
 ) -> None:
@@ -60,11 +62,13 @@ def read_tensors(
         group: carries CPU tensors. None: this process reads what it holds, and the rest of the
             blocks that it checks.
         nodes: the ranks of the group that share memory; None: by machine.
+        finite: names of tensors that must not hold NaN or infinity.
         step_bytes: read at once.
         threads: that read; None: by the processors that there are for each rank of a node.
 
     Raises:
-        DamagedCheckpoint: a file is missing or short, or a checksum is wrong.
+        DamagedCheckpoint: a file is missing or short, a checksum is wrong, or a tensor holds NaN or
+            infinity that must not.
         StorageError: a file cannot be read.
         ValueError: a target's local part is not what its placement says, so that its bytes would
             not be covered exactly once.
@@ -73,7 +77,7 @@ def read_tensors(
     ranks = Ranks(group)
     with failing_alike():
         nodes = nodes or ranks.nodes()
-        load = _Load(files, specs, tensors, ranks, nodes, step_bytes, threads)
+        load = _Load(files, specs, tensors, ranks, nodes, finite, step_bytes, threads)
         try:
             windows = dict(zip(ranks.all, ranks.together(load.prepare), strict=True))
             if any(path for path, _ in windows.values()):
@@ -81,7 +85,8 @@ def read_tensors(
         finally:
             load.remove_window()
         ranks.together(load.read)
-        load.check()
+        load.check()  # first: damage may make a number look like no number
+        ranks.together(load.refuse_not_finite)
 
 
 class _Load:
@@ -94,11 +99,15 @@ class _Load:
         tensors: Mapping[str, Tensor],
         ranks: Ranks,
         nodes: Nodes,
+        finite: Collection[str],
         step_bytes: int,
         threads: int | None,
     ) -> None:
         self._files, self._specs, self._tensors = files, specs, tensors
         self._ranks, self._nodes, self._step = ranks, nodes, step_bytes
+        self._finite = finite
+        self._bad: dict[str, str] = {}
+        """Tensors with numbers that are not finite, and their files."""
         self._near = next(near for near in nodes if ranks.rank in near)
         names = sorted({files.tensors[name].file for name in specs})
         self._records = {name: files.records[name] for name in names if name in files.records}
@@ -140,14 +149,16 @@ class _Load:
 
     def _segments(self, unit: Unit) -> Iterator[Segment]:
         meta, target = unit.stored.meta, self._targets[unit.name]
+        checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
         if data is None:
             for slab in slabs(unit, self._step):
-                yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab)
+                yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)
             return
         for run in extents_of(meta, unit.box):
             part = data[run.box_offset : run.box_offset + run.length]
-            yield Segment(unit.stored.begin + run.offset, run.length, part, unit.replica)
+            begin = unit.stored.begin + run.offset
+            yield Segment(begin, run.length, part, unit.replica, None, checked)
 
     def _plan_checks(self) -> None:
         """Have every byte read of the blocks that are to be checked: those of tensors that are
@@ -198,7 +209,9 @@ class _Load:
         with ExitStack() as stack:
             readers: SimpleQueue[Reader] = SimpleQueue()
             for sums in self._sums:
-                reader = Reader(self._files, sums, self._targets, self._step, pinned=pinned)
+                reader = Reader(
+                    self._files, sums, self._bad, self._targets, self._step, pinned=pinned
+                )
                 readers.put(stack.enter_context(reader))
             pool = stack.enter_context(ThreadPoolExecutor(len(self._sums)))
 
@@ -237,7 +250,7 @@ class _Load:
             try:
                 run(own)
                 own, now = {}, next(rounds, [])
-                run(_to_fill(now, window.place, half.numpy().data))
+                run(_to_fill(now, window.place, half.numpy().data, self._finite))
                 for slab, _, position in before:
                     deliver(slab, other[position : position + slab.nbytes], self._targets)
             except Exception as error:
@@ -271,13 +284,26 @@ class _Load:
                 f"{block * BLOCK_BYTES} on) is wrong{more}; the file was changed after it was saved"
             )
 
+    def refuse_not_finite(self) -> None:
+        """Require that the numbers are finite that this rank has read.
 
-def _to_fill(dealt: Dealt, place: int, memory: memoryview) -> dict[str, list[Segment]]:
+        Raises:
+            DamagedCheckpoint: names a file and the tensors.
+        """
+        if self._bad:
+            file = min(self._bad.values())
+            raise DamagedCheckpoint(f"{self._files.where / file}: {not_finite(sorted(self._bad))}")
+
+
+def _to_fill(
+    dealt: Dealt, place: int, memory: memoryview, finite: Collection[str]
+) -> dict[str, list[Segment]]:
     """What a rank reads of a round, by file."""
     segments: dict[str, list[Segment]] = {}
     for slab, reader, position in dealt:
         if reader == place:
             data = memory[position : position + slab.nbytes]
-            segment = Segment(slab.begin, slab.nbytes, data, slab.unit.replica)
+            checked = slab.unit if slab.unit.name in finite else None
+            segment = Segment(slab.begin, slab.nbytes, data, slab.unit.replica, None, checked)
             segments.setdefault(slab.unit.stored.file, []).append(segment)
     return segments

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.errors import WrongModel
+from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.format.layout import (
     COMMIT_RECORD,
     DCP_METADATA,
@@ -14,8 +14,9 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
+from checkpointing.format.numbers import not_finite
 from checkpointing.format.plan import TensorSpec
-from checkpointing.format.tensors import TORCH_DTYPES
+from checkpointing.format.tensors import TORCH_DTYPES, tensors_not_finite
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks, failing_alike
@@ -33,6 +34,7 @@ def load_model(
     *,
     verify: bool = True,
     optional: Collection[str] = (),
+    finite: Collection[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load weights into tensors, in place.
@@ -45,12 +47,13 @@ def load_model(
         verify: check the checksums of the blocks that are read (checkpoints of ours have them).
         optional: names that a checkpoint may hold besides the targets, such as the second copy of
             a tied weight.
+        finite: names of tensors that must not hold NaN or infinity.
         group: carries CPU tensors; called on all its ranks, which then read every byte once per
             node. None: this process reads what it needs, and asks nobody.
 
     Raises:
         WrongModel: names the tensors that are missing, unexpected, or of another shape.
-        DamagedCheckpoint: names the file.
+        DamagedCheckpoint: names the file; also where a tensor of `finite` is not.
         StorageError: there is no model at `path`, or it cannot be read.
     """
     path, ranks = Path(path), Ranks(group)
@@ -58,10 +61,10 @@ def load_model(
         (specs,) = ranks.specs(tensors)
         look = ranks.on_main(lambda: _look(path, specs, optional, verify=verify))
         if look is None:
-            _load_dcp(path, specs, tensors, optional, ranks)
+            _load_dcp(path, specs, tensors, optional, finite, ranks)
         else:
             files = Files(path, lambda name: storage_of(path).open(path / name), *look)
-            read_tensors(files, specs, tensors, group)
+            read_tensors(files, specs, tensors, group, finite=finite)
 
 
 def _look(
@@ -90,6 +93,7 @@ def _load_dcp(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     optional: Collection[str],
+    finite: Collection[str],
     ranks: Ranks,
 ) -> None:
     from checkpointing.load.foreign import open_dcp, targets_of  # slow to import, and rarely wanted
@@ -100,6 +104,9 @@ def _load_dcp(
         stored = _required(checkpoint.model_for(specs), specs, optional)
         refuse_differences(path, stored, specs)
         checkpoint.fill(stored, targets_of(stored, specs, tensors, ranks.rank))
+        held = {name: tensor for name, tensor in tensors.items() if name in finite}
+        if bad := tensors_not_finite(held):
+            raise DamagedCheckpoint(f"{path}: {not_finite(bad)}")
 
     ranks.together(read)
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ def load_step(
     specs: tuple[Specs, Specs],
     targets: tuple[Tensors, Tensors],
     verify: bool,
+    finite: Collection[str],
     refuse: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
     """Load a committed step; returns its state. On all ranks. Rank 0 alone reads small files and
@@ -51,6 +52,7 @@ def load_step(
         specs: of model and optimizer.
         targets: tensors of model and optimizer.
         verify: check checksums.
+        finite: names of tensors that must not hold NaN or infinity, by section.
         refuse: raises if the state does not fit; on rank 0, before any tensor is read.
 
     Raises:
@@ -89,6 +91,7 @@ def load_step(
                 by_section(*targets),
                 ranks.group,
                 ranks.nodes(),
+                finite=finite,
             )
         )
     return state
@@ -161,6 +164,7 @@ def load_memory(
     pull: Pull,
     specs: tuple[Specs, Specs],
     targets: tuple[Tensors, Tensors],
+    finite: Collection[str],
 ) -> bool:
     """Load what `find_memory` found; False, and the targets are as they were, if it is not what was
     left there. On all ranks.
@@ -192,6 +196,7 @@ def load_memory(
             by_section(*targets),
             ranks.group,
             ranks.nodes(),
+            finite=finite,
         )
     )
     if ranks.is_main:

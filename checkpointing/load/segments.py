@@ -6,15 +6,17 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.crc import BlockSums, Replica
 from checkpointing.format.layout import FileRecord, StoredTensor
+from checkpointing.format.numbers import is_finite
 from checkpointing.format.plan import Box
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
-from checkpointing.load.read_plan import ALIGNMENT, Slab, intersection
+from checkpointing.load.read_plan import ALIGNMENT, Slab, Unit, intersection
 from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
 from checkpointing.storage.reading import reading
@@ -49,6 +51,8 @@ class Segment(NamedTuple):
     replica: Replica
     slab: Slab | None = None
     """What is then copied to the target; at most a step long."""
+    unit: Unit | None = None
+    """Whose bytes they are, where these must be finite numbers."""
 
 
 class ReadJob(NamedTuple):
@@ -77,7 +81,7 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
     batch: list[Segment] = []
     end, room = -1, 0
     for segment in sorted(segments, key=lambda segment: segment.begin):
-        begin, nbytes, data, replica, slab = segment
+        begin, nbytes, data, replica, slab, unit = segment
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
             if begin + start != end or length > room or len(batch) == _MOST_BUFFERS:
@@ -85,7 +89,7 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
                     yield batch
                 batch, room = [], most
             part = data[start : start + length] if data is not None else None
-            batch.append(Segment(begin + start, length, part, replica, slab))
+            batch.append(Segment(begin + start, length, part, replica, slab, unit))
             end, room = begin + start + length, room - length
     if batch:
         yield batch
@@ -144,6 +148,8 @@ class Reader:
     Args:
         files: of the checkpoint.
         sums: takes the checksums of what is read.
+        bad: takes the names of tensors with numbers that are not finite and must be, and their
+            files.
         targets: of slabs.
         step: most bytes of a batch.
         pinned: whether to read into memory that a GPU copies from by itself.
@@ -153,13 +159,14 @@ class Reader:
         self,
         files: Files,
         sums: BlockSums,
+        bad: dict[str, str],
         targets: Mapping[str, Target],
         step: int,
         *,
         pinned: bool,
     ) -> None:
         self._files, self._targets = files, targets
-        self.sums = sums
+        self.sums, self._bad = sums, bad
         size = step + _MOST_BUFFERS * ALIGNMENT
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._opened = ExitStack()
@@ -204,6 +211,10 @@ class Reader:
             raise DamagedCheckpoint(f"{self._files.where / name}: ends too early; it was cut short")
         for segment, data, place in zip(batch, buffers, places, strict=True):
             self.sums.take(name, segment.begin, data, segment.replica)
+            if (unit := segment.unit) and not is_finite(
+                unit.stored.meta.dtype, np.frombuffer(data, np.uint8)
+            ):
+                self._bad[unit.name] = name
             if segment.slab:
                 bytes_read = self._arena[place : place + segment.nbytes]
                 deliver(segment.slab, bytes_read, self._targets)

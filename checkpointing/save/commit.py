@@ -86,6 +86,7 @@ class Steps:
         files: Sequence[TensorFile],
         checksums: Mapping[str, Mapping[int, int]],
         small: Mapping[str, bytes],
+        odd: Sequence[str] = (),
     ) -> None:
         """Make a step that is written a checkpoint.
 
@@ -95,6 +96,7 @@ class Steps:
             files: its tensor files.
             checksums: CRC-32 of their blocks.
             small: all other files, except for the commit record.
+            odd: tensors that hold NaN or infinity, and may.
         """
         started = time.time()
         hold(self._directory, self._claim)
@@ -106,7 +108,7 @@ class Steps:
         }
         for name, data in small.items():
             records[name] = FileRecord(len(data), block_checksums(data))
-        target.commit(files, small, CommitRecord(step, records).encode())
+        target.commit(files, small, CommitRecord(step, records, odd).encode())
         self._trace_metadata("commit", step, started)
 
     def committed(self, name: str, contents: Contents) -> None:

@@ -5,7 +5,8 @@ or sockets of its own; it lives in the writer process of rank 0's node.
   Begin       every rank asks; the coordinator answers once for all: Go (into which slot) or Skip
   Refuse      a rank cannot save: Refused is the answer for all, or the save is given up
   Staged      how far a node's ranks have copied their pieces, in the order of files; what all nodes
-              have staged may be written
+              have staged may be written. With the last comes what their numbers are: if any is not
+              finite that must be, the save is given up
   Remembered  a node's slot is whole, and a restart may begin from it; a save that is to stay in
               memory ends here
   Write       a writer is granted one unit of work at a time, and at most `limit` units are out
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, assert_never
 
 from checkpointing.format.layout import TensorFile
+from checkpointing.format.numbers import Numbers, not_finite
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.commit import Steps, small_files
@@ -63,6 +65,8 @@ class _Save:
     target: NewStep | None = None
     staged: dict[int, msg.Position] = field(default_factory=dict)
     """Up to where each node has copied everything."""
+    numbers: dict[int, Numbers] = field(default_factory=dict)
+    """What the pieces hold, by node that has copied all."""
     preparing: bool = False
     """Whether its target is being prepared right now."""
     waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
@@ -159,8 +163,8 @@ class Coordinator:
                 elif self._is_current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
                     self._fail(node, msg.Failure(why))
-            case msg.Staged(key, position):
-                self._on_staged(node, key, position)
+            case msg.Staged():
+                self._on_staged(node, message)
             case msg.Remembered(key):
                 self._on_remembered(node, key)
             case msg.ForNext(key, slot, manifest):
@@ -315,11 +319,16 @@ class Coordinator:
 
     # --- work ------------------------------------------------------------------------------------
 
-    def _on_staged(self, node: int, key: msg.Key, position: msg.Position) -> None:
+    def _on_staged(self, node: int, message: msg.Staged) -> None:
         save = self._save
-        if save is None or save.key != key:
+        if save is None or save.key != message.key:
             return
-        save.staged[node] = position
+        save.staged[node] = message.position
+        if message.numbers:
+            save.numbers[node] = message.numbers
+            if bad := message.numbers.bad:
+                self._fail(node, msg.Failure(not_finite(bad)))
+                return
         self._grant()
 
     def _on_remembered(self, node: int, key: msg.Key) -> None:
@@ -384,8 +393,11 @@ class Coordinator:
             save.committing = True
             target = save.target
             files, small = self._layout.files, small_files(save.contents, self._indexes)
+            numbers = sum(save.numbers.values(), Numbers())
             self._later(
-                lambda: self._steps.commit(save.step, target, files, save.checksums, small),
+                lambda: self._steps.commit(
+                    save.step, target, files, save.checksums, small, numbers.odd
+                ),
                 lambda result: self._committed(save, target, result),
             )
 
@@ -398,12 +410,15 @@ class Coordinator:
             save.committing = False
             self._fail(0, msg.Failure.of(result))
             return
+        numbers = sum(save.numbers.values(), Numbers())
         outcome = msg.SaveOutcome(
             save.step,
             str(target.final),
             seconds=time.monotonic() - save.started,
             nbytes=sum(file.size for file in self._layout.files),
             writers=self._limit,
+            weights=f"{numbers.weights:016x}",
+            moments=f"{numbers.moments:016x}",
         )
         self._steps.committed(target.final.name, save.contents)
         self._untidy.add(self._steps)

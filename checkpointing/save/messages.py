@@ -11,6 +11,7 @@ from errno import EDQUOT, ENOSPC
 from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
+from checkpointing.format.numbers import Numbers
 from checkpointing.format.plan import Nodes
 from checkpointing.format.sections import PlanInput
 from checkpointing.options import CheckpointOptions
@@ -130,6 +131,11 @@ class SaveOutcome:
     """How many wrote at once."""
     memory_only: bool = False
     """It was not to be written."""
+    weights: str = ""
+    """Digest of the model's tensors in 16 hexadecimal digits, once all are copied; see numbers.py
+    [Note: digest]."""
+    moments: str = ""
+    """Digest of the optimizer's."""
 
 
 def overdue(options: CheckpointOptions) -> str:
@@ -178,6 +184,8 @@ class Staged:
 
     key: Key
     position: Position
+    numbers: Numbers | None = None
+    """What these pieces hold; with the last position."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from checkpointing.errors import explain
+from checkpointing.format.numbers import Numbers
 from checkpointing.format.sections import PlanInput
 from checkpointing.save.blocks import NodePlan, plan_node
 from checkpointing.save.loop import Loop, give_way
@@ -34,6 +35,8 @@ class Filling:
     """Newest step in storage when it began."""
     staged: dict[int, Position] = field(default_factory=dict)
     """Up to where each rank has copied its pieces."""
+    numbers: dict[int, Numbers] = field(default_factory=dict)
+    """What the pieces hold, by rank that has copied all."""
     stopped: bool = False
 
 

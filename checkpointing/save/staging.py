@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpointing.format.layout import DTYPE_BYTES
+from checkpointing.format.layout import DTYPE_BYTES, MODEL
+from checkpointing.format.numbers import Numbers, digest_and_finite
 from checkpointing.format.plan import Box, Piece, extents_of
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position
@@ -53,13 +56,17 @@ class Staging:
         def position(part: _Part) -> Position:
             return numbers[part.piece.stored.file], part.start
 
+        self._pieces = sorted(pieces, key=lambda piece: (numbers[piece.stored.file], _begin(piece)))
         self._parts = sorted((part for piece in pieces for part in _parts(piece)), key=position)
         self._portions = _portions([part.nbytes for part in self._parts])
         starts = [*map(position, self._parts), (len(files), 0)]
         self._ends = [starts[stop] for _, stop in self._portions]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
-        """That copies; ends when the last has been told: what is asked next must find it said."""
+        """The copying thread. Ends after its last report, so that later requests see it."""
+        self._copied = threading.Event()
+        """Set while the tensors may change."""
+        self._copied.set()
         self._files: list[SlotFiles] = []
         self._views: list[list[Tensor]] = []
         self._touching: threading.Thread | None = None
@@ -75,7 +82,7 @@ class Staging:
     def release(self) -> None:
         """Let go of the slots until `move`: while they are mapped their memory is taken, which the
         new ones may need."""
-        self.wait()
+        self.finish()
         self._unpin()
         self._files, self._views = [], []
 
@@ -119,11 +126,20 @@ class Staging:
         slot: int,
         tensors: Mapping[str, Tensor],
         at_once: Collection[str],
-        copied: Callable[[Position | Exception], None],
+        finite: Collection[str],
+        copied: Callable[[Position | Exception, Numbers | None], None],
     ) -> None:
-        """Begin to copy this rank's pieces into a slot, in a thread, in the order of files;
-        `copied` is told there up to where they are, or why they never will be. The tensors must not
-        change before `wait` returns, but for those `at_once`: they may on return."""
+        """Begin to copy this rank's pieces into a slot, in a thread, in the order of files. The
+        tensors must not change before `wait` returns, but for those `at_once`: they may on return.
+
+        Args:
+            slot: its number.
+            tensors: by name.
+            at_once: names of those that are copied on return.
+            finite: names of those that must not hold NaN or infinity.
+            copied: is told in the thread up to where pieces are copied, and with the last of them
+                what their numbers are; or why they never will be.
+        """
         sources = [local_tensor(tensors[part.piece.name]) for part in self._parts]
         views = self._views[slot]
         first = [number for number, part in enumerate(self._parts) if part.piece.name in at_once]
@@ -144,7 +160,11 @@ class Staging:
                         "guard the optimizer, or call wait_staged before"
                     )
 
-        work = views, sources, left, written, copied, unchanged
+        def numbers() -> Numbers:
+            return self._numbers(slot, finite)
+
+        self._copied.clear()
+        work = views, sources, left, written, copied, unchanged, numbers
         thread = threading.Thread(target=self._copy, args=work)
         thread.start()
         self._thread = thread
@@ -155,8 +175,9 @@ class Staging:
         sources: list[Tensor],
         left: list[int],
         written: Any,
-        copied: Callable[[Position | Exception], None],
+        copied: Callable[[Position | Exception, Numbers | None], None],
         unchanged: Callable[[], None],
+        numbers: Callable[[], Numbers],
     ) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -172,14 +193,36 @@ class Staging:
                         )
                     if self._stream is not None:
                         self._stream.synchronize()
-                    if end is self._ends[-1]:  # what is told then may be committed
-                        unchanged()
-                    copied(end)
+                    if end is not self._ends[-1]:
+                        copied(end, None)
+            unchanged()
+            self._copied.set()  # the update goes on; what was copied is looked at in the slot
+            copied(self._ends[-1], numbers())  # what is told now may be committed
         except Exception as error:
-            copied(error)
+            copied(error, None)
+        finally:
+            self._copied.set()
+
+    def _numbers(self, slot: int, finite: Collection[str]) -> Numbers:
+        """What the numbers are that this rank has copied into a slot."""
+        sums = {True: 0, False: 0}
+        bad: list[str] = []
+        odd: list[str] = []
+        for piece in self._pieces:
+            meta, box, name = piece.stored.meta, piece.box, piece.name
+            data = _bits(self._files[slot], piece)
+            digest, good = digest_and_finite(name, meta.dtype, meta.shape, box.offset, data)
+            sums[name.startswith(f"{MODEL.stem}/")] += digest
+            if not good:
+                (bad if name in finite else odd).append(name)
+        return Numbers() + Numbers(sums[True], sums[False], tuple(bad), tuple(odd))
 
     def wait(self) -> None:
         """Until the tensors may change again."""
+        self._copied.wait()
+
+    def finish(self) -> None:
+        """Until the last report is made, too."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -251,6 +294,20 @@ def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
     if last * row < stop:
         parts.append(_elements(tensor[last], 0, stop - last * row))
     return torch.cat(parts)
+
+
+def _bits(files: SlotFiles, piece: Piece) -> NDArray[np.generic]:
+    """A piece where it lies in a slot: unsigned numbers in the shape of its box."""
+    meta, box = piece.stored.meta, piece.box
+    kind, count = np.dtype(f"u{DTYPE_BYTES[meta.dtype]}"), math.prod(meta.shape)
+    region = files.maps[piece.stored.file]
+    whole = np.frombuffer(region, kind, count, piece.stored.begin).reshape(meta.shape)
+    return whole[
+        tuple(
+            slice(start, start + length)
+            for start, length in zip(box.offset, box.shape, strict=True)
+        )
+    ]
 
 
 def _begin(piece: Piece) -> int:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Listener  # noqa: TID251  # read by a Cha
 from typing import TypeVar, assert_never
 
 from checkpointing.errors import StorageError, explain
+from checkpointing.format.numbers import Numbers
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import StoppedError, write_blocks
 from checkpointing.save.channel import Channel, call
@@ -391,14 +392,18 @@ class Writer:
         if filling is None or self.memory.plan is None:
             return
         filling.staged[rank] = message.position
+        if message.numbers:
+            filling.numbers[rank] = message.numbers
         if len(filling.staged) < len(self.ranks):
             return
-        all_ranks = min(filling.staged.values())
+        all_ranks, numbers = min(filling.staged.values()), None
         if all_ranks == self.memory.end:
-            self.memory.remember(filling, lambda manifest: self._remembered(filling, manifest))
+            numbers = sum(filling.numbers.values(), Numbers())
+            if not numbers.bad:  # else no restart is to begin from it
+                self.memory.remember(filling, lambda manifest: self._remembered(filling, manifest))
             if not self._current:
                 self.memory.give_back(self._lost)
-        self._to_coordinator(msg.Staged(message.key, all_ranks))
+        self._to_coordinator(msg.Staged(message.key, all_ranks, numbers))
 
     def _remembered(self, filling: Filling, manifest: Manifest | None) -> None:
         if self.memory.filling(filling.key) is filling:

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint read piece by piece, by one process: what verify, diff, export and import
 work on. Holds one block at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,8 @@ class Source:
     """None: a plain directory, which has neither optimizer nor checksums."""
     records: dict[str, FileRecord] = field(default_factory=dict)
     """By file; what is read of these is checked."""
+    odd: Collection[str] = ()
+    """Tensors that held NaN or infinity when they were saved, and may: see CommitRecord."""
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def open_source(path: Place) -> Iterator[Source]:
         model, optimizer = (
             stored_tensors(step, section, verify=True) for section in (MODEL, OPTIMIZER)
         )
-        yield Source(path, model, optimizer, step_state(step), step.record.files)
+        yield Source(path, model, optimizer, step_state(step), step.record.files, step.record.odd)
 
 
 class TensorReader:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
@@ -35,6 +36,7 @@ from checkpointing.format.layout import (
     lay_out,
     parse_step,
 )
+from checkpointing.format.numbers import is_finite
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp
@@ -95,6 +97,7 @@ def export(
     *,
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    not_finite: bool = False,
 ) -> Converted:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
     tokenizer; no optimizer. The checksums of everything that is read are checked.
@@ -105,9 +108,11 @@ def export(
         dtype: round floating point weights to it, to nearest even; None: as they are. Whole numbers
             and 8-bit floats stay as they are.
         max_shard_bytes: most tensor bytes per file.
+        not_finite: export weights that are NaN or infinite, too. Tensors that were saved as such
+            that may be, such as masks, need no leave.
 
     Raises:
-        CheckpointError: `out` exists, or a weight is too large for `dtype`.
+        CheckpointError: `out` exists, a weight is too large for `dtype`, or one is NaN or infinite.
         DamagedCheckpoint, StorageError: what is wrong with the checkpoint.
     """
     out = local(out)
@@ -127,8 +132,15 @@ def export(
         with TensorReader(source.path, source.records) as reader:
 
             def pieces(name: str) -> Pieces:
+                dtype = source.model[name].meta.dtype
+                free = not_finite or f"{MODEL.stem}/{name}" in source.odd
                 for piece in _pieces(reader, source.model[name]):
-                    yield _convert(piece, name, source.model[name].meta.dtype, metas[name].dtype)
+                    if not free and not is_finite(dtype, np.frombuffer(piece, np.uint8)):
+                        raise CheckpointError(
+                            f"{source.path}: {name} holds NaN or infinity; export another step, or "
+                            "this one as it is with --not-finite"
+                        )
+                    yield _convert(piece, name, dtype, metas[name].dtype)
 
             for file in files:
                 _write_tensors(tmp, file, pieces)

@@ -13,7 +13,7 @@ that a clock that is set does no harm.
             consumed?}
     rollback  {step, to, source}: after `step` the weights were taken back to those of step `to`
     validation  {step, values: {name: mean}}
-    save    {step, ok, seconds, skipped, rollbacks, stall?, error?}
+    save    {step, ok, seconds, skipped, rollbacks, stall?, error?, weights?, moments?}
     notice  {why, …} somebody was told to go
     event   {event: …, …} free-form
     end     {code, reason, step, skipped, rollbacks}
@@ -207,6 +207,8 @@ class Ledger:
         *,
         error: str | None = None,
         stall: float | None = None,
+        weights: str | None = None,
+        moments: str | None = None,
     ) -> None:
         """A checkpoint of `step` has ended.
 
@@ -215,8 +217,10 @@ class Ledger:
             seconds: from the call to the commit.
             error: why there is none; None if it is there.
             stall: seconds for which training stood still, beyond those inside steps.
+            weights: digest of the model's tensors that it holds.
+            moments: digest of the optimizer's.
         """
-        known = {"stall": stall, "error": error}
+        known = {"stall": stall, "error": error, "weights": weights, "moments": moments}
         rest = {name: value for name, value in known.items() if value is not None}
         rest |= self._counters(step)
         self._add("save", step=step, ok=error is None, seconds=round(seconds, 4), **rest)

@@ -69,6 +69,9 @@ def add_ckpt_command(commands: Commands) -> None:
     export.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="round weights to it (default: as saved)"
     )
+    export.add_argument(
+        "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
+    )
     importer = command(
         _import,
         "import",
@@ -160,8 +163,14 @@ def _export(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.convert import export
 
     _use_one_thread()
-    size = arguments.max_shard_size
-    print(export(arguments.path, arguments.out, dtype=arguments.dtype, max_shard_bytes=size))
+    result = export(
+        arguments.path,
+        arguments.out,
+        dtype=arguments.dtype,
+        max_shard_bytes=arguments.max_shard_size,
+        not_finite=arguments.not_finite,
+    )
+    print(result)
     return 0
 
 

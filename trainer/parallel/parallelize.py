@@ -174,6 +174,13 @@ class ParallelModel:
         buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
         return apart({**self.parameters, **buffers}, self.stacks)
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names in `tensors` of what an optimizer updates. The rest, buffers and frozen parameters,
+        may hold infinity, as masks do."""
+        trained = {name: one for name, one in self.parameters.items() if one.requires_grad}
+        return frozenset(apart(trained, self.stacks))
+
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of the optimizer of `optimized`."""
         return apart(optimizer_tensors(optimizer, self.optimized), self.stacks)

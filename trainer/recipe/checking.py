@@ -100,6 +100,8 @@ def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
         return str(problem["ctx"]["error"])
     shown = repr(problem.get("input"))
     shown = shown if len(shown) < 80 else shown[:77] + "..."
+    if problem["type"] == "finite_number":
+        return f"must be a finite number, but it is {shown}"
     if problem["type"] in _BOUNDS:
         words, bound = _BOUNDS[problem["type"]]
         return f"must be {words} {problem['ctx'][bound]:g}, but it is {shown}"

@@ -396,9 +396,11 @@ class Recipe:
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
     tracking: Tracking = Tracking()
 
-    # Reaches the nested sections too: unknown keys are errors, docstrings become descriptions.
+    # Reaches the nested sections too: unknown keys are errors, as are infinity and NaN, which no
+    # number of a recipe means anything by; docstrings become descriptions.
     __pydantic_config__: ClassVar[ConfigDict] = {
         "extra": "forbid",
+        "allow_inf_nan": False,
         "use_attribute_docstrings": True,
     }
 

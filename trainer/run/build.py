@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Spare, TensorCheckpointer
+from checkpointing.format.tensors import tensors_not_finite
 from elastic import Pulse, Start, World, describe_failure
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
@@ -112,11 +113,14 @@ def build(
         progress.attempt = start.attempt
         unwritten = state.get(UNWRITTEN) if state else None
         lines = unwritten if isinstance(unwritten, list) else []
+        trained = model.trained
+        fixed = {name: one for name, one in model.tensors.items() if name not in trained}
         with Log(recipe, start, lines, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
                 given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
                 progress, checkpointer, start, log, pulse, recall,
+                frozenset(tensors_not_finite(fixed)),
             )  # fmt: skip
             notes = [agreement.note, describe_changes(changed, given)]
             lines = [describe(run), *(f"note: {note}" for note in notes if note), memory]

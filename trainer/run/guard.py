@@ -8,7 +8,8 @@ from typing import Literal
 class Verdict:
     """What to do with the gradients of a step, and why."""
 
-    action: Literal["keep", "skip", "stop"]
+    action: Literal["keep", "skip", "stop", "undo"]
+    """undo: the weights themselves are not finite."""
     reason: str = ""
 
 
@@ -40,6 +41,19 @@ def judge_step(
             "schedule.warmup_steps, or inspect the data of these steps",
         )
     return Verdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
+
+
+def judge_weights(step: int, updated: bool, found: str) -> Verdict:
+    """Judge a step after or before which weights or optimizer state are not finite.
+
+    Args:
+        step: number of the step, from 1.
+        updated: whether this step has just updated them; else a step before it has.
+        found: which tensors, and on which ranks.
+    """
+    when = "its update left" if updated else "skipped: an update before it left"
+    hint = "If it goes on: lower optimizer.lr, raise optimizer.eps, or clip gradients"
+    return Verdict("undo", f"step {step}: {when} {found}. {hint}")
 
 
 def _finite(value: float) -> bool:

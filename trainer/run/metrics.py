@@ -206,7 +206,10 @@ class Log:
         if not self.silent:
             values, line, event = save_record(outcome)
             self.record(step, values, None if known else line, event)
-            self._ledger.save(outcome.step, outcome.seconds, error=outcome.error)
+            self._ledger.save(
+                outcome.step, outcome.seconds, error=outcome.error,
+                weights=outcome.weights or None, moments=outcome.moments or None,
+            )  # fmt: skip
 
     def record(
         self,

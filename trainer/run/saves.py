@@ -40,7 +40,9 @@ def restore(
     Raises:
         RecipeError: the checkpoint is not one that this recipe can go on from.
     """
-    state = checkpointer.load(model=model.tensors, optimizer=model.state_of(optimizer))
+    state = checkpointer.load(
+        model=model.tensors, optimizer=model.state_of(optimizer), finite=model.trained
+    )
     if state is not None:  # what is in memory has not been looked at before
         there = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, there, init_from)
@@ -53,6 +55,7 @@ def restore(
             {name: model.tensors[name] for name in given},
             verify=recipe.checkpoint.verify,
             optional={*TIED_COPIES, *model.tensors},
+            finite=model.tensors.keys() - model.buffers().keys(),
             group=dist.group.WORLD,
         )
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
@@ -123,6 +126,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
             files=run.task.files,
             wait=wait or run.done,
             memory_only=memory_only,
+            finite=model.tensors.keys() - run.unchecked,
         )
 
 
@@ -172,26 +176,40 @@ def pause(run: Run, *, leaving: bool) -> None:
         checkpointer.close(keep_memory=True)
 
 
-def roll_back(run: Run) -> bool:
-    """Take weights and optimizer state back to the newest good checkpoint, and go on with the data
+def roll_back(run: Run, *, memory: bool) -> str:
+    """Take weights and optimizer state back to those of an earlier step, and go on with the data
     after the steps that went wrong. On all ranks.
 
-    Returns False if that was done as often as it may be, or there is no checkpoint.
+    Args:
+        run: whose.
+        memory: whether the newest copy in memory will do. It may hold the weights of now.
+
+    Returns:
+        Why that was not done; empty if it was.
     """
     checkpointer, progress = run.checkpointer, run.progress
-    if progress.rollbacks == run.recipe.elastic.max_rollbacks:
-        return False
-    with suppress(SaveFailed):
+    most = run.recipe.elastic.max_rollbacks
+    if progress.rollbacks == most:
+        return f"the run was rolled back {most} times already (elastic.max_rollbacks)"
+    with run.pulse.during("end"), suppress(SaveFailed):
         checkpointer.wait()
-    loaded = checkpointer.load(model=run.model.tensors, optimizer=run.model.state_of(run.optimizer))
+        report_saves(run)
+    load = checkpointer.reload if memory else checkpointer.load
+    with run.pulse.during("load"):
+        loaded = load(
+            model=run.model.tensors,
+            optimizer=run.model.state_of(run.optimizer),
+            finite=run.model.trained,
+        )
     if loaded is None:
-        return False
+        return "there is no checkpoint to roll back to"
     progress.rollbacks += 1
     progress.skipped_in_row = 0
+    progress.validation_loss = loaded.get("validation_loss")
     run.log.rollback(
         progress.step, loaded["step"], checkpointer.loaded_from or "storage", progress.rollbacks
     )
-    return True
+    return ""
 
 
 def _save_clock(run: Run) -> SaveClock | None:

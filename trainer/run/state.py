@@ -66,6 +66,8 @@ class Run:
     log: Log
     pulse: Pulse
     recall: Recall
+    unchecked: frozenset[str] = frozenset()
+    """Names in `model.tensors` of what held NaN or infinity when this attempt began, and may."""
     trained: Names = field(default_factory=Names)
     """What the model returns in training."""
     validated: Names = field(default_factory=Names)

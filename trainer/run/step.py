@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from checkpointing.format.tensors import tensors_not_finite
+from checkpointing.format.untrusted import printable
 from elastic.group.batch_plan import MicroBatch
 from elastic.node.exchange import received
 from trainer.data.loader import MASK
@@ -21,10 +23,13 @@ from trainer.optim.optimizer import set_rate, square_sum
 from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.recipe.seeds import stable_seed
-from trainer.run.guard import Verdict, judge_step
+from trainer.run.guard import Verdict, judge_step, judge_weights
 from trainer.run.state import Run
 
 Batches = Iterator[dict[str, torch.Tensor]]
+
+NAME_BYTES = 256
+"""Of a tensor's name, as ranks tell each other."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,15 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     micro_batches = plan.micro_batches(run.mesh.dp_rank, progress.sequences)
     digest = consumed(inputs, micro_batches, run.mesh.witness)
     found = gradients(run, inputs, digest)
-    note = ""
-    if not found.good and progress.loss_scale.value == 1:  # else fp16 has overflowed, as it does
+    note = spoiled = ""
+    overflow = progress.loss_scale.value > 1 and math.isfinite(found.loss)  # of fp16, as it does
+    if found.spoiled or not (found.good or overflow):
+        spoiled = not_finite_anywhere(run)
+    if not found.good and not spoiled and progress.loss_scale.value == 1:
         model.zero_gradients()
         found, note = rerun(run, found, gradients(run, inputs, digest))
     scale = progress.loss_scale.value  # of these gradients; the verdict may change it
-    verdict = judge(run, found, note)
+    verdict = judge_weights(step, False, spoiled) if spoiled else judge(run, found, note)
 
     lr = run.rate(step)
     pulse.report(step, "staging")
@@ -95,6 +103,12 @@ def train_step(run: Run, batches: Batches) -> StepResult:
             torch.manual_seed(stable_seed(recipe.run.seed, "update", step))
         update(optimizer, model.portions(optimizer), factor)
         model.publish_weights()
+        # No step comes that would hear what its save finds.
+        last = step == recipe.run.steps or found.pause > 0
+        if last and (spoiled := not_finite_anywhere(run)):
+            verdict = judge_weights(step, True, spoiled)
+    if verdict.action == "undo":
+        progress.skipped += 1
     model.zero_gradients()
 
     progress.step = step
@@ -138,6 +152,8 @@ class Gradients:
     save: bool
     pause: float
     mute: int
+    spoiled: bool
+    """A rank has saved numbers that are not finite since they were last looked at."""
     consumed: str
     local_loss: torch.Tensor
     """This rank's part of the loss."""
@@ -203,7 +219,8 @@ def gradients(
     model.run(inputs, forward, train=True)
 
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
-    # whether any rank is asked to pause or mute, and what all have consumed and counted.
+    # whether any rank is asked to pause or mute, or has saved numbers that are not finite, and what
+    # all have consumed and counted.
     model.collect_gradients()
     pulse.report(step, "reduce")
     names = run.trained.agree(model.beside_loss, mesh.group)
@@ -215,7 +232,8 @@ def gradients(
     sums = [part.reshape(1) for part in (loss_sum, *recorded)]
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
-    told = (counted, pulse.wants_save, pulse.asked_to_pause, pulse.mute, *(digest or (0, 0)))
+    asked = pulse.wants_save, pulse.asked_to_pause, pulse.mute, bool(run.checkpointer.not_finite)
+    told = (counted, *asked, *(digest or (0, 0)))
     flags = [  # filled on the device: a copy from the host would wait for all that was launched
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
         for value in told
@@ -223,7 +241,9 @@ def gradients(
     word = torch.cat([*sums, squares, *flags])
     dist.all_reduce(word, group=mesh.group)
     mean_loss, *rest = received(word)
-    *square_parts, count_sum, saving, pausing, mute, samples, contents = rest[len(names) :]
+    *square_parts, count_sum, saving, pausing, mute, spoiling, samples, contents = rest[
+        len(names) :
+    ]
     # Sums of numbers below 2**32 are exact in float64.
     everything = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     undivided = usual / count_sum if count_sum else 1.0
@@ -232,6 +252,7 @@ def gradients(
     further = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
         mean_loss * undivided, further, norm, undivided, saving > 0, pausing, int(mute),
+        spoiling > 0,
         everything, loss_sum, compute,
     )  # fmt: skip
 
@@ -259,6 +280,26 @@ def ranks_with(run: Run, seen: bool) -> list[int]:
     told = [divmod(int(received(one)), 2) for one in values]
     shares = {share for share, there in told if there}
     return [rank for rank, (share, _) in enumerate(told) if share in shares]
+
+
+def not_finite_anywhere(run: Run) -> str:
+    """Which weights and optimizer state are not finite, and on which ranks; empty: all are. On all
+    ranks. Looks at every number, so it is for steps that went wrong, and for the last one."""
+    model, device = run.model, run.world.device
+    held = {name: one for name, one in model.tensors.items() if name not in run.unchecked}
+    bad = tensors_not_finite({**held, **model.state_of(run.optimizer)})
+    run.checkpointer.not_finite = ""  # from now on of saves that come
+    word = torch.zeros(NAME_BYTES, dtype=torch.uint8, device=device)
+    if bad:
+        name = bad[0].encode()[:NAME_BYTES]
+        word[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+    words = [torch.zeros_like(word) for _ in range(run.world.world_size)]
+    dist.all_gather(words, word, group=run.mesh.group)
+    names = [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in words]
+    ranks = [rank for rank, name in enumerate(names) if name]
+    if not ranks:
+        return ""
+    return f"NaN or infinity in {printable(names[ranks[0]])} on rank {', '.join(map(str, ranks))}"
 
 
 def judge(run: Run, found: Gradients, note: str) -> Verdict:

@@ -53,8 +53,8 @@ def train(run: Run, startup: Startup) -> int:
                 result.seconds, result.loss, result.grad_norm, result.skipped, result.consumed,
                 result.mute,
             )  # fmt: skip
-            if not went_on(run, result):
-                return run.log.end(EXIT_DO_NOT_REQUEUE, result.verdict.reason)
+            if stopped := why_stopped(run, result):
+                return run.log.end(EXIT_DO_NOT_REQUEUE, stopped)
             if task.after_step:
                 task.after_step(run.model, progress.sequences)
             speed.step(result, odd=first or profiler.active)
@@ -79,14 +79,20 @@ def first_step_done(run: Run, startup: Startup) -> None:
     run.log.started(startup)
 
 
-def went_on(run: Run, result: StepResult) -> bool:
-    """Tell of bad numbers in a step, and roll back if there were too many; whether that helped."""
+def why_stopped(run: Run, result: StepResult) -> str:
+    """Tell of bad numbers in a step, and roll back if there were too many, or weights are bad.
+    Returns why the run cannot go on; empty if it can. On all ranks."""
     verdict = result.verdict
     run.log.event(run.progress.step, "bad numbers", verdict.reason)
-    if verdict.action != "stop" or roll_back(run):
-        return True
-    run.log.say(f"stopped: {verdict.reason}")
-    return False
+    if verdict.action in ("keep", "skip"):
+        return ""
+    # Where steps were skipped, memory may hold the weights of now, which did not help.
+    why_not = roll_back(run, memory=verdict.action == "undo")
+    if not why_not:
+        return ""
+    stopped = f"{verdict.reason}; {why_not}"
+    run.log.say(f"stopped: {stopped}")
+    return stopped
 
 
 def stop_together(run: Run, asked: float, *, saved: bool = False) -> int:

@@ -117,7 +117,8 @@ def load_decoder(
     model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
     optional = TIED_COPIES if architecture.tie_word_embeddings else ()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    load_model(directory, apart(tensors, model.stacks), optional=optional)
+    trained = apart(dict(model.named_parameters()), model.stacks)
+    load_model(directory, apart(tensors, model.stacks), optional=optional, finite=trained)
     return model.eval()
 
 

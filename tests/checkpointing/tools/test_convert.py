@@ -114,14 +114,16 @@ def test_what_is_no_weight_stays_as_it_is(tmp_path, monkeypatch):
         "scalar": torch.tensor(1 / 3),
     }
     path = write_checkpoint(tmp_path / "step-00000001", 1, model, max_bytes=100)
-    report = export(path, tmp_path / "out", dtype="bf16")
+    with pytest.raises(CheckpointError, match="nan holds NaN or infinity; export another step, or"):
+        export(path, tmp_path / "out")
+    report = export(path, tmp_path / "out", dtype="bf16", not_finite=True)
     assert "note: there is no config.json" in str(report)
     found = load_file(tmp_path / "out" / "model.safetensors")
     unchanged = {"ids", "mask", "eighth"}
     assert found.keys() == model.keys()
     for name, tensor in model.items():
         assert same_bits(found[name], tensor if name in unchanged else tensor.bfloat16()), name
-    export(tmp_path / "out", tmp_path / "again", dtype="fp32")  # a plain directory, too
+    export(tmp_path / "out", tmp_path / "again", dtype="fp32", not_finite=True)  # a plain directory, too
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert torch.equal(again["big"], model["big"].bfloat16().float())
 
@@ -138,9 +140,9 @@ def test_a_number_too_large_for_the_dtype_is_no_silent_infinity(tmp_path):
     large = {"fine": torch.full((4,), 65504.0), "w": torch.tensor([1.0, -7e4, torch.inf])}
     path = write_checkpoint(tmp_path / "step-00000001", 1, large)
     with pytest.raises(CheckpointError, match=r"w: holds 7e\+04, too large for F16; export with"):
-        export(path, tmp_path / "out", dtype="fp16")
+        export(path, tmp_path / "out", dtype="fp16", not_finite=True)
     assert list(tmp_path.iterdir()) == [path]
-    export(path, tmp_path / "out", dtype="bf16")
+    export(path, tmp_path / "out", dtype="bf16", not_finite=True)
 
 
 def test_nothing_is_written_over_and_nothing_damaged_is_exported(run, tmp_path):

@@ -92,7 +92,7 @@ def test_schedules_are_named_as_papers_write_them(recipe_file):
         ("strategy.zero=5", "strategy.zero: input should be 0, 1, 2 or 3"),
         ("schedule.warmup_steps=10", "schedule.warmup_steps: 10 is not below run.steps=10"),
         ("schedule.name=wsd", "schedule.decay_steps: wsd needs"),
-        ("optimizer.lr=.nan", "optimizer.lr: must be at least 0"),
+        ("optimizer.lr=.nan", "optimizer.lr: must be a finite number, but it is nan"),
         ("strategy.sequence_parallel=true", "only with strategy.tp above 1; remove it"),
     ],
 )
