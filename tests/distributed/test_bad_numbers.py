@@ -1,5 +1,5 @@
 """Non-finite losses: computed again, skipped and counted, rolled back, and in the end a reason to
-stop."""
+stop. Weights and moments that are not finite: undone, and never saved."""
 
 import json
 
@@ -159,6 +159,78 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
     assert "stopped: step 5: loss is nan, first seen on rank 0" in output
     assert code == 93
     assert not list((workspace / "stops" / "checkpoints").glob("step-*"))
+
+
+SPOILING = '''
+import torch
+from torch import distributed as dist
+
+from checkpointing.format.tensors import local_tensor
+
+CALLS = []
+
+class Spoiling(torch.optim.AdamW):
+    """AdamW, of which chosen calls leave what is no number on the last rank."""
+
+    def __init__(self, groups, weights=(), moments=()):
+        super().__init__(groups)
+        self.plan = {"weights": list(weights), "moments": list(moments)}
+
+    def step(self):
+        super().step()
+        group = self.param_groups[0]
+        if not dist.is_initialized() or dist.get_rank() < dist.get_world_size() - 1:
+            return
+        parameter = group["params"][0]
+        if not group["lr"] or parameter.shape[0] < 100:  # to make its state, or to try it
+            return
+        CALLS.append(1)
+        moment = self.state[parameter]["exp_avg_sq"]
+        for what, tensor in (("weights", parameter), ("moments", moment)):
+            if len(CALLS) in self.plan[what]:
+                local_tensor(tensor)[-1, -1] = torch.inf
+'''
+
+
+def all_finite(folder):
+    """Whether all checkpoints of a run are, and there are any."""
+    files = [*folder.glob("checkpoints/step-*/**/*.safetensors")]
+    return files and all(one.isfinite().all() for f in files for one in load_file(f).values())
+
+
+def test_an_update_that_leaves_no_numbers_is_undone(workspace, start):
+    (workspace / "spoiling.py").write_text(SPOILING)
+    given = ["optimizer.factory=spoiling:Spoiling", "checkpoint.every=2", "checkpoint.keep=2"]
+
+    def run(name, spoiled, *overrides):
+        options = f"optimizer.factory_options={{{spoiled}}}"
+        busy = "checkpoint.when_busy=wait"
+        code, output = start(
+            2, f"run.dir={name}", "run.steps=8", options, busy, *given, *overrides
+        ).wait()
+        ledger = [json.loads(line) for line in (workspace / name / "ledger.jsonl").open()]
+        assert all_finite(workspace / name), output
+        assert all(len(line["weights"]) == 16 for line in ledger if line.get("ok"))
+        return code, output, ledger
+
+    # A moment has no effect on any loss. No step follows the last one that could hear of it.
+    code, output, ledger = run("undone", "moments: [3], weights: [7]", "elastic.snapshot_every=1")
+    assert code == 0, output
+    assert "NaN or infinity in model.embed_tokens.weight.exp_avg_sq on rank 1" in output
+    assert "step 8: " in output
+    assert "NaN or infinity in model.embed_tokens.weight on rank 1" in output
+    assert output.count("in memory; the data from there to step") == 2
+    assert (workspace / "undone" / "checkpoints" / "step-00000008").is_dir()
+    skipped = [line["step"] for line in ledger if line.get("skipped")]
+    assert len(skipped) == 2
+    assert skipped[1] == 8
+
+    always = f"weights: {[*range(5, 99)]}"
+    ddp = "run.steps=12", "strategy.name=ddp", "checkpoint.slots=0"
+    code, output, ledger = run("ends", always, *ddp)
+    assert code == 93, output
+    assert output.count("in storage; the data from there to step") == 2
+    assert "the run was rolled back 2 times already (elastic.max_rollbacks)" in ledger[-1]["reason"]
 
 
 def test_a_loss_scale_that_fell_to_one_grows_again():

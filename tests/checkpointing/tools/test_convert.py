@@ -123,7 +123,9 @@ def test_what_is_no_weight_stays_as_it_is(tmp_path, monkeypatch):
     assert found.keys() == model.keys()
     for name, tensor in model.items():
         assert same_bits(found[name], tensor if name in unchanged else tensor.bfloat16()), name
-    export(tmp_path / "out", tmp_path / "again", dtype="fp32", not_finite=True)  # a plain directory, too
+    export(
+        tmp_path / "out", tmp_path / "again", dtype="fp32", not_finite=True
+    )  # a plain directory, too
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert torch.equal(again["big"], model["big"].bfloat16().float())
 

@@ -67,6 +67,23 @@ def test_schedules_are_named_as_papers_write_them(recipe_file):
     assert recipe.strategy.pp_schedule == "1f1b"
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "inf", "1e999"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay",
+        "optimizer.clip_norm", "schedule.min_lr_ratio", "data.sources.0.weight",
+        "precision.loss_scale", "elastic.timeout_seconds", "checkpoint.deadline",
+        "model.architecture.rope_theta", "tracking.peak_tflops",
+    ],
+)  # fmt: skip
+def test_numbers_are_finite(recipe_file, key, value):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, [f"{key}=" + (f"[0.9, {value}]" if "betas" in key else value)])
+    where = f"{key}.1" if "betas" in key else key
+    assert f"{where}: must be a finite number" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
