@@ -18,7 +18,8 @@ class ElasticOptions:
 
     max_rollbacks: Count = 2
     """How often a run may go back to its newest checkpoint, and on with the data after the bad
-    steps, before it stops with exit code 93."""
+    steps, before it stops with exit code 93. Also where an update left weights that are not finite:
+    then it takes the newest copy in memory, if there is one."""
 
     snapshot_every: Count = 0
     """Steps between copies of the state in shared memory: a process that dies costs at most so many

@@ -252,8 +252,7 @@ def gradients(
     further = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
         mean_loss * undivided, further, norm, undivided, saving > 0, pausing, int(mute),
-        spoiling > 0,
-        everything, loss_sum, compute,
+        spoiling > 0, everything, loss_sum, compute,
     )  # fmt: skip
 
 
