@@ -30,6 +30,11 @@ _SINGLE = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
 """safetensors' dtype → the only byte that is no number."""
 
 
+def may_be_infinite(dtype: str) -> bool:
+    """Whether NaN or infinity can be written in a dtype."""
+    return dtype in _KINDS or dtype in _SINGLE
+
+
 def is_finite(dtype: str, data: NDArray[np.generic]) -> bool:
     """Whether no number is infinite or NaN. Whole numbers always are finite.
 

@@ -4,6 +4,8 @@ checkpoint: anybody can write a record that agrees with its files. Reads without
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
 from checkpointing.format.layout import (
     BLOCK_BYTES,
@@ -13,7 +15,7 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
-from checkpointing.format.nan import holds_nan, may_hold_nan
+from checkpointing.format.numbers import is_finite, may_be_infinite
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.reading import reading
@@ -59,9 +61,9 @@ def verify_step(
         with reading_lock(step), ThreadPoolExecutor(threads) as pool:
             record = read_record(step)
             try:
-                numbers = _must_be_numbers(step)
+                odd = record.odd if _of_trainer(step) else None
                 found = pool.map(
-                    lambda name: _verify_file(step, name, record.files[name], numbers, pause),
+                    lambda name: _verify_file(step, name, record.files[name], odd, pause),
                     record.files,
                 )
                 problems = [problem for of_file in found for problem in of_file]
@@ -96,9 +98,9 @@ def _holds_tensors(step: CommittedStep, name: str) -> bool:
     return bool(read_header(step.path, name, None))
 
 
-def _must_be_numbers(step: Place) -> bool:
-    """Whether a run of the trainer wrote the step: then no tensor holds NaN. Loops of others may
-    keep anything in theirs."""
+def _of_trainer(step: Place) -> bool:
+    """Whether a run of the trainer wrote the step: then no tensor holds NaN or infinity that its
+    record does not name. Loops of others may keep anything in theirs."""
     try:
         return "recipe" in step_state(open_step(step))
     except CheckpointError:  # is told by whoever reads that file
@@ -106,7 +108,11 @@ def _must_be_numbers(step: Place) -> bool:
 
 
 def _verify_file(
-    step: Place, name: str, record: FileRecord, numbers: bool, pause: Callable[[], None]
+    step: Place,
+    name: str,
+    record: FileRecord,
+    odd: Collection[str] | None,
+    pause: Callable[[], None],
 ) -> Problems:
     path = step / name
     problems: Problems = []
@@ -119,11 +125,18 @@ def _verify_file(
                     DamagedCheckpoint(f"{path}: has {file.size} bytes, {record.size} were written")
                 )
             blocks = CheckedBlocks(file, path, record)
-            tensors = _floats(step, name) if numbers else []
+            tensors = [] if odd is None else _floats(step, name)
             problems += [
                 DamagedCheckpoint(f"{path}: {tensor} is not aligned, as what a run writes is")
                 for tensor, at in tensors
                 if at.begin % DTYPE_BYTES[at.meta.dtype]
+            ]
+            section = OPTIMIZER if name.startswith(OPTIMIZER.folder) else MODEL
+            tensors = [
+                (tensor, at)
+                for tensor, at in tensors
+                if f"{section.stem}/{tensor}" not in (odd or ())
+                and not at.begin % DTYPE_BYTES[at.meta.dtype]
             ]
             for block in range(min(len(record.checksums), -(-file.size // BLOCK_BYTES))):
                 pause()
@@ -132,8 +145,8 @@ def _verify_file(
                 except DamagedCheckpoint as error:
                     problems.append(error)
                     continue
-                bad = _with_nan(tensors, blocks.held(size), block * BLOCK_BYTES)
-                problems += [DamagedCheckpoint(f"{path}: {name} holds NaN") for name in bad]
+                bad = _not_finite(tensors, blocks.held(size), block * BLOCK_BYTES)
+                problems += [DamagedCheckpoint(f"{path}: NaN or infinity in {one}") for one in bad]
                 tensors = [one for one in tensors if one[0] not in bad]
     except CheckpointError as error:
         problems.append(error)
@@ -141,23 +154,25 @@ def _verify_file(
 
 
 def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
-    """Tensors of a file that may hold NaN; none where its header is damaged, which is told else."""
+    """Tensors of a file that could hold NaN or infinity; none where its header is damaged, which is
+    told else."""
     if not name.endswith(".safetensors"):
         return []
     try:
         header = read_header(step, name, None)
     except CheckpointError:
         return []
-    return [(tensor, at) for tensor, at in header.items() if may_hold_nan(at.meta.dtype)]
+    return [(tensor, at) for tensor, at in header.items() if may_be_infinite(at.meta.dtype)]
 
 
-def _with_nan(
+def _not_finite(
     tensors: Sequence[tuple[str, StoredTensor]], data: memoryview, offset: int
 ) -> Collection[str]:
-    """Names of tensors that hold NaN in a part of their file, which begins at `offset`."""
+    """Names of tensors that hold NaN or infinity in a part of their file, from `offset` on."""
     found = set()
     for name, at in tensors:
         begin, end = max(at.begin, offset), min(at.begin + at.meta.nbytes, offset + len(data))
-        if begin < end and holds_nan(data[begin - offset : end - offset], at.meta.dtype):
+        bits = np.frombuffer(data[begin - offset : end - offset], np.uint8) if begin < end else None
+        if bits is not None and not is_finite(at.meta.dtype, bits):
             found.add(name)
     return found
