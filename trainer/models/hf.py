@@ -67,7 +67,7 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
         # Layers are built one by one, before the weights are looked at.
         if architecture.num_hidden_layers > MOST_LAYERS:
             raise ValueError(
-                f"num_hidden_layers is {architecture.num_hidden_layers:,}, more than {MOST_LAYERS:,}"
+                f"num_hidden_layers is {architecture.num_hidden_layers:,}, at most {MOST_LAYERS:,}"
             )
         return architecture
     except ValueError as error:
