@@ -35,6 +35,9 @@ class ConfigError(ValueError):
     """A file beside the weights cannot be used; the message names the file and the key."""
 
 
+MOST_LAYERS = 10_000
+
+
 def read_config(path: str | Path, family: Family | None = None) -> Architecture:
     """The architecture that a config.json describes.
 
@@ -60,7 +63,12 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
     except ValueError as error:
         raise ConfigError(f"{file}: not a JSON object: {error}; copy the file again") from error
     try:
-        return _architecture(config, family)
+        architecture = _architecture(config, family)
+        # Layers are built one by one, before the weights are looked at.
+        if architecture.num_hidden_layers > MOST_LAYERS:
+            layers = architecture.num_hidden_layers
+            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
+        return architecture
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
 
