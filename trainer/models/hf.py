@@ -66,9 +66,8 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
         architecture = _architecture(config, family)
         # Layers are built one by one, before the weights are looked at.
         if architecture.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(
-                f"num_hidden_layers is {architecture.num_hidden_layers:,}, at most {MOST_LAYERS:,}"
-            )
+            layers = architecture.num_hidden_layers
+            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
         return architecture
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
