@@ -40,7 +40,7 @@ class Claim:
     """What the key of a job says."""
 
     fingerprint: str
-    """Of the secret."""
+    """Fingerprint of the secret of the job."""
     counter: int
     mark: str
     """Names the file in the run directory."""
