@@ -3,17 +3,20 @@
 [Note: a shared directory] A member of the group can put any name there first: a link to a file of
 the user who trains, a pipe, a file of his own. So a new file is made under a random name (O_EXCL)
 and then renamed, which replaces a link instead of following it. A file that grows must be a regular
-file of this user with one name. Whatever else has its name is put aside, with a warning.
+file of this user. If it has other names, it goes on as a copy under this one. Whatever else has its
+name is put aside, with a warning.
 """
 
 import errno
 import logging
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Container
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -114,12 +117,33 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
                 raise
         else:
             found = os.fstat(descriptor)
-            one = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
-            if one and is_ours(found, path.parent, trusted):
+            ours = stat.S_ISREG(found.st_mode) and is_ours(found, path.parent, trusted)
+            if ours and found.st_nlink <= 1:
                 return descriptor
-            os.close(descriptor)
+            try:
+                if ours:  # a backup by hard links, or a member's link to another file of this user
+                    _take_copy(descriptor, path)
+                    continue
+            finally:
+                os.close(descriptor)
         put_aside(path, found)
     raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
+
+
+def _take_copy(descriptor: int, path: Path) -> None:
+    """Put a copy of an open file in the place of its name. Its other names keep the file. The copy
+    has its mode, so that nobody reads in it what he could not read before."""
+    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    opener = partial(os.open, mode=mode)
+    try:
+        with os.fdopen(os.dup(descriptor), "rb") as old, open(aside, "xb", opener=opener) as new:
+            shutil.copyfileobj(old, new)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def own_directory(path: Path, trusted: Container[int] = ()) -> None:
@@ -153,8 +177,6 @@ def put_aside(path: Path, found: os.stat_result) -> None:
     """
     kind = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file", stat.S_IFDIR: "a directory"}
     what = kind.get(stat.S_IFMT(found.st_mode), "no regular file")
-    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
-        what += f" with {found.st_nlink} names"
     what += f" of uid {found.st_uid}"
     aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
     try:
