@@ -93,6 +93,8 @@ class TokenStream:
                     f"{path}: was prepared with another tokenizer than {sources[0][0]}, so their "
                     f"tokens cannot be mixed; prepare it with --tokenizer {sources[0][0]}"
                 )
+            if documents:
+                dataset.check_ends()
         weights = [float(weight) for _, weight in sources]
         order = None
         if shuffle:

@@ -41,6 +41,8 @@ FORMAT = 1
 DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
+_ENDS = CHECKSUM_BLOCK // 8
+_CHECKED_AT_START = 4 * _ENDS
 Reader = Literal["auto", "mmap", "pread", "ram"]
 
 _TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
@@ -168,19 +170,16 @@ class TokenDataset:
         self.tokenizer_sha256: str = index["tokenizer"]["sha256"]
         self._mode = detect_reader(directory) if reader == "auto" else reader
         self._shards: list[Callable[[int, int], NDArray]] = []
-        self._ends: list[NDArray] = []
+        self._entries: list[dict[str, Any]] = index["splits"][split]["shards"]
+        self._ends: dict[int, NDArray] = {}
         self._files: list[Path] = []
         starts, documents = [0], [0]
-        for shard in index["splits"][split]["shards"]:
-            tokens_file, ends_file = (
-                directory / f"{shard['name']}.{k}" for k in ("tokens", "ends")
-            )
+        for shard in self._entries:
+            tokens_file = directory / f"{shard['name']}.tokens"
             check_size(tokens_file, shard["tokens"] * self.dtype.itemsize)
-            check_size(ends_file, shard["documents"] * 8)
+            check_size(tokens_file.with_suffix(".ends"), shard["documents"] * 8)
             self._files.append(tokens_file)
             self._shards.append(_open_shard(tokens_file, self.dtype, self._mode))
-            ends = np.memmap(ends_file, "<u8", "r") if shard["documents"] else np.empty(0, "<u8")
-            self._ends.append(ends)
             starts.append(starts[-1] + shard["tokens"])
             documents.append(documents[-1] + shard["documents"])
         self._starts, self._documents = np.asarray(starts), documents
@@ -200,11 +199,26 @@ class TokenDataset:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def check_ends(self) -> None:
+        """Check the ends of documents of the first shards, up to _CHECKED_AT_START documents. Those
+        of the others are checked when they are first used: a billion would take seconds.
+
+        Raises:
+            DataError: names the .ends file that is damaged.
+        """
+        for shard, documents in enumerate(self._documents[1:]):
+            if documents <= _CHECKED_AT_START:
+                self._ends_of(shard)
+
     def document_ids(self, start: int, length: int) -> NDArray[np.int64]:
-        """Number of the document that each token of [start, start + length) belongs to."""
+        """Number of the document that each token of [start, start + length) belongs to.
+
+        Raises:
+            DataError: names the .ends file that is damaged.
+        """
         numbers = []
         for shard, offset, size in self._pieces(start, length):
-            ends = self._ends[shard]
+            ends = self._ends_of(shard)
             first = int(np.searchsorted(ends, offset, side="right"))
             last = int(np.searchsorted(ends, offset + size, side="left"))
             inside = np.asarray(ends[first:last], dtype=np.int64)
@@ -215,13 +229,21 @@ class TokenDataset:
     def document_length(self, number: int) -> int:
         """Tokens of a document, its end included."""
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
-        place = number - self._documents[shard]
-        begin = int(self._ends[shard][place - 1]) if place else 0
-        return int(self._ends[shard][place]) - begin
+        place, ends = number - self._documents[shard], self._ends_of(shard)
+        begin = int(ends[place - 1]) if place else 0
+        return int(ends[place]) - begin
 
     def file_of(self, start: int) -> Path:
         """The shard that holds token `start`, for messages."""
         return self._files[next(self._pieces(start, 1))[0]]
+
+    def _ends_of(self, shard: int) -> NDArray:
+        """Ends of the documents of a shard, uint64."""
+        if shard not in self._ends:
+            # A search in ends that do not rise finds something, and attention is masked by it.
+            path = self._files[shard].with_suffix(".ends")
+            self._ends[shard] = _open_ends(path, self._entries[shard])
+        return self._ends[shard]
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(shard, offset in it, length) of each part of a window."""
@@ -267,6 +289,35 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
         whole = np.frombuffer(mapped, dtype=dtype)
     os.close(descriptor)
     return lambda start, length: whole[start : start + length]
+
+
+def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
+    """The .ends file of a shard, mapped into memory.
+
+    Args:
+        path: the file.
+        shard: its entry in index.json.
+
+    Raises:
+        DataError: its checksum is wrong, or its numbers do not rise to the end of the shard.
+    """
+    try:
+        ends = np.memmap(path, "<u8", "r") if shard["documents"] else np.empty(0, "<u8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+    # Blocks, not the whole: what a comparison allocates stays small.
+    blocks = [ends[start : start + _ENDS] for start in range(0, len(ends), _ENDS)]
+    wrong = [zlib.crc32(block.data) for block in blocks] != shard["ends_crc32"]
+    last = 0
+    for block in blocks:
+        wrong = wrong or int(block[0]) <= last or bool((block[1:] <= block[:-1]).any())
+        last = int(block[-1])
+    if wrong or last != shard["tokens"]:
+        raise DataError(
+            f"{path}: damaged: its ends of documents are not those that were written; copy the "
+            "file again, or prepare the data again"
+        )
+    return ends
 
 
 def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:

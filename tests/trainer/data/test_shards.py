@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from tenacity import wait_none
 
 from trainer.data import shards
 from trainer.data.inspect import inspect
+from trainer.data.loader import TokenStream
 from trainer.data.shards import DataError, TokenDataset, detect_reader, read_index, verify
+
+STREAM = {"split": "train", "seq_len": 8, "seed": 0, "shuffle": True}
 
 
 @pytest.fixture
@@ -92,6 +96,64 @@ def test_files_that_are_not_as_long_as_they_were(copied, name):
     with pytest.raises(DataError, match=f"{file}: No such file or directory; restore it"):
         TokenDataset(copied, "train")
     assert len(verify(copied)) == 1
+
+
+def falling(ends):
+    ends[: len(ends) // 2] = ends[: len(ends) // 2][::-1]
+
+
+def twice(ends):
+    ends[3] = ends[2]
+
+
+def beyond_the_tokens(ends):
+    ends[-1] += 1000
+
+
+def short_of_the_tokens(ends):
+    ends[-1] -= 1
+
+
+def one_bit_and_still_rising(ends):
+    ends[5] += 1
+    assert (np.diff(ends.astype(np.int64)) > 0).all()
+
+
+DAMAGES = [falling, twice, beyond_the_tokens, short_of_the_tokens, one_bit_and_still_rising]
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_ends_of_documents_that_are_not_those_written(copied, monkeypatch, damage, blocks):
+    """Attention would be masked by them, in silence. A writer whose checksums fit is tried, too."""
+    file = copied / "train-00001.ends"
+    ends = np.fromfile(file, "<u8")
+    damage(ends)
+    ends.tofile(file)
+    if blocks > 1:
+        monkeypatch.setattr(shards, "_ENDS", len(ends) // blocks)
+        index = read_index(copied)
+        for shard in index["splits"]["train"]["shards"]:
+            numbers = np.fromfile(copied / f"{shard['name']}.ends", "<u8")
+            starts = range(0, len(numbers), len(ends) // blocks)
+            parts = (numbers[start : start + len(ends) // blocks] for start in starts)
+            shard["ends_crc32"] = [zlib.crc32(part.tobytes()) for part in parts]
+        (copied / "index.json").write_text(json.dumps(index))
+    dataset = TokenDataset(copied, "train")
+    first = int(dataset._starts[1])
+    assert (dataset.document_ids(0, first) >= 0).all()  # the shard before is whole
+    message = f"^{file}: damaged: its ends of documents are not those that were written"
+    # With checksums that fit, and numbers that rise to the end, it is the other data set.
+    if blocks == 1 or damage is not one_bit_and_still_rising:
+        for use in (
+            lambda: dataset.document_ids(first, 10),
+            dataset.check_ends,
+            lambda: dataset.document_length(dataset._documents[1]),
+            lambda: TokenStream.open([(copied, 1.0)], documents="cu_seqlens", **STREAM),
+        ):
+            with pytest.raises(DataError, match=message):
+                use()
+    TokenStream.open([(copied, 1.0)], **STREAM)  # without documents they are not used
 
 
 def test_verify_finds_one_flipped_bit(copied, monkeypatch):
