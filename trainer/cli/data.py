@@ -33,8 +33,8 @@ def add_data_command(commands: Commands) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="txt, md, json, jsonl (also .gz, .zst), parquet or arrow files, directories, or "
-        "wikipedia, stdlib",
+        help="txt, md, csv, tsv, json, jsonl (each also .gz, .bz2, .xz, .zst), parquet or arrow "
+        "files, directories, - for standard input, or wikipedia, stdlib",
     )
     prepare.add_argument("--out", type=local_path, required=True, help="directory of the data set")
     add_fields(prepare, PrepareOptions)

@@ -37,7 +37,7 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     for source in sources:
         lines.append(
             f"  {source['file']}: {source['bytes']:,} bytes, {source['documents']:,} documents, "
-            f"{source['rejected']:,} left out"
+            f"{source['rejected']:,} left out{_split(source)}"
         )
     if rejected:
         lines += _first_rejects(directory / "rejects.jsonl")
@@ -60,6 +60,10 @@ def _first_rejects(path: Path) -> list[str]:
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: damaged: {error}; prepare the data again") from error
     return [*lines, f"  see {path}"]
+
+
+def _split(source: dict[str, Any]) -> str:
+    return ", all for validation" if source.get("split") == "validation" else ""
 
 
 def _begin(index: dict[str, Any]) -> str:

@@ -63,7 +63,8 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def read_tokenizer(file: str | Path) -> Tokenizer:
-    """A Hugging Face tokenizer.json, without the truncation and padding that many carry.
+    """A Hugging Face tokenizer.json, without the truncation and padding that many carry, and
+    without BPE dropout, which gives a text other tokens each time.
 
     Raises:
         DataError: it cannot be read.
@@ -86,7 +87,20 @@ def parse_tokenizer(content: bytes, file: str | Path) -> Tokenizer:
         raise DataError(f"{file}: not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
     return tokenizer
+
+
+def bpe_dropout(content: bytes) -> float:
+    """BPE dropout (Provilkov et al. 2020) that a tokenizer.json asks for."""
+    return read_object(content)["model"].get("dropout") or 0.0
+
+
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """How the special tokens are written, such as <|im_start|>."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special and token.content]
 
 
 def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -> int:

@@ -1,13 +1,17 @@
 """Every input format gives the same documents; the same bytes however it was run."""
 
+import bz2
+import csv
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -25,10 +29,13 @@ from tokenizers.processors import TemplateProcessing
 from trainer.data.inspect import inspect
 from trainer.data.prepare import blocks, corpora, records, sources, tokenise
 from trainer.data.prepare import text as text_module
+from trainer.data.prepare.inputs import find_inputs
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError, TokenDataset, read_index, verify
 from trainer.data.tokenizer import byte_tokenizer, train_bpe
 
+FINGERPRINT = "sha256:d045395529f85a1e7d4d9fda09656550f945b87a2de21c33942413f6926c55e8"
+PLAN = "40944d73f5d88580be088adf485e6df4ec53f54db02dd820d129be8ff7871508"
 BYTES = {"tokenizer": "bytes", "validation_fraction": 0.0}
 
 
@@ -60,21 +67,37 @@ def json_lines(texts, field="text"):
     return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "JSONL.GZ", "parquet", "md"])
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".zstd": zstandard.ZstdCompressor().compress,
+}
+TEXTS = ["jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst", "jsonl.zstd", "JSONL.GZ"]
+TEXTS += ["md", "txt.gz", "md.zst", "csv", "csv.bz2", "tsv.xz"]
+
+
+@pytest.mark.parametrize("kind", [*TEXTS, "parquet"])
 def test_every_format_gives_the_same_documents(tmp_path, documents, kind):
     path = tmp_path / f"input.{kind}"
-    match kind:
-        case "jsonl":
-            write(path, json_lines(documents))
-        case "jsonl.gz" | "JSONL.GZ":
-            write(path, gzip.compress(json_lines(documents)))
-        case "jsonl.zst":  # of two frames, as concatenated files are
-            compress = zstandard.ZstdCompressor().compress
-            write(path, compress(json_lines(documents[:90])) + compress(json_lines(documents[90:])))
-        case "parquet":
-            pq.write_table(pa.table({"text": documents}), path, row_group_size=33)
-        case "md":
-            write(path, "\n".join(documents) + "\n")
+    content, _, ending = kind.lower().partition(".")
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": documents}), path, row_group_size=33)
+    elif content == "jsonl":
+        content = json_lines(documents)
+    elif content in ("csv", "tsv"):
+        with (tmp_path / "table").open("w", newline="") as file:
+            rows = csv.writer(file, delimiter="," if content == "csv" else "\t")
+            rows.writerows([["id", "text"], *([n, text] for n, text in enumerate(documents))])
+        content = (tmp_path / "table").read_bytes()
+    else:
+        content = "".join(text + "\n" for text in documents).encode()
+    if kind != "parquet":  # of two streams, with padding behind, as concatenated files are
+        compress = COMPRESS[ending and "." + ending]
+        padding = b"\0" * 512 if ending in ("gz", "bz2", "xz") else b""
+        write(path, compress(content[:5000]) + compress(content[5000:]) + padding)
     prepare([str(path)], tmp_path / "out", **BYTES, split_documents="line")
     assert decoded(tmp_path / "out") == documents
     assert verify(tmp_path / "out") == []
@@ -353,6 +376,137 @@ def test_the_first_bad_record_is_fatal_where_wished(tmp_path, small_units, worke
     assert not (tmp_path / "out" / "index.json").exists()
 
 
+def test_a_table_of_many_rows_and_its_bad_ones(tmp_path):
+    table = b'id;text\r\n1;"two\nlines; ""quoted"""\n2;plain\n\n3;a;b\n4\n5;  \n'
+    file = write(tmp_path / "in.csv", b"\xef\xbb\xbf" + table + b"6;\xff\n7;seven")
+    prepare([file], tmp_path / "out", **BYTES)
+    assert decoded(tmp_path / "out") == ['two\nlines; "quoted"', "plain", "seven"]
+    rejects = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").open()]
+    assert [(reject["line"], reject["problem"]) for reject in rejects] == [
+        (6, "a row of 3 cells, but 2 columns"),
+        (7, "a row of 1 cells, but 2 columns"),
+        (8, "empty"),
+        (9, "not UTF-8 (byte 0xff)"),
+    ]
+    for content, message in (
+        (b'text\na\n"not closed\nb\n', "line 3: not csv: unexpected end of data"),
+        (b'text\n"a" b\n', "line 2: not csv: ',' expected after '\"'"),
+        (b"id,body\n1,x\n", "no column 'text'; it has id, body; see --field"),
+        (b"", "no column 'text'; it is empty"),
+        ("text\nx\n".encode("utf-16"), "UTF-16, not UTF-8; convert it"),
+    ):
+        write(tmp_path / "in.csv", content)
+        with pytest.raises(DataError, match=f"^{file}: {message}"):
+            prepare([file], tmp_path / "out2", **BYTES)
+
+
+RECORD = {
+    "a": {"b": "nested", "n": 1},
+    "a.c": "a name with a dot",
+    "parts": ["one", "two"],
+    "deep": [["p", "q"], ["r"]],
+    "turns": [{"text": "hello"}, {"text": "there"}],
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("a.b", "nested"),
+        ("a.c", "a name with a dot"),
+        ("parts", "one\ntwo"),
+        ("deep", "p\nq\nr"),
+        ("turns.text", "hello\nthere"),
+        ("a.n", "'a.n' is a number, not text"),
+        ("a.x", "no field 'a.x'; it has a"),
+        ("turns", "a list with an object, not text"),
+        ("x.b", "'x.b'; it has a, a.c, parts, deep, turns; see --field"),
+    ],
+)
+def test_fields_in_fields_and_lists_of_texts(tmp_path, kind, field, expected):
+    path = tmp_path / f"in.{kind}"
+    table = pa.Table.from_pylist([RECORD])
+    match kind:
+        case "jsonl":
+            write(path, json.dumps(RECORD))
+        case "parquet":
+            pq.write_table(table, path)
+        case "arrow":
+            with pa.ipc.new_stream(str(path), table.schema) as stream:
+                stream.write_table(table)
+    if "'" in expected or "not text" in expected:
+        with pytest.raises(DataError, match=re.escape(expected)):
+            prepare([str(path)], tmp_path / "out", **BYTES, field=field)
+    else:
+        prepare([str(path)], tmp_path / "out", **BYTES, field=field)
+        assert decoded(tmp_path / "out") == [expected]
+
+
+def test_parquet_of_bytes_and_of_no_row_groups(tmp_path):
+    table = pa.table({"text": pa.array([b"one", b"\xff", b"two"], pa.binary())})
+    pq.write_table(table, tmp_path / "bytes.parquet")
+    pq.ParquetWriter(tmp_path / "empty.parquet", table.schema).close()
+    index = prepare([str(tmp_path)], tmp_path / "out", **BYTES)
+    assert decoded(tmp_path / "out") == ["one", "two"]
+    assert [source["rejected"] for source in index["sources"]] == [1, 0]
+    with pytest.raises(DataError, match="the inputs hold no document, 0 bad records"):
+        prepare([str(tmp_path / "empty.parquet")], tmp_path / "out2", **BYTES)
+
+
+def test_a_zstd_file_of_the_largest_window(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=31)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    stream = compressor.compressobj()  # of unknown size, as `zstd --long=31` compresses a pipe
+    write(tmp_path / "in.jsonl.zst", stream.compress(json_lines(["far"])) + stream.flush())
+    prepare([str(tmp_path / "in.jsonl.zst")], tmp_path / "out", **BYTES)
+    assert decoded(tmp_path / "out") == ["far"]
+
+
+def test_what_a_document_is_does_not_depend_on_compression(tmp_path, monkeypatch):
+    """Windows follow the size of all text, which of compressed files is not on the disk."""
+    monkeypatch.setattr(text_module, "_LARGEST_WINDOW", 16 << 10)
+    for count in (3, 400, 3000, 20_000):
+        text = "A paragraph of a book.\nIt goes on.\n\n" * count
+        plain, packed = tmp_path / "in.txt", tmp_path / "in.txt.gz"
+        write(plain, text)
+        write(packed, gzip.compress(text.encode()))
+        forms = [sources.look_at(files, "auto") for files in ([str(plain)], [str(packed)])]
+        assert forms[0][str(plain)] == forms[1][str(packed)]
+        both = sources.look_at([str(packed), str(plain)], "auto")
+        assert both[str(packed)] == both[str(plain)]
+
+
+def test_what_comes_through_a_pipe(tmp_path, documents):
+    """Its kind shows in its content; the same content is the same input when it comes again."""
+    pq.write_table(pa.table({"text": documents}), tmp_path / "in.parquet")
+    lines = json_lines(documents)
+    contents = [lines, gzip.compress(lines), (tmp_path / "in.parquet").read_bytes()]
+    contents += [("id,text\n" + "".join(f"1,{text}\n" for text in documents)).encode()]
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for number, content in enumerate([*contents, contents[0]]):
+        writer = threading.Thread(target=fifo.write_bytes, args=(content,))
+        writer.start()
+        out = tmp_path / f"out{number % len(contents)}"
+        before = (out / "index.json").exists() and (out / "index.json").stat().st_mtime_ns
+        prepare([str(fifo)], out, **BYTES)
+        writer.join()
+        assert decoded(out) == documents
+        assert not (out / ".stdin").exists()
+        assert before in (False, (out / "index.json").stat().st_mtime_ns)
+    perdure = Path(sys.executable).parent / "perdure"
+    command = [perdure, "data", "prepare", "-", "--out", tmp_path / "out", "--tokenizer", "bytes"]
+    for text, code, said in (
+        (b"\n", 2, "the inputs hold no document"),
+        (b"", 2, "error: -: nothing came through this pipe"),
+        (lines, 0, "from 200 documents"),
+    ):
+        done = subprocess.run(command, input=text, capture_output=True, check=False)
+        assert done.returncode == code
+        assert said in (done.stdout + done.stderr).decode()
+
+
 def test_bad_rows_of_parquet(tmp_path):
     file = tmp_path / "in.parquet"
     not_utf8 = pa.array([b"one", None, b"\xfe", b""], pa.binary()).view(pa.string())
@@ -369,16 +523,17 @@ def test_bad_rows_of_parquet(tmp_path):
         prepare([str(file)], tmp_path / "out2", **BYTES, field="body")
 
 
-@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.bz2", "txt.xz", "jsonl.zst", "parquet"])
 def test_cut_off_or_foreign_files_are_named(tmp_path, documents, kind):
     path = tmp_path / f"in.{kind}"
     if kind == "parquet":
         pq.write_table(pa.table({"text": documents}), path)
     else:
-        compress = gzip.compress if kind.endswith("gz") else zstandard.ZstdCompressor().compress
-        write(path, compress(json_lines(documents)))
+        write(path, COMPRESS[path.suffix](json_lines(documents)))
     whole = path.read_bytes()
-    for content in (whole[:-20], whole[: len(whole) // 2], b"something else"):
+    # What stands behind the first stream is no padding.
+    damaged = whole[:-20], whole[: len(whole) // 2], whole + b"else", b"something else", b""
+    for content in damaged:
         path.write_bytes(content)
         with pytest.raises(DataError, match=f"^{path}: ") as raised:
             prepare([str(path)], tmp_path / "out", **BYTES)
@@ -403,6 +558,7 @@ def corpus(tmp_path, documents):
 RUN = """
 import sys
 from trainer.data.prepare import sources, tokenise
+from trainer.data.prepare.inputs import find_inputs
 from trainer.data.prepare.prepare import prepare
 
 # On module level: spawned workers import this file again.
@@ -475,7 +631,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_kill_9(tmp_path, co
 
 
 def test_finished_units_are_not_done_again(tmp_path, corpus, small_units, monkeypatch):
-    files, _ = sources.find_files([corpus])
+    files = find_inputs([corpus], "text", by_name=True).files
     units = sources.cut_units(sources.look_at(files, "auto"))
     read_piece, pieces = tokenise.read_piece, []
 
@@ -516,6 +672,18 @@ def test_a_finished_data_set_is_kept_and_another_refused(tmp_path, corpus, capsy
     assert shard.read_bytes() == content
 
 
+def test_data_prepared_as_ever_keeps_its_fingerprint_and_its_plan(tmp_path, monkeypatch):
+    """Runs resume on it, and the same command finds it up to date: frozen."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in.jsonl", json_lines(["one", "two <|endoftext|>", "three"] * 40))
+    write(tmp_path / "in.md", "four\n" * 40)
+    for name in ("in.jsonl", "in.md"):
+        os.utime(name, (0, 0))
+    index = prepare(["in.jsonl", "in.md"], "out", tokenizer="bytes")
+    assert index["fingerprint"] == FINGERPRINT
+    assert index["plan"] == PLAN
+
+
 def test_files_of_others_in_the_output_are_left_alone(tmp_path, documents):
     """Hugging Face names its parquet files train-00000-of-00001.parquet."""
     file = tmp_path / "train-00000-of-00001.parquet"
@@ -538,8 +706,8 @@ def test_files_of_others_in_the_output_are_left_alone(tmp_path, documents):
         ({"tokenizer": "bytes", "workers": 0}, "must be at least 1"),
         ({"tokenizer": "bytes", "split_documents": "page"}, "--split-documents must be one of"),
         ({"tokenizer": "bytes", "inputs": ["nowhere"]}, "nowhere: no such file or directory"),
-        ({"tokenizer": "bytes", "inputs": ["empty"]}, "empty: holds no txt, md, json"),
-        ({"tokenizer": "bytes", "inputs": ["in.bin"]}, "in.bin: not a txt, md, json"),
+        ({"tokenizer": "bytes", "inputs": ["empty"]}, "empty: holds no txt, md, csv, tsv,"),
+        ({"tokenizer": "bytes", "inputs": ["in.bin"]}, "in.bin: not a txt, md, csv"),
         ({"tokenizer": "bytes", "inputs": ["blank.txt"]}, "1 bad records .first .*: empty.; see"),
         ({"tokenizer": "bytes", "out": "in.txt"}, "in.txt.*: Not a directory"),
     ],
@@ -596,6 +764,59 @@ def test_a_given_tokenizer_is_copied_and_used_without_its_truncation(tmp_path, d
     assert (ids[0], ids[-1], ids.count(300), ids.count(301)) == (301, 300, 1, 1)
     assert 0 not in ids  # <|endoftext|> in a text is letters
     assert tokenizer.decode(ids, skip_special_tokens=True) == Path(file).read_text()
+
+
+CHAT = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>"
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    """Special tokens for chats, one before each text, and dropout."""
+    tokenizer = train_bpe([CHAT, "user assistant hello there hi"] * 5, 300)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    begin = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=begin)
+    content = json.loads(tokenizer.to_str())
+    content["model"]["dropout"] = 0.5
+    return write(tmp_path / "tokenizer.json", json.dumps(content))
+
+
+def test_special_tokens_in_a_text_are_letters_or_tokens_and_that_is_said(
+    tmp_path, capsys, chat_tokenizer
+):
+    options = {"tokenizer": chat_tokenizer, "validation_fraction": 0.0, "progress": True}
+    file = write(tmp_path / "in.jsonl", json_lines([CHAT, "no token", "<s>" + CHAT]))
+    prepare([file], tmp_path / "letters", **options)
+    line = (
+        "special tokens in the text of documents became letters: <|im_end|> in 2, <|im_start|> in 2"
+        ", <s> in 1; --special-tokens tokens makes them tokens"
+    )
+    assert line in capsys.readouterr().err
+    prepare([file], tmp_path / "tokens", **options, special_tokens="tokens", eos="<|im_end|>")
+    assert "special tokens" not in capsys.readouterr().err
+    tokenizer = Tokenizer.from_file(chat_tokenizer)
+    start, end, begin = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<s>"))
+    for name, special, said in (("letters", 0, "<s>" + CHAT), ("tokens", 2, CHAT)):
+        dataset = TokenDataset(tmp_path / name, "train")
+        first, last = dataset.document_length(0), dataset.document_length(2)
+        ids = dataset.read(dataset.tokens - last, last).tolist()
+        assert ids.count(start) == special
+        # A beginning or an end that the text has is not put there twice.
+        assert (ids.count(begin), ids.count(end)) == (1, special)
+        assert (
+            tokenizer.decode(ids[1:] if special else ids[1:-1], skip_special_tokens=False) == said
+        )
+        assert (first == last) == bool(special)
+
+
+def test_bpe_dropout_is_off_and_that_is_said(tmp_path, capsys, chat_tokenizer):
+    options = {"tokenizer": chat_tokenizer, "validation_fraction": 0.0, "progress": True}
+    file = write(tmp_path / "in.jsonl", json_lines(["hello there user assistant"] * 20))
+    twice = [prepare([file], tmp_path / str(number), **options) for number in range(2)]
+    assert twice[0]["fingerprint"] == twice[1]["fingerprint"]
+    assert "the tokenizer's BPE dropout of 0.5 is off: " in capsys.readouterr().err
+    lengths = {TokenDataset(tmp_path / "0", "train").document_length(n) for n in range(20)}
+    assert len(lengths) == 1
 
 
 def test_large_vocabularies_take_32_bits(tmp_path):

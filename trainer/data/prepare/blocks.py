@@ -1,23 +1,28 @@
 """Bytes of input files in blocks, decompressed, and lines made of them; in bounded memory."""
 
-import gzip
+import bz2
+import codecs
+import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trainer.data.shards import DataError
 
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE = 32 << 20
-BOM = b"\xef\xbb\xbf"
-_COMPRESSED = (".gz", ".zst")
+BOM = codecs.BOM_UTF8
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+"""Endings of compressed files, and their formats."""
+_COMPRESSED_BLOCK = 1 << 14  # a block of text that repeats itself becomes a thousand times larger
+_LARGEST_WINDOW = 1 << 31  # of `zstd --long=31`, the most that zstd writes
 
 
 def compression(path: Path) -> str:
-    """ ".gz", ".zst" or "", by the ending of the name."""
-    ending = path.suffix.lower()
-    return ending if ending in _COMPRESSED else ""
+    """Format of a compressed file, by the ending of its name; "" if it is not compressed."""
+    return COMPRESSED.get(path.suffix.lower(), "")
 
 
 def read_blocks(
@@ -29,9 +34,9 @@ def read_blocks(
     """Content of a file, none of the blocks empty, without a byte order mark.
 
     Args:
-        path: .gz and .zst are decompressed.
+        path: compressed files are decompressed.
         start: first byte; 0 for a compressed file.
-        end: one past the last byte; None for all.
+        end: one past the last byte; None for all. Unused for a compressed file.
         told: is called with the bytes of the file, as it lies on disk, that were read so far.
 
     Raises:
@@ -39,13 +44,8 @@ def read_blocks(
     """
     try:
         with path.open("rb") as file:
-            match compression(path):
-                case ".gz":
-                    blocks = _gzip(file)
-                case ".zst":
-                    blocks = _zstd(path, file)
-                case _:
-                    blocks = _plain(file, start, end)
+            kind = compression(path)
+            blocks = _decompressed(path, file, kind) if kind else _plain(file, start, end)
             first = start == 0
             for block in blocks:
                 told(file.tell() - start)
@@ -53,8 +53,9 @@ def read_blocks(
                 first = False
                 if content:
                     yield content
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    except (OSError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
 def _plain(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
@@ -65,33 +66,50 @@ def _plain(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
         left -= 0 if end is None else len(block)
 
 
-def _gzip(file: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as content:
-        while block := content.read(BLOCK_BYTES):
-            yield block
+def _decompressed(path: Path, file: BinaryIO, kind: str) -> Iterator[bytes]:
+    """Content of all streams in a file, one after the other.
+
+    Python's own readers of whole files take damage after the first stream for the end of the file,
+    and zstandard's takes a truncated file for a whole one.
+    """
+    new_stream, damage = _decompressor(path, kind)
+    stream, begun = new_stream(), False
+    try:
+        while block := file.read(_COMPRESSED_BLOCK):
+            while block:
+                if stream.eof:
+                    block = block.lstrip(b"\0")  # streams may be padded
+                    if not block:
+                        break
+                    stream = new_stream()
+                begun = True
+                content = stream.decompress(block)
+                block = stream.unused_data
+                if content:
+                    yield content
+    except damage as error:
+        raise DataError(f"{path}: not {kind}, or damaged: {error}; copy the file again") from error
+    if not stream.eof:
+        what = "the compressed stream ends before its end marker" if begun else "the file is empty"
+        raise EOFError(f"{what}; copy the file again")
 
 
-def _zstd(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """zstandard's own stream reader takes a truncated file for a whole one."""
+def _decompressor(path: Path, kind: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """A function that makes the decompressor of one stream, and what such a decompressor raises
+    where the stream is damaged. Only one of zstd may be in use at a time."""
+    match kind:
+        case "gzip":
+            return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
+        case "bzip2":
+            return bz2.BZ2Decompressor, OSError
+        case "xz":
+            return lzma.LZMADecompressor, lzma.LZMAError
     try:
         import zstandard
     except ImportError:
         raise DataError(f"{path}: needs zstandard: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor()
-    frame = decompressor.decompressobj()
-    try:
-        while block := file.read(BLOCK_BYTES >> 3):
-            while block:
-                if frame.eof:
-                    frame = decompressor.decompressobj()
-                content = frame.decompress(block)
-                block = frame.unused_data
-                if content:
-                    yield content
-    except zstandard.ZstdError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    if not frame.eof:
-        raise EOFError("the compressed stream ends before its end marker; copy the file again")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+    return decompressor.decompressobj, zstandard.ZstdError
 
 
 def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:

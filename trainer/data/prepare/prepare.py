@@ -10,15 +10,17 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from elastic.node.files import own_directory
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
-from trainer.data.prepare.options import OnBad, PrepareOptions, Split
+from trainer.data.prepare.inputs import Inputs, find_inputs
+from trainer.data.prepare.options import OnBad, PrepareOptions, SpecialTokens, Split, Splits
 from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
     Form,
@@ -26,10 +28,10 @@ from trainer.data.prepare.sources import (
     Pieces,
     cut_units,
     describe,
-    find_files,
     lines_before,
     look_at,
 )
+from trainer.data.prepare.spool import FOLDER, is_pipe, spool
 from trainer.data.prepare.tokenise import TokeniseTask, Vocabulary, segments, tokenise
 from trainer.data.prepare.writer import atomic, write_data_set
 from trainer.data.shards import (
@@ -41,6 +43,7 @@ from trainer.data.shards import (
     read_index,
 )
 from trainer.data.tokenizer import (
+    bpe_dropout,
     byte_tokenizer,
     find_eos,
     read_tokenizer,
@@ -53,6 +56,14 @@ from trainer.data.tokenizer import (
 # Characters, from all over the inputs: a tokenizer learns little more from more text, and training
 # holds every word of it in memory.
 _BPE_TEXT_SIZE = 1 << 25
+_VALIDATION_FRACTION = 0.02
+_CHOICES = {
+    "split_documents": Split,
+    "splits": Splits,
+    "on_bad": OnBad,
+    "special_tokens": SpecialTokens,
+}
+_WORK = ".work-2-"  # the number changes with what units hold
 
 
 def prepare(
@@ -69,7 +80,8 @@ def prepare(
     at a time may prepare a directory.
 
     Args:
-        inputs: files, directories, or the name of a corpus ("wikipedia", "stdlib").
+        inputs: files, directories, "-" for standard input, or the name of a corpus ("wikipedia",
+            "stdlib").
         out: made if need be.
         workers: processes that tokenise.
         progress: tell a person on stderr, with a bar on a terminal.
@@ -82,15 +94,21 @@ def prepare(
     settings, out = PrepareOptions(**options), Path(out)
     _check_options(settings, workers)
     try:
-        files, left_out = find_files([_resolve(name, out) for name in inputs])
-        plan_hash = _plan_hash(files, settings)
+        names = [_resolve(name, out, settings) for name in inputs]
+        found = find_inputs(names, settings.field, settings.splits == "by-name")
+        if found.broken and settings.on_bad == "fail":
+            raise DataError(f"cannot be followed: {', '.join(found.broken)}; mend or remove it")
+        if settings.validation_fraction is None:
+            share = 0.0 if found.validation else _VALIDATION_FRACTION
+            settings = replace(settings, validation_fraction=share)
+        plan_hash = _plan_hash(found, settings)
         if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
             if progress:
                 print(f"{out}: is up to date", file=sys.stderr)
             return index
-        forms = look_at(files, settings.split_documents)
+        forms = look_at(found.files, settings.split_documents, found.validation)
         if progress:
-            for line in describe(forms, left_out):
+            for line in (*describe(forms), *found.notes):
                 print(line, file=sys.stderr)
         index = _prepare(forms, out, settings, plan_hash, workers, progress)
         wanted = settings.validation_fraction
@@ -109,6 +127,8 @@ def prepare(
             f"{out}: a worker was killed, perhaps for want of memory; the same command, with fewer "
             "--workers, goes on where it was"
         ) from error
+    finally:
+        shutil.rmtree(out / FOLDER, ignore_errors=True)
 
 
 def _check_options(settings: PrepareOptions, workers: int) -> None:
@@ -116,30 +136,39 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
         raise DataError(
             "give one of --tokenizer FILE, --tokenizer bytes and --train-bpe VOCABULARY"
         )
-    if not 0 <= settings.validation_fraction < 1:
+    if not 0 <= (settings.validation_fraction or 0.0) < 1:
         raise DataError(f"--validation-fraction {settings.validation_fraction}: must be in [0, 1)")
-    if settings.split_documents not in get_args(Split) or settings.on_bad not in get_args(OnBad):
-        raise DataError(
-            f"--split-documents must be one of {', '.join(get_args(Split))} and --on-bad one of "
-            f"{', '.join(get_args(OnBad))}"
-        )
+    for option, choices in _CHOICES.items():
+        if getattr(settings, option) not in get_args(choices):
+            flag = f"--{option.replace('_', '-')}"
+            raise DataError(f"{flag} must be one of {', '.join(get_args(choices))}")
     if min(workers, settings.shard_tokens) < 1:
         raise DataError("--workers and --shard-tokens must be at least 1")
 
 
-def _resolve(name: str, out: Path) -> str:
-    """A corpus by name → its file; anything else stays."""
-    is_corpus = name in CORPORA and not Path(name).exists()
-    return str(fetch_corpus(name, out / "corpus")) if is_corpus else name
+def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
+    """A corpus by name, or what comes through a pipe → its file; anything else stays."""
+    if name in CORPORA and not Path(name).exists():
+        return str(fetch_corpus(name, out / "corpus"))
+    return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
-def _plan_hash(files: list[str], settings: PrepareOptions) -> str:
-    """What is to be done: options, the tokenizer's bytes, and name, size and age of each input."""
-    stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+def _plan_hash(inputs: Inputs, settings: PrepareOptions) -> str:
+    """What is to be done: options, the tokenizer's bytes, and name, size, age and split of each
+    input."""
+    stats = []
+    for file in inputs.files:
+        status = os.stat(file)
+        split = ["validation"] if file in inputs.validation else []
+        stats.append([file, status.st_size, status.st_mtime_ns, *split])
     tokenizer = b""
     if settings.tokenizer and settings.tokenizer != "bytes":
         tokenizer = tokenizer_file(settings.tokenizer).read_bytes()
-    facts = [FORMAT, asdict(settings), stats, hashlib.sha256(tokenizer).hexdigest()]
+    options = asdict(settings)
+    del options["splits"]  # shows in the inputs
+    if settings.special_tokens == "letters":
+        del options["special_tokens"]  # data sets of older versions keep their hash
+    facts = [FORMAT, options, stats, hashlib.sha256(tokenizer).hexdigest()]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -168,7 +197,7 @@ def _prepare(
     progress: bool,
 ) -> dict[str, Any]:
     (out / "index.json").unlink(missing_ok=True)
-    work = out / f".work-{plan_hash[:16]}"
+    work = out / f"{_WORK}{plan_hash[:16]}"
     for stale in out.glob(".work-*"):
         if stale != work:
             shutil.rmtree(stale)
@@ -176,13 +205,38 @@ def _prepare(
     own_directory(work)
     units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
+    dropout = bpe_dropout(Path(vocabulary.file).read_bytes())
+    if dropout and progress:
+        print(
+            f"the tokenizer's BPE dropout of {dropout} is off: the same text gives the same tokens",
+            file=sys.stderr,
+        )
     jobs = [
         TokeniseTask(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)
     ]
     results = tokenise(jobs, workers, progress)
+    if progress and (line := _spelled_out(results)):
+        print(line, file=sys.stderr)
     index = _join(jobs, results, forms, out, vocabulary, settings, plan_hash)
     shutil.rmtree(work)
     return index
+
+
+def _spelled_out(results: list[list[dict[str, Any]]]) -> str:
+    """What a person should know of special tokens in the texts; empty if there are none."""
+    found: Counter[str] = Counter()
+    for unit in results:
+        for counts in unit:
+            found.update(counts["spelled"])
+    if not found:
+        return ""
+    most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:3]
+    listed = ", ".join(f"{token} in {count:,}" for token, count in most)
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (
+        f"special tokens in the text of documents became letters: {listed}{more}; --special-tokens "
+        "tokens makes them tokens, as rendered chats need it"
+    )
 
 
 def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -> Vocabulary:
@@ -207,6 +261,7 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
     """The beginning of every unit: everything, or _BPE_TEXT_SIZE characters from all over."""
+    units = [tuple(piece for piece in unit if not piece.form.held_out) for unit in units]
     total = sum(piece.size for unit in units for piece in unit)
     for unit in units:
         size = sum(piece.size for piece in unit)
@@ -276,6 +331,7 @@ def _account(
             "holds": form.kind if form.kind != "text" else form.split,
             "documents": 0,
             "rejected": 0,
+            **({"split": "validation"} if form.held_out else {}),
         }
         for file, form in forms.items()
     }

@@ -2,18 +2,19 @@
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.data.prepare.blocks import LONGEST_LINE, read_blocks, split_lines
+from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, split_lines
 from trainer.data.prepare.sources import Piece, import_pyarrow, open_parquet
+from trainer.data.prepare.tables import read_rows
 from trainer.data.prepare.text import cut_documents
 from trainer.data.shards import DataError
 
 _ROWS = 256  # of parquet, at a time
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; cut it, or give it as a txt file"
 
 
@@ -37,7 +38,7 @@ def read_piece(
 
     Args:
         piece: from `cut_units`.
-        field: of each json object, or column of parquet and arrow, that holds the text.
+        field: of each json object, or column of csv, parquet and arrow, that holds the text.
         told: is called now and then with the bytes of the piece that were read so far.
 
     Raises:
@@ -55,6 +56,8 @@ def read_piece(
             return _text(blocks, piece)
         case "json lines":
             return _json_lines(blocks, field)
+        case "csv":
+            return _csv(path, blocks, field)
     return _json_values(path, blocks, field)
 
 
@@ -73,7 +76,7 @@ def _decoded(content: bytes, line: int, goes_on: bool) -> Record:
     try:
         return Record(line, content.decode("utf-8"), goes_on=goes_on)
     except UnicodeDecodeError as error:
-        if content.startswith(_UTF_16):
+        if content.startswith(UTF_16):
             problem = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8"
         else:
             line += content[: error.start].count(b"\n")
@@ -93,7 +96,7 @@ def _json_record(line: bytes, number: int, field: str) -> Record:
     try:
         value: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        if line.startswith(_UTF_16):
+        if line.startswith(UTF_16):
             return _decoded(line, number, goes_on=False)
         return Record(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
     except (ValueError, RecursionError) as error:
@@ -105,12 +108,58 @@ def _record_of(value: Any, number: int, field: str) -> Record:
     """A json value → a record."""
     if not isinstance(value, dict):
         return Record(number, problem=f"{_called(value)}, not an object with text in {field!r}")
-    if field not in value:
+    try:
+        found = _inside(value, field)
+    except (KeyError, RecursionError):
         there = f"it has {_names(value)}; see --field" if value else "it is empty"
         return Record(number, problem=f"no field {field!r}; {there}")
-    text = value[field]
-    if not isinstance(text, str):
-        return Record(number, problem=f"field {field!r} is {_called(text)}, not text")
+    return _text_of(found, number, f"field {field!r} is")
+
+
+def _inside(value: Any, field: str) -> Any:
+    """What `field` names in a value: a key of an object, or, where there is none of that name, a
+    path of keys with dots between. In a list it names something in each element.
+
+    Raises:
+        KeyError: it names nothing.
+    """
+    if isinstance(value, list):
+        return [_inside(one, field) for one in value]
+    if not isinstance(value, dict):
+        raise KeyError(field)
+    if field in value:
+        return value[field]
+    dots = (place for place, letter in enumerate(field) if letter == ".")
+    key = next((field[:dot] for dot in dots if field[:dot] in value), None)
+    if key is None:
+        raise KeyError(field)
+    return _inside(value[key], field[len(key) + 1 :])
+
+
+def _text_of(value: Any, number: int, what: str) -> Record:
+    """The record of a cell or field; texts in a list, however deep, become lines of one document.
+
+    Args:
+        value: text, its UTF-8 bytes, or lists of these.
+        number: of the record.
+        what: begin of a sentence that ends in what the value is instead.
+    """
+    parts, stack = [], [value]
+    while stack:
+        match stack.pop():
+            case str() as part:
+                parts.append(part)
+            case bytes() as content:
+                record = _decoded(content, number, goes_on=False)
+                if record.problem:
+                    return Record(number, problem=record.problem)
+                parts.append(record.text)
+            case list() as more:
+                stack += reversed(more)
+            case other:
+                inside = " a list with" if isinstance(value, list) else ""
+                return Record(number, problem=f"{what}{inside} {_called(other)}, not text")
+    text = "\n".join(parts)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -120,7 +169,8 @@ def _record_of(value: Any, number: int, field: str) -> Record:
 
 def _called(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return "null" if value is None else names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _names(names: Iterable[str]) -> str:
@@ -168,17 +218,34 @@ def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
     yield b""
 
 
+def _csv(path: Path, blocks: Iterable[bytes], field: str) -> Iterator[Record]:
+    """Rows of a table, by the line in which they begin."""
+    rows = read_rows(path, blocks, field)
+    _, names = next(rows, (0, []))
+    _column_of(path, field, names, nested=False)
+    place = names.index(field)
+    for line, row in rows:
+        if not row:
+            yield Record(line)
+        elif len(row) != len(names):
+            yield Record(line, problem=f"a row of {len(row)} cells, but {len(names)} columns")
+        elif escaped := re.search("[\udc80-\udcff]", row[place]):
+            yield Record(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
+        else:
+            yield _text_of(row[place], line, "")
+
+
 def _parquet(path: Path, piece: Piece, field: str, told: Callable[[int], None]) -> Iterator[Record]:
     file = open_parquet(path)
-    _check_column(path, field, file.schema_arrow.names)
-    batches = file.iter_batches(_ROWS, row_groups=[piece.start], columns=[field])
-    rows = file.metadata.row_group(piece.start).num_rows
+    column = _column_of(path, field, file.schema_arrow.names)
+    groups = list(range(piece.start, piece.end))
+    rows = sum(file.metadata.row_group(group).num_rows for group in groups)
     row = 0
     try:
-        for batch in batches:
-            yield from _column(batch.column(0), row, field)
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[column]):
+            yield from _cells(batch.column(batch.schema.names.index(column)), row, field, column)
             row += batch.num_rows
-            told(piece.size * row // rows)
+            told(piece.size * row // max(rows, 1))
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: row group {piece.start} cannot be read: {error}") from error
 
@@ -195,28 +262,38 @@ def _arrow(path: Path, piece: Piece, field: str, told: Callable[[int], None]) ->
             else:
                 file.seek(0)
                 reader = batches = pyarrow.ipc.open_stream(file)
-            _check_column(path, field, reader.schema.names)
+            column = _column_of(path, field, reader.schema.names)
             for batch in batches:
-                yield from _column(batch.column(field), row, field)
+                yield from _cells(batch.column(column), row, field, column)
                 row += batch.num_rows
                 told(file.tell())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not an arrow file, or damaged: {error}") from error
 
 
-def _check_column(path: Path, field: str, names: list[str]) -> None:
-    if field not in names:
-        raise DataError(f"{path}: no column {field!r}; it has {', '.join(names)}; see --field")
+def _column_of(path: Path, field: str, names: list[str], nested: bool = True) -> str:
+    """The column that holds a field: of its name, or, if `nested`, of the begin of its path.
+
+    Raises:
+        DataError: there is none.
+    """
+    keys = field.split(".")
+    paths = [".".join(keys[:count]) for count in range(len(keys), 0, -1)] if nested else [field]
+    column = next((path for path in paths if path in names), None)
+    if column is None:
+        there = f"it has {_names(names)}; see --field" if names else "it is empty"
+        raise DataError(f"{path}: no column {field!r}; {there}")
+    return column
 
 
-def _column(cells: Iterable[Any], before: int, field: str) -> Iterator[Record]:
+def _cells(cells: Iterable[Any], before: int, field: str, column: str) -> Iterator[Record]:
     for number, cell in enumerate(cells, before + 1):
         try:
-            text = cell.as_py()
+            value = cell.as_py()
         except UnicodeDecodeError as error:
             yield Record(number, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
             continue
-        if not isinstance(text, str):
-            yield Record(number, problem=f"column {field!r} holds {_called(text)}, not text")
+        if column == field:
+            yield _text_of(value, number, f"column {field!r} holds")
         else:
-            yield Record(number, text) if text.strip() else Record(number, problem="empty")
+            yield _record_of({column: value}, number, field)

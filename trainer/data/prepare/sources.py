@@ -1,4 +1,4 @@
-"""Input files, and how they are cut: txt, md, jsonl and json (plain, gzip, zstd), parquet, arrow.
+"""Input files, and how they are cut: txt, md, csv, json, also compressed, parquet, arrow.
 
 Files are cut into pieces that begin and end with a document, and pieces gathered into units, which
 workers take one by one. Units, and the documents in them, have a fixed order that does not depend
@@ -6,37 +6,28 @@ on who reads them.
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from trainer.data.prepare.blocks import compression, read_blocks
 from trainer.data.prepare.options import Split
-from trainer.data.prepare.text import choose_split, next_border, window_bytes
+from trainer.data.prepare.text import choose_split, content_sizes, next_border, window_bytes
 from trainer.data.shards import DataError
 
 UNIT_BYTES = 32 << 20
 """Most that a unit holds, where its parts can be separated."""
 _SMALLEST_UNIT, _UNITS = 2 << 20, 256
-KINDS = "txt, md, json, jsonl (also .gz, .zst), parquet or arrow"
+KINDS = "txt, md, csv, tsv, json, jsonl (each also .gz, .bz2, .xz, .zst), parquet or arrow"
 
 _TEXT = (".txt", ".md")
 _JSON = (".jsonl", ".json", ".ndjson")
+_TABLES = (".csv", ".tsv")
 _BINARY: "dict[str, Literal['parquet', 'arrow']]" = {".parquet": "parquet", ".arrow": "arrow"}
-# What lies beside the data in data sets of Hugging Face and in repositories.
-_NOT_DATA = re.compile(
-    r"""(readme|changelog|contributing|citation|notice|copying)\b.* | .*\blicen[cs]es?\b.*
-    | (dataset_infos?|dataset_dict|state|config|index|tokenizer|tokenizer_config)\.json
-    | (special_tokens_map|croissant|package|package-lock)\.json
-    | rejects\.jsonl | cache-.*\.arrow | \..*""",
-    re.IGNORECASE | re.VERBOSE,
-)
-
-Kind: TypeAlias = Literal["text", "json lines", "json", "parquet", "arrow"]
+Kind: TypeAlias = Literal["text", "json lines", "json", "csv", "parquet", "arrow"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,8 @@ class Form:
     """How text is cut; never auto."""
     window: int = 0
     """Bytes of a document of text that is split into windows."""
+    held_out: bool = False
+    """Whether all its documents belong to the validation split."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class Piece:
     start: int
     """First byte of text or json lines, or first row group of a parquet file; else 0."""
     end: int
-    """One past the last."""
+    """One past the last; equal to the first in an empty file."""
     size: int
     """Bytes, for the progress bar."""
 
@@ -68,83 +61,49 @@ class Piece:
 Pieces: TypeAlias = tuple[Piece, ...]
 
 
-def find_files(inputs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files of all inputs in a fixed order, each once; directories are searched for the known
-    endings.
-
-    Returns:
-        (files, those in directories that are not data).
-
-    Raises:
-        DataError: an input is missing, of no known kind, or an empty directory.
-    """
-    files: list[str] = []
-    left_out: list[str] = []
-    for name in inputs:
-        path = Path(name)
-        if path.is_dir():
-            found, others = _search(path)
-            if not found:
-                there = f"; it holds {_listed(others)}" if others else ""
-                raise DataError(f"{name}: holds no {KINDS} file with data{there}")
-            files += found
-            left_out += others
-        elif not path.exists():
-            raise DataError(f"{name}: no such file or directory")
-        elif not _kind_by_name(path):
-            raise DataError(f"{name}: not a {KINDS} file, by the ending of its name")
-        else:
-            files.append(str(path))
-    return list(dict.fromkeys(files)), left_out
-
-
-def _search(directory: Path) -> tuple[list[str], list[str]]:
-    found: list[str] = []
-    others: list[str] = []
-    for file in sorted(directory.rglob("*"), key=str):
-        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts[:-1])
-        if hidden or not file.is_file():
-            continue
-        is_data = _kind_by_name(file) and not _NOT_DATA.fullmatch(file.name)
-        (found if is_data else others).append(str(file))
-    return found, others
-
-
-def _listed(files: Sequence[str]) -> str:
-    names = [Path(file).name for file in files]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _kind_by_name(path: Path) -> Literal["text", "json", "parquet", "arrow", ""]:
-    compressed = bool(compression(path))
-    ending = (path.with_suffix("") if compressed else path).suffix.lower()
+def kind_by_name(path: Path) -> Literal["text", "json", "csv", "parquet", "arrow", ""]:
+    """What a file holds, by the ending of its name; "" if that is not known."""
+    ending = bare_suffix(path)
     if ending in _JSON:
         return "json"
-    if compressed:
-        return ""
-    return "text" if ending in _TEXT else _BINARY.get(ending, "")
+    if ending in _TABLES:
+        return "csv"
+    if ending in _TEXT:
+        return "text"
+    return "" if compression(path) else _BINARY.get(ending, "")
 
 
-def look_at(files: Sequence[str], split: Split) -> dict[str, Form]:
+def bare_suffix(path: Path) -> str:
+    """Ending of a file's name, in small letters, without that of its compression."""
+    return (path.with_suffix("") if compression(path) else path).suffix.lower()
+
+
+def look_at(files: Sequence[str], split: Split, held_out: Collection[str] = ()) -> dict[str, Form]:
     """What each file holds, and what a document is in it, by its name and a look into it.
+
+    Args:
+        files: of known endings.
+        split: how text is cut.
+        held_out: those of the files that make the validation split.
 
     Raises:
         DataError: a file cannot be read.
     """
-    kinds = {file: _kind_by_name(Path(file)) for file in files}
-    sizes = {file: Path(file).stat().st_size for file, kind in kinds.items() if kind == "text"}
+    kinds = {file: kind_by_name(Path(file)) for file in files}
+    sizes = content_sizes([Path(file) for file, kind in kinds.items() if kind == "text"])
     window = window_bytes(list(sizes.values()))
     forms: dict[str, Form] = {}
     for file, kind in kinds.items():
         path = Path(file)
         if kind == "text":
-            chosen = choose_split(path, sizes[file], window) if split == "auto" else split
+            chosen = choose_split(path, sizes[path], window) if split == "auto" else split
             forms[file] = Form("text", chosen, window if chosen == "window" else 0)
         elif kind == "json":
             forms[file] = Form("json lines" if _has_json_lines(path) else "json")
         elif kind:
             forms[file] = Form(kind)
+        if file in held_out:
+            forms[file] = replace(forms[file], held_out=True)
     return forms
 
 
@@ -165,7 +124,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def describe(forms: dict[str, Form], left_out: Sequence[str]) -> Iterator[str]:
+def describe(forms: dict[str, Form]) -> Iterator[str]:
     """What was chosen, a line each, for a person."""
     texts = Counter((form.split, form.window) for form in forms.values() if form.kind == "text")
     for (split, window), count in texts.items():
@@ -182,8 +141,6 @@ def describe(forms: dict[str, Form], left_out: Sequence[str]) -> Iterator[str]:
             "window": f"cut into documents of about {window >> 10} KiB, at paragraphs",
         }[split]
         yield f"{name}: {document} (--split-documents says otherwise)"
-    if left_out:
-        yield f"left out as not data: {_listed(left_out)}; name a file itself to take it"
 
 
 def cut_units(forms: dict[str, Form]) -> list[Pieces]:
@@ -213,6 +170,8 @@ def _cut(file: str, form: Form, most: int) -> Iterator[Piece]:
     size = path.stat().st_size
     if form.kind == "parquet":
         groups = open_parquet(path).num_row_groups
+        if not groups:
+            yield Piece(file, form, 0, 0, 0)
         for number in range(groups):
             yield Piece(file, form, number, number + 1, size // groups)
     elif form.kind in ("text", "json lines") and not compression(path):

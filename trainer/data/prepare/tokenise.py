@@ -4,10 +4,12 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import struct
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,7 +28,7 @@ from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import Pieces, lines_before
 from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import SPLITS, DataError
-from trainer.data.tokenizer import read_tokenizer
+from trainer.data.tokenizer import read_tokenizer, special_tokens
 
 PROGRESS = "progress"
 """Name of the file in the work directory with the bytes that were read of each unit, as uint64."""
@@ -69,8 +71,9 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     """Tokenise one unit into files; another, written last, says that it is done.
 
     Returns:
-        For each piece of the unit: counts of its documents and rejected records, and the first of
-        the rejected records.
+        For each piece of the unit: counts of its documents and rejected records, the first of the
+        rejected records, and in how many documents each special token is spelled out, if that is
+        taken as letters.
     """
     done = job.path("json")
     if done.exists():
@@ -87,6 +90,7 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
         for piece in job.unit:
             rejected = 0
             before = writer.documents
+            writer.spelled = Counter()
             rejects: list[dict[str, Any]] = []
             for record in read_piece(piece, job.settings.field, told):
                 if record.problem:
@@ -98,10 +102,10 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
                     rejected += 1
                     if (listed := listed + 1) <= _LISTED_REJECTS:
                         rejects.append({"line": record.line, "problem": record.problem})
-                writer.add(record.text, record.goes_on)
+                writer.add(record.text, record.goes_on, piece.form.held_out)
             read += piece.size
-            documents = writer.documents - before
-            results.append({"documents": documents, "rejected": rejected, "rejects": rejects})
+            counts = {"documents": writer.documents - before, "rejected": rejected}
+            results.append({**counts, "rejects": rejects, "spelled": dict(writer.spelled)})
         writer.flush()
         told(0)
     with atomic(done) as output:
@@ -113,7 +117,11 @@ class _UnitWriter:
     """Documents → tokens and ends, in the files of a unit."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
-        self._tokenizer = _tokenizer(job.vocabulary.file, os.stat(job.vocabulary.file).st_mtime_ns)
+        file = job.vocabulary.file
+        letters = job.settings.special_tokens == "letters"
+        self._tokenizer = _tokenizer(file, os.stat(file).st_mtime_ns, letters)
+        tokens = sorted(special_tokens(self._tokenizer)) if letters else []
+        self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._job = job
         self._files = {
             (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
@@ -125,15 +133,20 @@ class _UnitWriter:
         self._characters = 0
         self._split = ""  # of the document that goes on
         self.documents = 0
+        self.spelled: Counter[str] = Counter()
+        """Documents, or parts of one, in which each special token is spelled out."""
 
-    def add(self, text: str, goes_on: bool) -> None:
-        """A document, or the next part of one."""
+    def add(self, text: str, goes_on: bool, held_out: bool) -> None:
+        """A document, or the next part of one; `held_out` ones belong to the validation split."""
         begins = not self._split
         if text and begins:
-            self._split = _split_of(text, self._job.settings.validation_fraction)
+            share = self._job.settings.validation_fraction or 0.0
+            self._split = "validation" if held_out else _split_of(text, share)
             self.documents += 1
         if not self._split:
             return
+        if self._special:
+            self.spelled.update(set(self._special.findall(text)))
         parts = segments(text)
         for number, part in enumerate(parts, 1):
             self._put(part, begins and number == 1, number == len(parts) and not goes_on)
@@ -153,11 +166,12 @@ class _UnitWriter:
             [text for text, *_ in self._batch], add_special_tokens=False
         )
         for (_, split, begins, ends), encoding in zip(self._batch, encodings, strict=True):
-            ids = [
-                *(vocabulary.start_ids if begins else ()),
-                *encoding.ids,
-                *([vocabulary.eos_id] if ends else []),
-            ]
+            ids, start = encoding.ids, list(vocabulary.start_ids)
+            # Chats come with both, where special tokens in a text are tokens.
+            if begins and ids[: len(start)] != start:
+                ids = start + ids
+            if ends and ids[-1:] != [vocabulary.eos_id]:
+                ids = [*ids, vocabulary.eos_id]
             self._tokens[split] += len(ids)
             self._files[split, "tokens"].write(np.asarray(ids, vocabulary.dtype).tobytes())
             if ends:
@@ -168,11 +182,16 @@ class _UnitWriter:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(file: str, modified: int) -> Tokenizer:
-    """From a file of that age; to read one may take longer than a unit."""
+def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
+    """From a file of that age; to read one may take longer than a unit.
+
+    Args:
+        file: tokenizer.json.
+        modified: age of the file.
+        letters: a document that spells out a special token means the letters, not the token.
+    """
     tokenizer = read_tokenizer(file)
-    # A document that spells out a special token means the letters, not the token.
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = letters
     return tokenizer
 
 

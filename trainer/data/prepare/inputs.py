@@ -1,0 +1,224 @@
+"""Which files are the inputs of a data set, and which of them make its validation split."""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from trainer.data.prepare.sources import KINDS, bare_suffix, kind_by_name
+from trainer.data.prepare.tables import read_header
+from trainer.data.shards import DataError
+
+NamedSplit: TypeAlias = Literal["train", "validation", "test", ""]
+
+# What lies beside the data in data sets of Hugging Face and in repositories.
+_NOT_DATA = re.compile(
+    r"""(readme|changelog|contributing|citation|notice|copying)\b.* | .*\blicen[cs]es?\b.*
+    | (dataset_infos?|dataset_dict|state|config|index|tokenizer|tokenizer_config)\.json
+    | (special_tokens_map|croissant|package|package-lock)\.json
+    | rejects\.jsonl | cache-.*\.arrow | \..*""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# As in Hugging Face's `datasets`, but for eval, which is a test split there. The first in a name
+# that is of several splits counts.
+_WORDS: dict[NamedSplit, set[str]] = {
+    "train": {"train", "training"},
+    "test": {"test", "testing"},
+    "validation": {"validation", "valid", "val", "dev", "eval", "evaluation"},
+}
+_FILLERS = {"of", "part", "shard", "split", "set", "data"}
+_CURE = "--splits ignore takes all files alike"
+
+
+@dataclass
+class Inputs:
+    """The input files in a fixed order, and what a person should know of how they were found."""
+
+    files: list[str] = field(default_factory=list)
+    validation: set[str] = field(default_factory=set)
+    """Files of which all documents belong to the validation split."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for a person."""
+    broken: list[str] = field(default_factory=list)
+    """Links in folders that cannot be followed, with the reason."""
+
+
+@dataclass
+class _Found:
+    """Files in a folder."""
+
+    data: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """Links that cannot be followed, with the reason."""
+
+
+def find_inputs(names: Sequence[str], column: str, by_name: bool) -> Inputs:
+    """Files of all inputs, each once; folders are searched for the known endings.
+
+    Args:
+        names: files and folders.
+        column: the field that holds the text.
+        by_name: whether names of files and folders say which split a file belongs to.
+
+    Raises:
+        DataError: an input is missing, of no known kind, or an empty folder; a folder cannot be
+            read; there are files of a validation and of a test split, and none to train on.
+    """
+    inputs = Inputs()
+    others: list[str] = []
+    # Folders and file name, as far as they may name a split: `prepare data/train data/test/*` does
+    # so, and /home/test does not.
+    parts: dict[str, tuple[str, ...]] = {}
+    shared = os.path.commonpath([os.path.abspath(name) for name in names])
+    for name in names:
+        path = Path(name)
+        above = Path(os.path.abspath(path)).relative_to(shared).parts
+        if path.is_dir():
+            found = _search(path, column)
+            if not found.data:
+                seen = [*found.others, *found.broken]
+                there = f"; it holds {_listed(seen)}" if seen else ""
+                raise DataError(f"{name}: holds no {KINDS} file with data{there}")
+            for file in found.data:
+                parts.setdefault(file, (*above[-1:], *Path(file).relative_to(path).parts))
+            others += found.others
+            inputs.broken += found.broken
+        elif not path.exists():
+            raise DataError(f"{name}: no such file or directory")
+        elif not kind_by_name(path):
+            raise DataError(f"{name}: not a {KINDS} file, by the ending of its name")
+        else:
+            parts.setdefault(str(path), above[-2:] or (path.name,))
+    inputs.files = list(parts)
+    if by_name:
+        _divide(inputs, parts)
+    if others:
+        inputs.notes.append(
+            f"left out as not data: {_listed(others)}; name a file itself to take it"
+        )
+    if inputs.broken:
+        inputs.notes.append(
+            f"links that cannot be followed, left out: {', '.join(inputs.broken)}; --on-bad fail "
+            "makes this an error"
+        )
+    return inputs
+
+
+def _divide(inputs: Inputs, parts: dict[str, tuple[str, ...]]) -> None:
+    """Take the files of a test split out of the inputs, and note those of a validation split."""
+    splits = {file: split_by_name(names) for file, names in parts.items()}
+    if "train" not in splits.values():
+        # "The last test.txt" is a book, unless there is a train.txt as well.
+        splits = {file: split_by_name(names, strict=True) for file, names in parts.items()}
+    shown: dict[NamedSplit, list[str]] = {split: [] for split in _WORDS}
+    for file, split in splits.items():
+        if split:
+            shown[split].append("/".join(parts[file]))
+    validation, test = _shown(shown["validation"]), _shown(shown["test"])
+    if not {"train", ""} & set(splits.values()):
+        if validation and test:
+            raise DataError(
+                f"no file is left to train on: {validation} (validation split) and {test} (test "
+                f"split), by their names; {_CURE}"
+            )
+        inputs.notes.append(
+            f"taken for training, since there is nothing else: {validation or test}"
+        )
+        return
+    inputs.files = [file for file, split in splits.items() if split != "test"]
+    inputs.validation = {file for file, split in splits.items() if split == "validation"}
+    if validation:
+        inputs.notes.append(f"validation split: {validation}, by the names; {_CURE}")
+    if test:
+        inputs.notes.append(f"left out as test split: {test}, by the names; {_CURE}")
+
+
+def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
+    """The split that a file's name, else the name of the nearest folder says; "" if none does.
+
+    Args:
+        parts: names of folders, and the file's name.
+        strict: in txt files, a name of other words as well says nothing.
+    """
+    ending = bare_suffix(Path(parts[-1]))
+    if ending == ".md":
+        return ""  # docs/testing.md
+    for part in reversed(parts):
+        words = set(re.findall(r"[^\W\d_]+", part.partition(ending)[0].lower())) - _FILLERS
+        for split, names in _WORDS.items():
+            if words & names and (words <= names or not strict or ending != ".txt"):
+                return split
+    return ""
+
+
+def _search(directory: Path, column: str) -> _Found:
+    """Files in a folder, and in the folders that links in it lead to."""
+    found = _Found()
+    read: set[str] = set()  # folders, by real path: each is read once
+    links = [directory]
+    while links:
+        # Links come after the folders themselves, which so are read under their own path.
+        top, links = links, []
+        for folder in sorted(top, key=str):
+            real = os.path.realpath(folder)
+            around = Path(os.path.realpath(folder.parent)).is_relative_to(real)
+            if folder != directory and around and real not in read:
+                found.broken.append(f"{folder} -> {folder.readlink()} (a folder around this one)")
+                continue
+            for file in _walk(folder, read):
+                try:
+                    mode = file.stat().st_mode
+                except OSError as error:
+                    if not file.name.startswith("."):
+                        found.broken.append(f"{file} -> {file.readlink()} ({error.strerror})")
+                    continue
+                if stat.S_ISDIR(mode):
+                    if not file.name.startswith("."):
+                        links.append(file)
+                    continue
+                is_data = stat.S_ISREG(mode) and kind_by_name(file)
+                taken = is_data and not _NOT_DATA.fullmatch(file.name)
+                (found.data if taken else found.others).append(str(file))
+    # A table beside the data, such as a list of sources, has no text.
+    tables = [
+        file
+        for file in found.data
+        if kind_by_name(Path(file)) == "csv" and column not in read_header(Path(file), column)
+    ]
+    if len(tables) < len(found.data):
+        found.data = [file for file in found.data if file not in tables]
+        found.others += tables
+    for files in (found.data, found.others, found.broken):
+        files.sort()
+    return found
+
+
+def _walk(folder: Path, read: set[str]) -> Iterator[Path]:
+    """What is in a folder and in the folders below it, except folders that are hidden or were read;
+    links are not followed."""
+    real = os.path.realpath(folder)
+    if real in read:
+        return
+    read.add(real)
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
+    for entry in entries:
+        if not entry.is_dir(follow_symlinks=False):
+            yield Path(entry.path)
+        elif not entry.name.startswith("."):
+            yield from _walk(Path(entry.path), read)
+
+
+def _listed(files: Sequence[str]) -> str:
+    return _shown([Path(file).name for file in files])
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,67 @@
+"""Rows of csv and tsv files, in bounded memory."""
+
+import csv
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, split_lines
+from trainer.data.shards import DataError
+
+
+def read_header(path: Path, column: str) -> list[str]:
+    """Names of the columns of a file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    return next(read_rows(path, read_blocks(path), column), (0, []))[1]
+
+
+def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows of a table, with the line in which each begins; the first has the names of the columns.
+
+    A cell may be quoted, and hold line ends then. Bytes that are not UTF-8 become surrogates.
+
+    Raises:
+        DataError: a quote is not closed, or something stands after a closed one: where the next row
+            begins is not known then.
+    """
+    lines = _text_lines(path, blocks)
+    first = next(lines, "")
+    csv.field_size_limit(LONGEST_LINE)
+    delimiter, _ = split_header(first, column)
+    rows = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
+    line = 1
+    try:
+        for row in rows:
+            yield line, [name.strip() for name in row] if line == 1 else row
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise DataError(
+            f"{path}: line {line}: not csv: {error}; double each quote inside of a quoted cell"
+        ) from error
+
+
+def split_header(line: str, column: str) -> tuple[str, list[str]]:
+    """What separates the cells of a table, and the names of its columns, by its first line: the
+    first of comma, semicolon, tab and bar at which there is the `column`, else a comma."""
+    found = {delimiter: _cells(line, delimiter) for delimiter in ",;\t|"}
+    delimiter = next((d for d, names in found.items() if column in names), ",")
+    return delimiter, found[delimiter]
+
+
+def _cells(line: str, delimiter: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter), [])]
+    except csv.Error:
+        return []
+
+
+def _text_lines(path: Path, blocks: Iterable[bytes]) -> Iterator[str]:
+    for number, line in enumerate(split_lines(blocks), 1):
+        if line is None:
+            raise DataError(f"{path}: line {number} has more than {LONGEST_LINE >> 20} MiB; cut it")
+        if number == 1 and line.startswith(UTF_16):
+            raise DataError(f"{path}: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+        yield line.decode("utf-8", "surrogateescape") + "\n"
