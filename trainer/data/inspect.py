@@ -42,7 +42,9 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     if rejected:
         lines += _first_rejects(directory / "rejects.jsonl")
     tokenizer = read_tokenizer(directory / "tokenizer.json")
-    dataset = TokenDataset(directory, "train")
+    dataset, validation = (TokenDataset(directory, split) for split in SPLITS)
+    dataset.check_ends()
+    validation.check_ends()
     start = 0
     for number in range(min(documents, dataset.documents)):
         length = dataset.document_length(number)

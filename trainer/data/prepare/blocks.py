@@ -83,15 +83,24 @@ def _decompressed(path: Path, file: BinaryIO, kind: str) -> Iterator[bytes]:
                         break
                     stream = new_stream()
                 begun = True
-                content = stream.decompress(block)
+                yield from filter(None, _expand(stream, block))
                 block = stream.unused_data
-                if content:
-                    yield content
     except damage as error:
         raise DataError(f"{path}: not {kind}, or damaged: {error}; copy the file again") from error
     if not stream.eof:
         what = "the compressed stream ends before its end marker" if begun else "the file is empty"
         raise EOFError(f"{what}; copy the file again")
+
+
+def _expand(stream: Any, block: bytes) -> Iterator[bytes]:
+    """Content of a compressed block, in parts of at most BLOCK_BYTES if it is bzip2 or xz: 45 bytes
+    of these may hold 46 MB."""
+    if not hasattr(stream, "needs_input"):
+        yield stream.decompress(block)
+        return
+    yield stream.decompress(block, BLOCK_BYTES)
+    while not (stream.eof or stream.needs_input):
+        yield stream.decompress(b"", BLOCK_BYTES)
 
 
 def _decompressor(path: Path, kind: str) -> tuple[Callable[[], Any], type[Exception]]:

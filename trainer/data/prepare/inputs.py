@@ -184,11 +184,11 @@ def _search(directory: Path, column: str) -> _Found:
                 taken = is_data and not _NOT_DATA.fullmatch(file.name)
                 (found.data if taken else found.others).append(str(file))
     # A table beside the data, such as a list of sources, has no text.
-    tables = [
+    tables = {
         file
         for file in found.data
         if kind_by_name(Path(file)) == "csv" and column not in read_header(Path(file), column)
-    ]
+    }
     if len(tables) < len(found.data):
         found.data = [file for file in found.data if file not in tables]
         found.others += tables

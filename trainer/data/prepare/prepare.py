@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from checkpointing.format.untrusted import printable
 from elastic.node.files import own_directory
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
 from trainer.data.prepare.inputs import Inputs, find_inputs
@@ -92,6 +93,7 @@ def prepare(
             all, an `out` that holds something else or cannot be written.
     """
     settings, out = PrepareOptions(**options), Path(out)
+    say = _say if progress else lambda line: None
     _check_options(settings, workers)
     try:
         names = [_resolve(name, out, settings) for name in inputs]
@@ -101,23 +103,22 @@ def prepare(
         if settings.validation_fraction is None:
             share = 0.0 if found.validation else _VALIDATION_FRACTION
             settings = replace(settings, validation_fraction=share)
+        for line in found.notes:
+            say(line)
         plan_hash = _plan_hash(found, settings)
         if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
-            if progress:
-                print(f"{out}: is up to date", file=sys.stderr)
+            say(f"{out}: is up to date")
             return index
         forms = look_at(found.files, settings.split_documents, found.validation)
-        if progress:
-            for line in (*describe(forms), *found.notes):
-                print(line, file=sys.stderr)
+        for line in describe(forms):
+            say(line)
         index = _prepare(forms, out, settings, plan_hash, workers, progress)
         wanted = settings.validation_fraction
-        if progress and wanted and not index["splits"]["validation"]["tokens"]:
-            print(
+        if wanted and not index["splits"]["validation"]["tokens"]:
+            say(
                 f"no validation tokens: none of {index['documents']} document(s) fell into the "
                 f"{wanted:.1%} of the validation split; raise --validation-fraction, or make more "
-                "documents with --split-documents",
-                file=sys.stderr,
+                "documents with --split-documents"
             )
         return index
     except OSError as error:
@@ -129,6 +130,10 @@ def prepare(
         ) from error
     finally:
         shutil.rmtree(out / FOLDER, ignore_errors=True)
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr)
 
 
 def _check_options(settings: PrepareOptions, workers: int) -> None:
@@ -207,16 +212,15 @@ def _prepare(
     vocabulary = _make_tokenizer(units, settings, work)
     dropout = bpe_dropout(Path(vocabulary.file).read_bytes())
     if dropout and progress:
-        print(
-            f"the tokenizer's BPE dropout of {dropout} is off: the same text gives the same tokens",
-            file=sys.stderr,
+        _say(
+            f"the tokenizer's BPE dropout of {dropout} is off: the same text gives the same tokens"
         )
     jobs = [
         TokeniseTask(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)
     ]
     results = tokenise(jobs, workers, progress)
     if progress and (line := _spelled_out(results)):
-        print(line, file=sys.stderr)
+        _say(line)
     index = _join(jobs, results, forms, out, vocabulary, settings, plan_hash)
     shutil.rmtree(work)
     return index
