@@ -93,8 +93,9 @@ def parse_tokenizer(content: bytes, file: str | Path) -> Tokenizer:
 
 
 def bpe_dropout(content: bytes) -> float:
-    """BPE dropout (Provilkov et al. 2020) that a tokenizer.json asks for."""
-    return read_object(content)["model"].get("dropout") or 0.0
+    """BPE dropout (Provilkov et al. 2020) that a tokenizer.json asks for; 0 if none."""
+    model = Tokenizer.from_buffer(content).model
+    return model.dropout or 0.0 if isinstance(model, models.BPE) else 0.0
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:

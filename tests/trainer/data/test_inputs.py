@@ -12,7 +12,7 @@ import pytest
 from trainer.data.inspect import inspect
 from trainer.data.prepare.inputs import find_inputs, split_by_name
 from trainer.data.prepare.prepare import prepare
-from trainer.data.shards import DataError, TokenDataset
+from trainer.data.shards import DataError, TokenDataset, read_index
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -171,21 +171,32 @@ def test_a_table_beside_the_data_is_not_data(tmp_path, capsys):
 
 
 CLOSED = """
-import os, sys
+import os
 from trainer.data.prepare.inputs import find_inputs
 if os.getuid() == 0:
     os.setgid(65534), os.setuid(65534)
-find_inputs(sys.argv[1:], "text", by_name=True)
+find_inputs(["."], "text", by_name=True)
 """
 
 
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path):
     folder = make(tmp_path, "in/a.jsonl", "in/closed/b.jsonl") / "in"
-    for part in (folder, *folder.parents):
-        if part.is_relative_to("/tmp") and part.stat().st_uid == os.getuid():
-            part.chmod(part.stat().st_mode | 0o055)
     (folder / "closed").chmod(0)
-    command = [sys.executable, "-c", CLOSED, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", CLOSED]  # starts in a folder that the other user cannot reach
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "closed").chmod(0o700)
-    assert f"DataError: {folder}/closed: cannot be read: Permission denied" in done.stderr
+    assert "DataError: closed: cannot be read: Permission denied" in done.stderr
+
+
+def test_names_of_odd_bytes_are_kept_and_shown_harmlessly(tmp_path, capsys):
+    folder = make(tmp_path / "in", "test\x1b[2J.jsonl")
+    (folder / os.fsdecode(b"a\xff.txt")).write_bytes(b"a text\n\xe4\n")
+    index = prepare(
+        [str(folder)], tmp_path / "out", tokenizer="bytes", split_documents="line", progress=True
+    )
+    assert read_index(tmp_path / "out") == index
+    assert index["sources"][0]["file"] == str(folder / os.fsdecode(b"a\xff.txt"))
+    assert "a\\udcff.txt:2: not UTF-8" in inspect(tmp_path / "out")
+    said = capsys.readouterr().err
+    assert "left out as test split: test\\x1b[2J.jsonl" in said
+    assert "\x1b" not in said

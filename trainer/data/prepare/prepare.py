@@ -34,7 +34,7 @@ from trainer.data.prepare.sources import (
 )
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
 from trainer.data.prepare.tokenise import TokeniseTask, Vocabulary, segments, tokenise
-from trainer.data.prepare.writer import atomic, write_data_set
+from trainer.data.prepare.writer import atomic, to_json, write_data_set
 from trainer.data.shards import (
     FORMAT,
     SPLITS,
@@ -291,7 +291,7 @@ def _join(
     sources, rejects = _account([job.unit for job in jobs], results, forms)
     with atomic(out / "rejects.jsonl") as output:
         for reject in rejects:
-            output.write((json.dumps(reject, ensure_ascii=False) + "\n").encode())
+            output.write(to_json(reject))
     documents = sum(source["documents"] for source in sources)
     if not documents:
         rejected = sum(source["rejected"] for source in sources)

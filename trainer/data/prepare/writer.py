@@ -94,8 +94,14 @@ def write_data_set(
     }
     index["fingerprint"] = fingerprint(index)
     with atomic(out / "index.json") as output:
-        output.write((json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+        output.write(to_json(index, indent=2))
     return index
+
+
+def to_json(value: Any, indent: int | None = None) -> bytes:
+    """JSON in UTF-8, ended by a line end."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # names of files may hold bytes that are not
 
 
 def write_shards(
