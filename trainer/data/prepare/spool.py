@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from elastic.node.files import own_directory
 from trainer.data.prepare.blocks import read_blocks
 from trainer.data.prepare.tables import split_header
 from trainer.data.prepare.writer import synced
@@ -53,7 +54,7 @@ def spool(name: str, directory: Path, column: str) -> Path:
         DataError: nothing came.
     """
     folder = directory / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    own_directory(folder)
     part = folder / f"{os.getpid()}.part"
     digest = hashlib.sha256()
     with _open(name) as source, synced(part) as copy:
