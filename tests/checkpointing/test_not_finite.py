@@ -91,7 +91,7 @@ def test_a_step_of_others_that_is_not_finite_is_passed_over(tmp_path, caplog, ve
         assert "the checkpoint of step 3 is damaged and passed over" in caplog.text
         assert "NaN or infinity in" in caplog.text
         shutil.rmtree(tmp_path / "step-00000001")
-        with pytest.raises(DamagedCheckpoint, match="all checkpoints are damaged"):
+        with pytest.raises(DamagedCheckpoint, match="NaN or infinity in"):
             load(checkpointer)
 
 
