@@ -138,13 +138,13 @@ def outlive() -> None:
     for _ in closed:  # each takes the lowest free number
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for descriptor, name in enumerate(NAMES, 1):
-        stream: TextIO | None = getattr(sys, name)
-        replaced = stream is not getattr(sys, f"__{name}__")
-        if replaced or (stream is None and descriptor not in closed):
-            continue
+        stream: TextIO | None = getattr(sys, f"__{name}__")
         raw = _raw(stream)
         if isinstance(raw, _Outliving):
             raw.begin()
+            continue
+        replaced = getattr(sys, name) is not stream
+        if replaced or (stream is None and descriptor not in closed):
             continue
         outliving = _over(descriptor, stream)
         setattr(sys, name, outliving)

@@ -5,6 +5,7 @@ import os
 import sys
 
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
+from elastic.process import outlive
 from trainer.cli.chaos import add_chaos_command
 from trainer.cli.ckpt import add_ckpt_command
 from trainer.cli.compare import add_compare_command
@@ -25,6 +26,8 @@ def main() -> None:
     """Entry point of the console command."""
     # What this starts does not look for modules in the working directory first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if sys.argv[1:2] in (["train"], ["store"]):  # of others, output is all there is
+        outlive()
     show_only_visible()
     parser = _parser()
     arguments, rest = parser.parse_known_args()

@@ -19,7 +19,7 @@ from elastic.exits import (
 from elastic.group.membership import Limits
 from elastic.group.secret import SECRET_FILE
 from elastic.node.warm import start_early
-from elastic.process import outlive, usable_cores
+from elastic.process import usable_cores
 from trainer.cli.parser import Commands, add_command, add_recipe
 from trainer.recipe import RecipeError, dump_recipe, load_recipe
 
@@ -80,8 +80,6 @@ def add_store_command(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    if not arguments.dry_run:
-        outlive()
     for number in heeded():  # until the node's agent takes them
         signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
