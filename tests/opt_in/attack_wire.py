@@ -254,7 +254,12 @@ def _compiled(scratch: Path) -> list[Attack]:
             say("a run that compiles, where a stranger has made torch's directory for that")
             enemy = stranger(machine, "attack_caches", scratch / "tmp", "root")
             found = result_of(enemy)
-            more = "strategy.compile=true", "run.determinism=fast", "run.steps=3"
+            more = (
+                "strategy.compile=true",
+                "run.determinism=fast",
+                "run.steps=3",
+                "schedule.warmup_steps=1",
+            )
             job = _start(machine, scratch, "wire-compiled", *more, TMPDIR=str(scratch / "tmp"))
             until(outcome, "the run that compiles", lambda: job.poll() is not None, seconds=240)
             if job.poll() != 0:
