@@ -69,7 +69,7 @@ class RankFailure:
 
     rank: int
     name: str
-    """Of the kind of error."""
+    """Name of the kind of error."""
     message: str
 
     @property

@@ -69,8 +69,8 @@ class CheckpointOptions:
     started again, and training goes on."""
 
     trust: tuple[str | int, ...] = ()
-    """Whose checkpoints are loaded besides those of the user who trains and of root: names or uids
-    of users, and `group` for the members of the group that the checkpoint directory belongs to. A
+    """Users whose checkpoints are loaded, besides the user who trains and root: names or uids, and
+    `group` for the members of the group that the checkpoint directory belongs to. A
     step of anybody else is passed over."""
 
     verify: bool = True

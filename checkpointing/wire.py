@@ -87,7 +87,7 @@ class _Out:
 
     blobs: list[bytes]
     numbers: dict[Any, int]
-    """Of shared values that are in it already."""
+    """Number of each shared value that is packed already."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class _Form:
     plain: frozenset[type] | None = None
     """The JSON types of a value that is its own JSON, where they alone are checked."""
     row: tuple[int, frozenset[type]] | None = None
-    """Of a tuple of so many values, each of these types and its own JSON."""
+    """Length of a tuple, and the types of its values, each its own JSON; None: no such tuple."""
 
 
 def _require(right: bool, value: Any, due: str) -> None:

@@ -52,7 +52,7 @@ class Segment(NamedTuple):
     slab: Slab | None = None
     """What is then copied to the target; at most a step long."""
     unit: Unit | None = None
-    """Whose bytes they are, where these must be finite numbers."""
+    """The tensor that the bytes belong to, where its numbers must be finite; else None."""
 
 
 class ReadJob(NamedTuple):

@@ -72,7 +72,7 @@ class NewPosixStep:
 
     @property
     def _mode(self) -> int:
-        """Of files, less the umask. Who is not trusted with steps cannot change them either."""
+        """Mode of files, less the umask. Users whose steps are not trusted cannot change files."""
         return 0o666 if lets_group_write(self.final.parent) else 0o644
 
     def writer(self, file: str, size: int) -> "PosixWriter":
@@ -178,7 +178,7 @@ class PosixWriter:
         self._descriptor, self._direct = descriptor, False
 
     def _again(self, *_: object) -> int:
-        """The same file, through the page cache."""
+        """A descriptor of this file that goes through the page cache."""
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Whose steps are loaded.
+"""The users whose steps are loaded.
 
 [Note: trust] Who may write to a checkpoint directory can put a step there, and its weights would be
 trained on. So a run takes only steps of its own user, of root, and of those that `checkpoint.trust`

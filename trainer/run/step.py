@@ -29,7 +29,7 @@ from trainer.run.state import Run
 Batches = Iterator[dict[str, torch.Tensor]]
 
 NAME_BYTES = 256
-"""Of a tensor's name, as ranks tell each other."""
+"""Longest name of a tensor that ranks tell each other."""
 
 
 @dataclass(frozen=True)
