@@ -182,7 +182,7 @@ def test_a_process_without_an_agent_leaves_likewise(start, workspace):
     os.kill(job.ranks[0].pid, signal.SIGINT)
     code, output = job.wait()
     assert code == 0, output
-    saved = output.index("step-00000003")
+    saved = output.index("saved step 3:")
     assert "step 3 is not validated yet" in output[:saved], "its state comes first"
     assert "validation loss" in output[saved:]
 
