@@ -14,12 +14,13 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """Environment variables of torch and of triton."""
 
 
-def keep_caches_closed(run_directory: Path) -> None:
+def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
     """Have this process, and all that it starts, keep compiled code where nobody else can put any.
     Before anything is compiled.
 
     Args:
         run_directory: of the run; has the cache where the user's own cache directory cannot.
+        compiles: the recipe asks for compiled code.
 
     Raises:
         RecipeError: a directory that the environment names, or else every other one, is open to
@@ -30,6 +31,12 @@ def keep_caches_closed(run_directory: Path) -> None:
     # torch names its default itself when the compiler is imported, and reads it anew at each use.
     if os.environ.get(INDUCTOR) == default_cache_dir():
         del os.environ[INDUCTOR]
+    # Headers for its C++ lie there in any case.
+    if compiles and (why := _open_to_others(Path(default_cache_dir()))):
+        raise RecipeError(
+            f"strategy.compile: {why}, and torch compiles with headers that it finds there; remove "
+            "it, or set TMPDIR to a directory that only you can write to"
+        )
     for variable in (INDUCTOR, TRITON):
         if (named := os.environ.get(variable)) and (why := _open_to_others(Path(named))):
             raise RecipeError(
