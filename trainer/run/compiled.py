@@ -6,6 +6,7 @@ default that is `torchinductor_USER` in the temporary directory, where whoever c
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.recipe import RecipeError
@@ -32,7 +33,11 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
     if os.environ.get(INDUCTOR) == default_cache_dir():
         del os.environ[INDUCTOR]
     # Headers for its C++ lie there in any case.
-    if compiles and (why := _open_to_others(Path(default_cache_dir()))):
+    default = Path(default_cache_dir())
+    with suppress(OSError):
+        if default.lstat().st_uid == os.geteuid() and not any(default.iterdir()):
+            default.chmod(0o700)  # torch has made it, by the umask
+    if compiles and (why := _open_to_others(default)):
         raise RecipeError(
             f"strategy.compile: {why}, and torch compiles with headers that it finds there; remove "
             "it, or set TMPDIR to a directory that only you can write to"
