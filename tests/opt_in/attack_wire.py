@@ -262,12 +262,10 @@ def _compiled(scratch: Path) -> list[Attack]:
             )
             job = _start(machine, scratch, "wire-compiled", *more, TMPDIR=str(scratch / "tmp"))
             until(outcome, "the run that compiles", lambda: job.poll() is not None, seconds=240)
-            if job.poll() != 0:
+            if job.poll() != 2:  # refused in one line
                 outcome.got_in.append(f"the run that compiles ended with {job.poll()}")
             if used := list((scratch / "tmp" / "torchinductor_root").iterdir()):
                 found.got_in.append(f"compiled code is kept in the stranger's {used[0]}")
-            if not any((scratch / "cache").rglob("*.so")):
-                outcome.got_in.append("nothing was compiled")
         finally:
             machine.kill()
     finally:

@@ -6,6 +6,7 @@ default that is `torchinductor_USER` in the temporary directory, where whoever c
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.recipe import RecipeError
@@ -14,12 +15,13 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """Environment variables of torch and of triton."""
 
 
-def keep_caches_closed(run_directory: Path) -> None:
+def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
     """Have this process, and all that it starts, keep compiled code where nobody else can put any.
     Before anything is compiled.
 
     Args:
         run_directory: of the run; has the cache where the user's own cache directory cannot.
+        compiles: the recipe asks for compiled code.
 
     Raises:
         RecipeError: a directory that the environment names, or else every other one, is open to
@@ -30,6 +32,16 @@ def keep_caches_closed(run_directory: Path) -> None:
     # torch names its default itself when the compiler is imported, and reads it anew at each use.
     if os.environ.get(INDUCTOR) == default_cache_dir():
         del os.environ[INDUCTOR]
+    # Headers for its C++ lie there in any case.
+    default = Path(default_cache_dir())
+    with suppress(OSError):
+        if default.lstat().st_uid == os.geteuid() and not any(default.iterdir()):
+            default.chmod(0o700)  # torch has made it, by the umask
+    if compiles and (why := _open_to_others(default)):
+        raise RecipeError(
+            f"strategy.compile: {why}, and torch compiles with headers that it finds there; remove "
+            "it, or set TMPDIR to a directory that only you can write to"
+        )
     for variable in (INDUCTOR, TRITON):
         if (named := os.environ.get(variable)) and (why := _open_to_others(Path(named))):
             raise RecipeError(

@@ -129,7 +129,7 @@ def attempt(
     torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
     rank, _, world_size, local_world_size = read_environment()
     recipe, text, ready, identity = prepare(tuple(arguments))
-    keep_caches_closed(Path(recipe.run.dir))
+    keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
     if recipe.elastic.recovery == "in_place":
         recall.allow()
     task = unused(ready, recall) if ready else build_task(recipe)
@@ -173,7 +173,7 @@ def rehearse(arguments: list[str]) -> None:
     """
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, _, task, _ = prepare(tuple(arguments))
-    keep_caches_closed(Path(recipe.run.dir))
+    keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
         return

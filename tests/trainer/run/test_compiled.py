@@ -91,3 +91,9 @@ def test_torch_looks_there_and_not_where_a_stranger_can_be_first(place, tmp_path
     keep_caches_closed(tmp_path / "run")
     assert cache_dir_utils.cache_dir() == str(place)
     assert Path(cache_dir_utils.triton_cache_dir(0)).is_relative_to(place)
+    trap.chmod(0o775)  # torch makes it so where the umask is 002
+    keep_caches_closed(tmp_path / "run", compiles=True)
+    trap.chmod(0o777)  # as a stranger would have it: torch's headers lie there in any case
+    (trap / "header").touch()
+    with pytest.raises(RecipeError, match=r"strategy\.compile: others may write to .*TMPDIR"):
+        keep_caches_closed(tmp_path / "run", compiles=True)
