@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint
+from checkpointing.format.bits import is_finite
 from checkpointing.format.crc import BlockSums, Replica
 from checkpointing.format.layout import FileRecord, StoredTensor
-from checkpointing.format.numbers import is_finite
 from checkpointing.format.plan import Box
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.load.read_plan import ALIGNMENT, Slab, Unit, intersection

@@ -132,7 +132,7 @@ class SaveOutcome:
     memory_only: bool = False
     """It was not to be written."""
     weights: str = ""
-    """Digest of the model's tensors in 16 hexadecimal digits, once all are copied; see numbers.py
+    """Digest of the model's tensors in 16 hexadecimal digits, once all are copied; see bits.py
     [Note: digest]."""
     moments: str = ""
     """Digest of the optimizer's."""

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL
-from checkpointing.format.numbers import Numbers, digest_and_finite
+from checkpointing.format.numbers import Numbers
 from checkpointing.format.plan import Box, Piece, extents_of
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position

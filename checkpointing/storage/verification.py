@@ -4,8 +4,6 @@ checkpoint: anybody can write a record that agrees with its files. Reads without
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
 from checkpointing.format.layout import (
     BLOCK_BYTES,
@@ -15,7 +13,6 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
-from checkpointing.format.numbers import is_finite, may_be_infinite
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.reading import reading
@@ -156,6 +153,8 @@ def _verify_file(
 def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
     """Tensors of a file that could hold NaN or infinity; none where its header is damaged, which is
     told else."""
+    from checkpointing.format.bits import may_be_infinite  # numpy: a writer starts without it
+
     if not name.endswith(".safetensors"):
         return []
     try:
@@ -169,6 +168,12 @@ def _not_finite(
     tensors: Sequence[tuple[str, StoredTensor]], data: memoryview, offset: int
 ) -> Collection[str]:
     """Names of tensors that hold NaN or infinity in a part of their file, from `offset` on."""
+    if not tensors:
+        return ()
+    import numpy as np  # a writer starts without it
+
+    from checkpointing.format.bits import is_finite
+
     found = set()
     for name, at in tensors:
         begin, end = max(at.begin, offset), min(at.begin + at.meta.nbytes, offset + len(data))

@@ -18,6 +18,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from checkpointing.errors import CheckpointError, explain
+from checkpointing.format.bits import is_finite
 from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
@@ -36,7 +37,6 @@ from checkpointing.format.layout import (
     lay_out,
     parse_step,
 )
-from checkpointing.format.numbers import is_finite
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp

@@ -19,7 +19,8 @@ from checkpointing import (
     TensorCheckpointer,
     load_model,
 )
-from checkpointing.format.numbers import Numbers, digest_and_finite
+from checkpointing.format.bits import digest_and_finite
+from checkpointing.format.numbers import Numbers
 from tests.checkpointing.worlds import STRATEGIES, run_ranks, spread, whole_state
 
 FINITE = {"w"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.format import numbers
-from checkpointing.format.numbers import digest_and_finite, is_finite
+from checkpointing.format import bits as looks
+from checkpointing.format.bits import digest_and_finite, is_finite
 from checkpointing.format.tensors import TORCH_DTYPES
 
 
@@ -26,7 +26,7 @@ def by_definition(name, array):
 def test_parts_add_up_to_the_whole(monkeypatch):
     draw = np.random.default_rng(0)
     for _ in range(300):
-        monkeypatch.setattr(numbers, "CHUNK_BYTES", int(draw.choice([8, 64, 1 << 19])))
+        monkeypatch.setattr(looks, "CHUNK_BYTES", int(draw.choice([8, 64, 1 << 19])))
         shape = tuple(map(int, draw.integers(1, 7, draw.integers(0, 5))))
         size = int(draw.choice([1, 2, 4, 8]))
         whole = draw.integers(0, 256, (*shape, size), np.uint8).view(f"u{size}").reshape(shape)
