@@ -3,6 +3,7 @@ what reads tensors, which is given."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import dropwhile
 
 import torch
 from torch import Tensor
@@ -11,10 +12,8 @@ from checkpointing.errors import WrongModel
 from checkpointing.format.layout import StoredTensor
 from checkpointing.format.untrusted import printable
 
-_WRAPPERS = re.compile(
-    r"(^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)|^(?:module\.)+"
-)
-"""What torch.compile, FSDP, activation checkpointing and DDP put into names of parameters."""
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""What torch.compile, FSDP and activation checkpointing put into names of parameters."""
 _BASE = "model."
 """Prefix of the parameters below the head. Files that were saved from the part below the head, or
 from a module around the model, lack it or have it twice; transformers opens both."""
@@ -56,7 +55,7 @@ def by_model_names(
     """
     names: dict[str, str] = {}
     for there in stored:
-        bare = _WRAPPERS.sub("", there).removeprefix(".")
+        bare = _without_wrappers(there)
         candidates = (there, bare, bare.removeprefix(_BASE), _BASE + bare)
         name = next((one for one in candidates if one in known), there)
         if name not in known and _COMPUTED.search(there):
@@ -68,6 +67,11 @@ def by_model_names(
             )
         names[name] = there
     return {name: stored[there] for name, there in names.items()}
+
+
+def _without_wrappers(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(dropwhile(lambda part: part == "module", parts))  # of DDP
 
 
 def without_copies(

@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -48,6 +49,68 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
             f"{given} {type(model).__name__}, whose forward{signature} is called with "
             f"{', '.join(f'{name}=' for name in names)}: {error}"
         ) from error
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
+    """Convert a model that was made in bf16 or fp16, as if it had been made in float32: parameters
+    and buffers, tied ones staying tied. Frozen parameters stay as they are where `precision.dtype`
+    has everything cast to it anyway. Returns what a user should know of number formats.
+
+    Args:
+        recipe: says the format of activations.
+        model: of the user's, whole, on the CPU or the meta device.
+        what: made it, for the note.
+    """
+    if torch.get_default_dtype() in _HALVES:  # its factory left it so
+        torch.set_default_dtype(torch.float32)
+    cast = recipe.precision.dtype != "fp32"
+    converted, kept = Counter[str](), Counter[str]()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            # What torchao and others make of a tensor has a format of its own.
+            if tensor.dtype not in _HALVES or type(tensor.data) is not torch.Tensor:
+                continue
+            is_parameter, name = isinstance(tensor, nn.Parameter), _short(tensor.dtype)
+            if is_parameter and cast and not tensor.requires_grad:
+                kept[name] += 1
+                continue
+            converted[name] += is_parameter
+            tensor.data = tensor.data.float()
+    kept += Counter(
+        _short(one.dtype)
+        for one in model.parameters()
+        if one.requires_grad and one.is_floating_point() and one.dtype != torch.float32
+    )
+    notes = [
+        f"{what} made {count} parameters in {name}; they are converted to float32, and trained and "
+        "saved so"
+        for name, count in (+converted).items()
+    ]
+    return notes + [
+        f"{what} made {count} parameters in {name}, which stay so" for name, count in kept.items()
+    ]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_labels(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a model that would move labels which prepared data has moved already: it would learn
+    the token after the next.
+
+    Raises:
+        RecipeError: with the way out.
+    """
+    if shifts_labels(model):
+        raise RecipeError(
+            f"model.factory: {type(model).__name__}, which {recipe.model.factory} returned, moves "
+            "labels by one, but those of prepared data are the next tokens already; call it with "
+            "shift_labels=labels, too (docs/your_model.md has an example)"
+        )
 
 
 def shifts_labels(model: nn.Module) -> bool:
