@@ -84,13 +84,19 @@ def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
         for one in model.parameters()
         if one.requires_grad and one.is_floating_point() and one.dtype != torch.float32
     )
-    notes = [
-        f"{what} made {count} parameters in {name}; they are converted to float32, and trained and "
-        "saved so"
-        for name, count in (+converted).items()
-    ]
-    return notes + [
-        f"{what} made {count} parameters in {name}, which stay so" for name, count in kept.items()
+
+    def made(count: int, name: str) -> str:
+        return f"{what} made {count} parameter{'s' if count > 1 else ''} in {name}"
+
+    return [
+        *(
+            f"{made(count, name)}; they are converted to float32, and trained and saved so"
+            for name, count in (+converted).items()
+        ),
+        *(
+            f"{made(count, name)}, which stay{'s' * (count == 1)} so"
+            for name, count in kept.items()
+        ),
     ]
 
 
