@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,7 @@ def load_model(
     verify: bool = True,
     optional: Collection[str] = (),
     finite: Collection[str] = (),
-    tied: Mapping[str, str] = MappingProxyType({}),
+    tied: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load weights into tensors, in place.
@@ -72,7 +71,7 @@ def load_model(
         (specs,) = ranks.specs(tensors)
 
         def fit(stored: Mapping[str, StoredTensor], read: ReadPieces) -> dict[str, StoredTensor]:
-            return _fit(path, stored, specs, optional, tied, read)
+            return _fit(path, stored, specs, optional, tied or {}, read)
 
         look = ranks.on_main(lambda: _look(path, fit, verify=verify))
         if look is None:
