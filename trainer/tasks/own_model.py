@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,19 +105,34 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_labels(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse a model that would move labels which prepared data has moved already: it would learn
-    the token after the next.
+def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
+    """Have a model that moves labels by one take those of prepared data as they are: they are the
+    next tokens already, and it would learn the ones after. Returns what a user should know.
 
     Raises:
-        RecipeError: with the way out.
+        RecipeError: it takes no `shift_labels`, as models of older versions of transformers.
     """
-    if shifts_labels(model):
+    if not shifts_labels(model):
+        return []
+    what = f"{type(model).__name__}, which {recipe.model.factory} returned,"
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD or one.name == "shift_labels" for one in parameters):
         raise RecipeError(
-            f"model.factory: {type(model).__name__}, which {recipe.model.factory} returned, moves "
-            "labels by one, but those of prepared data are the next tokens already; call it with "
-            "shift_labels=labels, too (docs/your_model.md has an example)"
+            f"model.factory: {what} moves labels by one, but those of prepared data are the next "
+            "tokens already, and it takes no shift_labels; compute the loss in a module around it"
         )
+
+    def add(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        labels = named.get("labels")
+        return given, named if labels is None else {**named, "shift_labels": labels.contiguous()}
+
+    model.register_forward_pre_hook(add, with_kwargs=True)
+    if not recipe.data.document_mask:
+        return []
+    return [
+        f"{what} does not look at document_ids: attention crosses documents; "
+        "data.document_mask=false says the same"
+    ]
 
 
 def shifts_labels(model: nn.Module) -> bool:

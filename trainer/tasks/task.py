@@ -27,8 +27,8 @@ from trainer.recipe.factory import call_factory, refusing
 from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import (
-    check_labels,
     check_signature,
+    give_next_tokens,
     keep_in_float32,
     shifts_labels,
 )
@@ -107,7 +107,7 @@ def build_task(recipe: Recipe) -> Task:
     stream, validation = open_streams(recipe)
     if recipe.model.factory:
         model, blocks, notes = _call_factory(recipe)
-        check_labels(recipe, model)
+        notes += give_next_tokens(recipe, model)
         documents = ["document_ids"] if recipe.data.document_mask else []
         check_signature(recipe, model, ["input_ids", "labels", *documents])
         parameters = sum(p.numel() for p in model.parameters())

@@ -21,8 +21,8 @@ from trainer.recipe.factory import OwnCodeError
 from trainer.recipe.sections import Precision
 from trainer.tasks.own_model import (
     check_forward,
-    check_labels,
     check_signature,
+    give_next_tokens,
     keep_in_float32,
     refusing_misfits,
     shifts_labels,
@@ -172,18 +172,26 @@ def test_a_default_dtype_that_a_factory_leaves_behind_is_put_back(recipe):
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_model_that_shifts_the_labels_of_prepared_data_is_refused(recipe):
+def test_a_model_that_shifts_labels_takes_those_of_prepared_data_as_they_are(recipe):
     sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = transformers.Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)
     model = transformers.Qwen2ForCausalLM(config)
-    with pytest.raises(RecipeError, match="moves labels by one, but those of prepared data"):
-        check_labels(recipe, model)
-    # What docs/your_model.md does instead.
     ids = torch.randint(0, 9, (2, 7), generator=torch.Generator().manual_seed(0))
-    inputs, labels = ids[:, :-1], ids[:, 1:].contiguous()
-    loss = model(input_ids=inputs, labels=labels, shift_labels=labels).loss
-    expected = model(input_ids=ids, labels=ids).loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    notes = give_next_tokens(recipe, model)
+    assert "does not look at document_ids" in notes[0]
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    assert check_forward(recipe, model, batch) == []
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert model(ids).loss is None
+    assert give_next_tokens(recipe, Of(branches)) == []
+
+    class Older(transformers.Qwen2ForCausalLM):
+        def forward(self, input_ids, labels):
+            return self.loss_function(logits=input_ids, labels=labels)
+
+    with pytest.raises(RecipeError, match="it takes no shift_labels"):
+        give_next_tokens(recipe, Older(config))
 
 
 def test_models_that_shift_labels_themselves_are_known():
