@@ -22,7 +22,7 @@ from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
-from checkpointing.state import Parts, State, put_back, refuse_values, take_apart
+from checkpointing.state import Parts, State, put_back, refuse_ties, refuse_values, take_apart
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
@@ -118,6 +118,7 @@ class Checkpointer:
         def refuse(saved: Mapping[str, Any]) -> None:
             told = saved.get("groups", {}), saved.get("kinds", {})
             refuse_values(state, self._own(saved), parts.groups, *told)
+            refuse_ties(parts.tied, saved.get("tied"))
 
         def restore(saved: Mapping[str, Any]) -> None:
             refuse(saved)  # of other ranks than the first
@@ -308,12 +309,14 @@ class Checkpointer:
         Raises:
             ValueError: ranks save different steps.
         """
-        told = self._ranks.together(lambda: (step, digest, buffers))
-        if len(steps := sorted({number for number, _, _ in told})) > 1:
+        told = self._ranks.together(lambda: (step, digest, buffers, parts.tied))
+        if len(steps := sorted({number for number, *_ in told})) > 1:
             raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
-        self._ranks.share(parts.buffers.values(), [held for _, _, held in told])
-        if len({of_values for _, of_values, _ in told}) == 1:
-            return {"values": parts.values, "groups": parts.groups, "kinds": parts.kinds}
+        self._ranks.share(parts.buffers.values(), [held for _, _, held, _ in told])
+        tied = [list(names) for names in {tuple(names) for *_, own in told for names in own}]
+        same = {"kinds": parts.kinds, "tied": sorted(tied)}
+        if len({of_values for _, of_values, *_ in told}) == 1:
+            return {"values": parts.values, "groups": parts.groups, **same}
         ranks = self._ranks.together(lambda: (parts.values, parts.groups))
         first = ranks[0][0]
         differing = {key for key in first if any(one[key] != first[key] for one, _ in ranks)}
@@ -327,7 +330,7 @@ class Checkpointer:
                 ]
                 for key in parts.groups
             },
-            "kinds": parts.kinds,
+            **same,
         }
 
     def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class Parts:
     """Those of `model` that are buffers, whole on each rank that has them."""
     trained: frozenset[str]
     """Names in `model` of parameters that are not frozen, which must hold finite numbers."""
+    tied: list[list[str]]
+    """Names in `model` that are of one tensor, for each such tensor."""
 
 
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> Parts:
@@ -123,7 +125,11 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
         for name, value in model.items()
         if isinstance(value, nn.Parameter) and value.requires_grad
     )
-    return Parts(live, optimizer, values, groups, kinds, buffers, trained)
+    shared: dict[Tensor, list[str]] = {}
+    for name, value in model.items():
+        shared.setdefault(value, []).append(name)
+    tied = [sorted(names) for names in shared.values() if len(names) > 1]
+    return Parts(live, optimizer, values, groups, kinds, buffers, trained, tied)
 
 
 def _not_to_be_held(tensor: Tensor) -> str | None:
@@ -194,6 +200,25 @@ def refuse_values(
             raise WrongModel(
                 f"{key} is {kind}, and the checkpoint has the state of {there}: make it {there}, "
                 f"or load into {there} and give {kind} what it is to keep of its state"
+            )
+
+
+def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
+    """Require that names of one tensor were so when they were saved: else one tensor would get the
+    numbers of several.
+
+    Args:
+        tied: see `Parts`; those of the state.
+        saved: those that were saved; older checkpoints have none.
+
+    Raises:
+        WrongModel: names the tensors.
+    """
+    for names in tied if saved is not None else ():
+        if not any({*names} <= {*known} for known in saved or ()):
+            raise WrongModel(
+                f"the checkpoint is of another model: {' and '.join(names)} are one tensor here, "
+                "and were saved as several; load into a model in which they are not tied"
             )
 
 

@@ -1,13 +1,15 @@
 """The model of a checkpoint → tensors of any world size and strategy."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.format.layout import (
+    BLOCK_BYTES,
     COMMIT_RECORD,
     DCP_METADATA,
     MODEL,
@@ -18,10 +20,12 @@ from checkpointing.format.numbers import not_finite
 from checkpointing.format.plan import TensorSpec
 from checkpointing.format.tensors import TORCH_DTYPES, tensors_not_finite
 from checkpointing.load.fill import read_tensors
+from checkpointing.load.published import by_model_names, cure, without_copies
 from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
+from checkpointing.storage.source import TensorReader
 from checkpointing.storage.steps import hugging_face_tensors, open_step, stored_tensors
 
 _NAMED = 3
@@ -35,64 +39,88 @@ def load_model(
     verify: bool = True,
     optional: Collection[str] = (),
     finite: Collection[str] = (),
+    tied: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load weights into tensors, in place.
 
+    Names of a checkpoint may begin with `module.` or lack `model.`, and hold `_orig_mod.` and the
+    like anywhere. Rotary frequencies that older files hold are passed over.
+
     Args:
         path: a checkpoint of ours, any Hugging Face directory with safetensors, or a checkpoint of
-            torch.distributed.checkpoint, whose names may have a prefix such as `model.`.
+            torch.distributed.checkpoint, whose names may have any prefix.
         tensors: targets by name: plain or DTensor, on any device; floating point numbers are
             converted where a file has another dtype.
         verify: check the checksums of the blocks that are read (checkpoints of ours have them).
-        optional: names that a checkpoint may hold besides the targets, such as the second copy of
-            a tied weight.
+        optional: names that a checkpoint may hold besides the targets.
+        tied: name of the copy of a tied weight → name of the target. A checkpoint may hold either,
+            or both with equal numbers.
         finite: names of tensors that must not hold NaN or infinity.
         group: carries CPU tensors; called on all its ranks, which then read every byte once per
             node. None: this process reads what it needs, and asks nobody.
 
     Raises:
-        WrongModel: names the tensors that are missing, unexpected, or of another shape.
+        WrongModel: names the tensors that are missing, unexpected, or of another shape; or a copy
+            of a tied weight that differs from it.
         DamagedCheckpoint: names the file; also where a tensor of `finite` is not.
         StorageError: there is no model at `path`, or it cannot be read.
     """
     path, ranks = Path(path), Ranks(group)
     with failing_alike():
         (specs,) = ranks.specs(tensors)
-        look = ranks.on_main(lambda: _look(path, specs, optional, verify=verify))
+
+        def fit(stored: Mapping[str, StoredTensor], read: ReadPieces) -> dict[str, StoredTensor]:
+            return _fit(path, stored, specs, optional, tied or {}, read)
+
+        look = ranks.on_main(lambda: _look(path, fit, verify=verify))
         if look is None:
-            _load_dcp(path, specs, tensors, optional, finite, ranks)
+            _load_dcp(path, specs, tensors, fit, finite, ranks)
         else:
             files = Files(path, lambda name: storage_of(path).open(path / name), *look)
             read_tensors(files, specs, tensors, group, finite=finite)
 
 
+ReadPieces = Callable[[StoredTensor], Iterable[Tensor]]
+"""Gives the elements of a tensor in order, piece by piece."""
+Fit = Callable[[Mapping[str, StoredTensor], ReadPieces], dict[str, StoredTensor]]
+"""The tensors of a checkpoint that the targets want, by their names; raises WrongModel."""
+
+
 def _look(
-    path: Path, specs: Mapping[str, TensorSpec], optional: Collection[str], *, verify: bool
+    path: Path, fit: Fit, *, verify: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
     """Where the tensors lie, and the checksums of files; None: it is a DCP checkpoint."""
     if (path / DCP_METADATA).exists():
         return None
     if not (path / COMMIT_RECORD).exists():
-        stored = _required(hugging_face_tensors(path), specs, optional)
-        refuse_differences(path, stored, specs)
-        return stored, {}
+        return fit(hugging_face_tensors(path), lambda tensor: _pieces(path, tensor, {})), {}
     step = open_step(path)
-    stored = _required(stored_tensors(step, MODEL, verify=False), specs, optional)
+    records = step.record.files if verify else {}
+    stored = stored_tensors(step, MODEL, verify=False)
     try:
-        refuse_differences(path, stored, specs)
+        return fit(stored, lambda tensor: _pieces(path, tensor, records)), records
     except WrongModel:
         if verify:  # headers are checked with all else, which has not been read yet
             stored_tensors(step, MODEL, verify=True)
         raise
-    return stored, step.record.files if verify else {}
+
+
+def _pieces(
+    path: Path, tensor: StoredTensor, records: Mapping[str, FileRecord]
+) -> Iterator[Tensor]:
+    with TensorReader(path, records) as reader:
+        for start in range(0, tensor.meta.nbytes, BLOCK_BYTES):
+            piece = torch.empty(min(BLOCK_BYTES, tensor.meta.nbytes - start), dtype=torch.uint8)
+            reader.read(tensor, start, piece.numpy().data)
+            yield piece.view(TORCH_DTYPES[tensor.meta.dtype])
 
 
 def _load_dcp(
     path: Path,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
-    optional: Collection[str],
+    fit: Fit,
     finite: Collection[str],
     ranks: Ranks,
 ) -> None:
@@ -101,8 +129,9 @@ def _load_dcp(
     checkpoint = ranks.each(lambda: open_dcp(path))
 
     def read() -> None:
-        stored = _required(checkpoint.model_for(specs), specs, optional)
-        refuse_differences(path, stored, specs)
+        stored = fit(
+            checkpoint.model_for(specs), lambda tensor: [checkpoint.read(tensor).flatten()]
+        )
         checkpoint.fill(stored, targets_of(stored, specs, tensors, ranks.rank))
         held = {name: tensor for name, tensor in tensors.items() if name in finite}
         if bad := tensors_not_finite(held):
@@ -111,10 +140,29 @@ def _load_dcp(
     ranks.together(read)
 
 
-def _required(
-    stored: Mapping[str, StoredTensor], specs: Collection[str], optional: Collection[str]
+def _fit(
+    path: Path,
+    stored: Mapping[str, StoredTensor],
+    specs: Mapping[str, TensorSpec],
+    optional: Collection[str],
+    tied: Mapping[str, str],
+    read: ReadPieces,
 ) -> dict[str, StoredTensor]:
-    return {name: at for name, at in stored.items() if name in specs or name not in optional}
+    """See `Fit`; the rest as in `load_model`."""
+    try:
+        named = by_model_names(stored, {*specs, *optional, *tied})
+        found = without_copies(named, specs, tied, read)
+    except WrongModel as error:
+        raise WrongModel(f"{path}: {error}") from error
+    found = {name: at for name, at in found.items() if name in specs or name not in optional}
+    try:
+        refuse_differences(path, found, specs)
+    except WrongModel as error:
+        if not (path / "config.json").exists():  # then it is no model of Hugging Face
+            raise
+        advice = cure(found.keys() - specs.keys(), specs.keys() - found.keys())
+        raise WrongModel(f"{error}; {advice}") from error
+    return found
 
 
 def refuse_differences(

@@ -2,13 +2,18 @@
 is in them."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from isal.isal_zlib import crc32
 
-from checkpointing.errors import DamagedCheckpoint, StorageError, UnreadableCheckpoint
+from checkpointing.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    StorageError,
+    UnreadableCheckpoint,
+)
 from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
@@ -27,7 +32,7 @@ from checkpointing.format.layout import (
     parse_state,
     parse_step,
 )
-from checkpointing.format.untrusted import MAX_JSON_BYTES
+from checkpointing.format.untrusted import MAX_JSON_BYTES, printable
 from checkpointing.storage.interface import NewStep, StoredFile
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import P, Place
@@ -206,57 +211,97 @@ def stored_tensors(
     Raises:
         DamagedCheckpoint: a header is damaged, or contradicts the index.
     """
-    return _indexed(step.path, section.index, step.record.files, verify=verify)
-
-
-def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
-    """Where every tensor of a plain Hugging Face directory lies (one model.safetensors, or several
-    files and an index).
-
-    Raises:
-        DamagedCheckpoint: a file is missing, damaged, or contradicts the index.
-        StorageError: there is no safetensors model there.
-    """
-    if storage_of(path).exists(path / MODEL.index):
-        return _indexed(path, MODEL.index, None, verify=False)
-    if storage_of(path).exists(path / "model.safetensors"):
-        return read_header(path, "model.safetensors", None)
-    raise StorageError(
-        f"{path}: holds neither model.safetensors nor {MODEL.index}; give a directory of "
-        "Hugging Face safetensors or a checkpoint of ours"
-    )
-
-
-def _indexed(
-    path: Place, index: str, records: dict[str, FileRecord] | None, *, verify: bool
-) -> dict[str, StoredTensor]:
-    """Tensors by an index and the headers of its files, which must be in `records` if given."""
-    with reading(path / index):
-        weight_map = parse_index(
-            storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index)
-        )
+    path, index, records = step.path, section.index, step.record.files
+    weight_map = _weight_map(path, index)
     files = sorted(set(weight_map.values()))
     for file in files:
-        if records is not None and file not in records:
+        if file not in records:
             raise DamagedCheckpoint(f"{path / index}: names {file}, which was not saved with it")
-    headers = {
-        file: read_header(path, file, records[file] if records and verify else None)
-        for file in files
-    }
-    if records is not None:  # plain directories may hold more
-        for file, header in headers.items():
-            for name in header:
-                if weight_map.get(name) != file:
-                    there = weight_map.get(name, "nowhere")
-                    raise DamagedCheckpoint(
-                        f"{path / file}: holds {name}, which {index} says lies in {there}"
-                    )
+    headers = {file: read_header(path, file, records[file] if verify else None) for file in files}
+    for file, header in headers.items():
+        for name in header:
+            if weight_map.get(name) != file:
+                there = weight_map.get(name, "nowhere")
+                raise DamagedCheckpoint(
+                    f"{path / file}: holds {name}, which {index} says lies in {there}"
+                )
     tensors = {}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise DamagedCheckpoint(f"{path / file}: lacks {name}, which {index} says it holds")
         tensors[name] = headers[file][name]
     return tensors
+
+
+SINGLE_FILE = "model.safetensors"
+"""The weights of a Hugging Face directory that is not sharded."""
+
+
+def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
+    """Where every tensor of a plain Hugging Face directory lies: in model.safetensors, or else in
+    the files that an index names. As transformers reads them: an index beside model.safetensors is
+    an older one, and of an index only the names of files count.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, damaged, or contradicts the others.
+        StorageError: there is no safetensors model there.
+    """
+    storage = storage_of(path)
+    if storage.exists(path / SINGLE_FILE):
+        return read_header(path, SINGLE_FILE, None)
+    if not storage.exists(path / MODEL.index):
+        raise StorageError(f"{path}: holds neither {SINGLE_FILE} nor {MODEL.index}; {_else(path)}")
+    weight_map = _weight_map(path, MODEL.index)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        for name, tensor in read_header(path, file, None).items():
+            if name in tensors:
+                raise DamagedCheckpoint(
+                    f"{path}: {printable(name)} is in {tensors[name].file} and in {file}, which "
+                    f"{MODEL.index} names both; remove the files that are left of another save"
+                )
+            tensors[name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise DamagedCheckpoint(
+                f"{path / file}: lacks {printable(name)}, which {MODEL.index} says it holds"
+            )
+    return tensors
+
+
+def _else(path: Place) -> str:
+    """What to do with a directory that has no weights where they are expected."""
+    storage = storage_of(path)
+    names: list[str] = []
+    with suppress(OSError, CheckpointError):
+        names = sorted(printable(entry.name) for entry in storage.children(path))
+    if "adapter_config.json" in names:
+        return (
+            "it holds an adapter: merge it into its model (merge_and_unload of PEFT), and give the "
+            "directory that you save that to"
+        )
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        return (
+            f"it has {pickles[0]}, a pickle, which may run code and is not opened; convert it where"
+            " you trust it: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW)"
+        )
+    others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    if others and others[0].endswith(".safetensors"):
+        return f"it has {others[0]}: call that {SINGLE_FILE} if it is the whole model"
+    if others:
+        return f"it has {others[0]}: give the model in safetensors that it was made from"
+    return "give a directory of Hugging Face safetensors or a checkpoint of ours"
+
+
+def _weight_map(path: Place, index: str) -> dict[str, str]:
+    """File by the name of the tensor in it, as an index says.
+
+    Raises:
+        DamagedCheckpoint, StorageError: it is not an index, or cannot be read.
+    """
+    with reading(path / index):
+        return parse_index(storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index))
 
 
 def read_header(path: Place, file: str, record: FileRecord | None) -> dict[str, StoredTensor]:

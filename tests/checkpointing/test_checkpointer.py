@@ -455,3 +455,29 @@ def test_what_differs_by_rank_is_not_taken_from_rank_0(tmp_path):
     assert run_ranks(2, load, tmp_path) == [(0, (7, 8)), (1, (7, 8))]
     (error,) = run_ranks(1, load, tmp_path)
     assert "data: its state differed among the 2 ranks" in str(error)
+
+
+def test_weights_that_were_apart_are_not_loaded_into_tied_ones(tmp_path):
+    """Nor does anybody call the checkpoint damaged. Tied ones fit into those that are apart."""
+
+    def model(tied: bool) -> nn.ModuleDict:
+        made = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        if tied:
+            made["head"].weight = made["embed"].weight
+        return made
+
+    for tied in (False, True):
+        with Checkpointer(tmp_path / str(tied)) as checkpointer:
+            checkpointer.save(1, {"model": model(tied)}, wait=True)
+    target = model(tied=True)
+    before = bits(target)
+    with Checkpointer(tmp_path / "False") as checkpointer:
+        why = r"of another model: embed\.weight and head\.weight are one tensor here"
+        with pytest.raises(WrongModel, match=why):
+            checkpointer.load({"model": target})
+        assert same(bits(target), before)
+    for tied in (True, False):
+        target = model(tied)
+        with Checkpointer(tmp_path / "True") as checkpointer:
+            assert checkpointer.load({"model": target}) == 1
+            assert same_bits(target["embed"].weight, target["head"].weight)

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import ROOT, Forked
+from tests.distributed.jobs import ROOT, Forked, losses
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import bare_model
@@ -143,3 +144,51 @@ def test_a_model_that_does_not_fit_ends_the_job_at_its_first_pass(workspace, tmp
     )
     assert "resuming" not in node.text()
     assert node.text().count("on cpu") == 1, "started once"
+
+
+HALVES = '''
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Made in bf16, with norms in float32, a head in fp16, and an embedding that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(257, 32).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.to(torch.bfloat16)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 257).half()
+        self.register_buffer("scale", torch.full((), 0.1, dtype=torch.bfloat16))
+
+    def forward(self, input_ids, labels, document_ids=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(self.norm(x) * self.scale)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def in_float32():
+    return Model().float()
+'''
+
+
+def test_what_a_factory_makes_in_bf16_is_trained_in_float32(workspace, train):
+    """As if it had been made in float32, bit by bit; a frozen parameter, which FSDP casts anyway,
+    stays in bf16."""
+    (workspace / "halves.py").write_text(HALVES)
+    common = ["model.architecture=null", "run.steps=4", "schedule={}", "optimizer.lr=1e-5"]
+    common += ["precision.dtype=bf16"]
+    output = train(2, "run.dir=halves", "model.factory=halves:Model", *common)
+    trained = "they are converted to float32, and trained and saved so"
+    assert f"note: halves:Model made 4 parameters in bfloat16; {trained}" in output
+    assert f"note: halves:Model made 2 parameters in float16; {trained}" in output
+    assert "note: halves:Model made 1 parameter in bfloat16, which stays so" in output
+    train(2, "run.dir=wide", "model.factory=halves:in_float32", *common)
+    assert losses(workspace, "halves") == losses(workspace, "wide")
+    (file,) = (workspace / "halves/checkpoints/step-00000004").glob("model*.safetensors")
+    tensors = load_file(file)
+    assert {key for key, one in tensors.items() if one.dtype != torch.float32} == {"embed.weight"}

@@ -20,8 +20,8 @@ from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
 from trainer.recipe.architecture import Architecture, RopeScaling
 
-TIED_COPIES = ("lm_head.weight",)
-"""What a published checkpoint of a tied model may hold twice."""
+TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Second name of a weight in published checkpoints of tied models → its name in the model."""
 
 TENSOR_PLAN = {
     "model.embed_tokens": "vocabulary",

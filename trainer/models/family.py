@@ -74,6 +74,9 @@ class Family:
     """Keys of config.json that only this family has, with their defaults: in a recipe
     `model.architecture.options`."""
 
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Second name of a key in config.json → its name here, for files that have the second alone."""
+
     draw: Draw = init_parameter
     """Initial weights."""
 
@@ -153,7 +156,8 @@ def family_of(model_type: Any) -> Family:
         names = " or ".join(map(repr, known))
         raise ValueError(
             f"model_type={model_type!r} is not supported, only {names}; write a family of your own "
-            "(docs/extending.md), or train such a model through model.factory"
+            "(docs/extending.md), or train such a model through model.factory (docs/your_model.md "
+            "has an example)"
         )
     family: Family = importlib.import_module(f"trainer.models.families.{model_type}").FAMILY
     return family

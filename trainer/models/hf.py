@@ -31,6 +31,23 @@ _COMMON_DEFAULTS = {
 }
 
 
+_BY_FACTORY = "train such a model through model.factory (docs/your_model.md has an example)"
+_WITHOUT_SCALING = (
+    "if the weights were made without it, as where it was added to serve longer texts, remove it "
+    f"from the file; else {_BY_FACTORY}"
+)
+_CURES = {
+    "attention_bias": f"its weights have biases: {_BY_FACTORY}",
+    "attention_dropout": "write 0.0 to train without it",
+    "quantization_config": "give the checkpoint that is not quantised",
+    "transformers_weights": "call the file model.safetensors, and remove the key",
+    "use_sliding_window": "write false if no sequence is longer than the window",
+    "layer_types": "write full_attention if no sequence is longer than the sliding window",
+    "rope_type": _WITHOUT_SCALING,
+}
+"""What to do where a key has another value than the one that is supported."""
+
+
 class ConfigError(ValueError):
     """A file beside the weights cannot be used; the message names the file and the key."""
 
@@ -78,6 +95,9 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
     family = family or family_of(model_type)
     if model_type != family.model_type:
         raise _unsupported("model_type", model_type, repr(family.model_type))
+    for other, key in family.other_names.items():
+        if other in config:
+            config.setdefault(key, config[other])
     for key, value in family.fixed.items():
         if config.get(key, value) != value:
             raise _unsupported(key, config[key], repr(value))
@@ -85,6 +105,8 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
         raise _unsupported("layer_types", config["layer_types"], "'full_attention' throughout")
     if config.get("quantization_config"):
         raise _unsupported("quantization_config", "{…}", "unquantized weights")
+    if name := config.get("transformers_weights"):
+        raise _unsupported("transformers_weights", name, "model.safetensors or its index")
 
     config = {**_COMMON_DEFAULTS, **family.defaults, **config}
     heads = _positive(config, "num_attention_heads", int)
@@ -109,7 +131,8 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    # transformers takes this one if a file has both.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise _unsupported(key, given, "one flat object for all layers")
@@ -246,7 +269,5 @@ def _malformed(key: str, value: Any, wanted: str) -> ValueError:
 
 
 def _unsupported(key: str, value: Any, supported: str) -> ValueError:
-    return ValueError(
-        f"{key}={value!r} is not supported, only {supported}; train such a model through "
-        "model.factory"
-    )
+    cure = _CURES.get(key.rpartition(".")[2], _BY_FACTORY)
+    return ValueError(f"{key}={value!r} is not supported, only {supported}; {cure}")

@@ -324,7 +324,8 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats. Parameters and optimizer state stay in float32."""
+    """Number formats. Trained parameters and optimizer state are float32; what a factory makes in
+    bf16 or fp16 is converted."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Format of activations and matrix products (and of gathered parameters under fsdp).

@@ -54,7 +54,8 @@ def restore(
             recipe.model.init_from,
             {name: model.tensors[name] for name in given},
             verify=recipe.checkpoint.verify,
-            optional={*TIED_COPIES, *model.tensors},
+            optional=model.tensors,
+            tied=TIED_COPIES,
             finite=model.tensors.keys() - model.buffers().keys(),
             group=dist.group.WORLD,
         )

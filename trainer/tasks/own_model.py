@@ -5,8 +5,10 @@ import logging
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +50,89 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
             f"{given} {type(model).__name__}, whose forward{signature} is called with "
             f"{', '.join(f'{name}=' for name in names)}: {error}"
         ) from error
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
+    """Convert a model that was made in bf16 or fp16, as if it had been made in float32: parameters
+    and buffers, tied ones staying tied. Frozen parameters stay as they are where `precision.dtype`
+    has everything cast to it anyway. Returns what a user should know of number formats.
+
+    Args:
+        recipe: says the format of activations.
+        model: of the user's, whole, on the CPU or the meta device.
+        what: made it, for the note.
+    """
+    if torch.get_default_dtype() in _HALVES:  # its factory left it so
+        torch.set_default_dtype(torch.float32)
+    cast = recipe.precision.dtype != "fp32"
+    converted, kept = Counter[str](), Counter[str]()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            # What torchao and others make of a tensor has a format of its own.
+            if tensor.dtype not in _HALVES or type(tensor.data) is not torch.Tensor:
+                continue
+            is_parameter, name = isinstance(tensor, nn.Parameter), _short(tensor.dtype)
+            if is_parameter and cast and not tensor.requires_grad:
+                kept[name] += 1
+                continue
+            converted[name] += is_parameter
+            tensor.data = tensor.data.float()
+    kept += Counter(
+        _short(one.dtype)
+        for one in model.parameters()
+        if one.requires_grad and one.is_floating_point() and one.dtype != torch.float32
+    )
+
+    def made(count: int, name: str) -> str:
+        return f"{what} made {count} parameter{'s' if count > 1 else ''} in {name}"
+
+    return [
+        *(
+            f"{made(count, name)}; they are converted to float32, and trained and saved so"
+            for name, count in (+converted).items()
+        ),
+        *(
+            f"{made(count, name)}, which stay{'s' * (count == 1)} so"
+            for name, count in kept.items()
+        ),
+    ]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
+    """Have a model that moves labels by one take those of prepared data as they are: they are the
+    next tokens already, and it would learn the ones after. Returns what a user should know.
+
+    Raises:
+        RecipeError: it takes no `shift_labels`, as models of older versions of transformers.
+    """
+    if not shifts_labels(model):
+        return []
+    what = f"{type(model).__name__}, which {recipe.model.factory} returned,"
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD or one.name == "shift_labels" for one in parameters):
+        raise RecipeError(
+            f"model.factory: {what} moves labels by one, but those of prepared data are the next "
+            "tokens already, and it takes no shift_labels; compute the loss in a module around it"
+        )
+
+    def add(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        labels = named.get("labels")
+        return given, named if labels is None else {**named, "shift_labels": labels.contiguous()}
+
+    model.register_forward_pre_hook(add, with_kwargs=True)
+    if not recipe.data.document_mask:
+        return []
+    return [
+        f"{what} does not look at document_ids: attention crosses documents; "
+        "data.document_mask=false says the same"
+    ]
 
 
 def shifts_labels(model: nn.Module) -> bool:

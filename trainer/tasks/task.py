@@ -26,7 +26,12 @@ from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory, refusing
 from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
-from trainer.tasks.own_model import check_signature, shifts_labels
+from trainer.tasks.own_model import (
+    check_signature,
+    give_next_tokens,
+    keep_in_float32,
+    shifts_labels,
+)
 
 if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
@@ -101,7 +106,8 @@ def build_task(recipe: Recipe) -> Task:
         return _build_on_samples(recipe)
     stream, validation = open_streams(recipe)
     if recipe.model.factory:
-        model, blocks = _call_factory(recipe)
+        model, blocks, notes = _call_factory(recipe)
+        notes += give_next_tokens(recipe, model)
         documents = ["document_ids"] if recipe.data.document_mask else []
         check_signature(recipe, model, ["input_ids", "labels", *documents])
         parameters = sum(p.numel() for p in model.parameters())
@@ -115,8 +121,9 @@ def build_task(recipe: Recipe) -> Task:
             {},
             6.0 * parameters,
             parameters,
+            notes=notes,
         )
-    decoder, fill = _decoder(recipe)
+    decoder, fill, of_formats = _decoder(recipe)
     architecture, family = decoder.model.architecture, decoder.family
     _check_vocabulary(recipe, architecture)
     source = Path(recipe.data.sources[0].path)
@@ -135,7 +142,7 @@ def build_task(recipe: Recipe) -> Task:
         files,
         family.flops_per_token(architecture, parameters, recipe.data.seq_len),
         parameters,
-        notes=notes,
+        notes=[*of_formats, *notes],
         groups=family.groups,
         after_step=_after_step(family),
     )
@@ -154,9 +161,9 @@ def _after_step(family: Family) -> AfterStep | None:
     return after
 
 
-def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill]":
-    """A model of `model.architecture` or `model.init_from`, on the meta device, and its initial
-    weights."""
+def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
+    """A model of `model.architecture` or `model.init_from`, on the meta device, its initial
+    weights, and what a user should know of its number formats."""
     family = find_family(recipe.model.family) if recipe.model.family else None
     if given := recipe.model.architecture:
         family = family or family_of(given.model_type)
@@ -186,7 +193,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill]":
             )
         return drawn
 
-    return decoder, fill
+    return decoder, fill, keep_in_float32(recipe, decoder, named)
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
@@ -202,12 +209,12 @@ def _build_on_samples(recipe: Recipe) -> Task:
     after_step = None
     values, fill = _named_values, None
     if recipe.model.factory:
-        model, blocks = _call_factory(recipe)
+        model, blocks, notes = _call_factory(recipe)
         name = type(model).__name__
         for one in filter(None, (stream, held_out)):
             one.shifted = shifts_labels(model)
     else:
-        model, fill = _decoder(recipe)
+        model, fill, of_formats = _decoder(recipe)
         architecture, family = model.model.architecture, model.family
         strategy = recipe.strategy
         multiple = strategy.tp if strategy.sequence_parallel else 1
@@ -217,6 +224,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         after_step = _after_step(family)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(architecture, start, family)
+        notes = [*of_formats, *notes]
         name = f"{architecture.model_type} decoder"
     for batch in tried:
         check_signature(recipe, model, batch)
@@ -251,9 +259,9 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
     """
     check_plannable(recipe)
     if recipe.model.factory:
-        model, blocks = _call_factory(recipe)
+        model, blocks, _ = _call_factory(recipe)
         return model, blocks, 6.0 * sum(p.numel() for p in model.parameters())
-    decoder, _ = _decoder(recipe)
+    decoder, *_ = _decoder(recipe)
     parameters = sum(p.numel() for p in decoder.parameters())
     architecture, length = decoder.model.architecture, recipe.data.seq_len
     flops = decoder.family.flops_per_token(architecture, parameters, length)
@@ -418,8 +426,9 @@ def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:
         )
 
 
-def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
-    """The user's own module. All ranks build it from the same seed, so weights agree."""
+def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], list[str]]:
+    """The user's own module, its repeated parts, and what a user should know of its number formats.
+    All ranks build it from the same seed, so weights agree."""
     name = recipe.model.factory or ""
     torch.manual_seed(recipe.run.seed)
     model = call_factory("model.factory", name, recipe.model.factory_options)
@@ -432,4 +441,4 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module]]:
         )
     if not model.training:  # as from_pretrained returns it; parts alone are meant to be so
         model.train()
-    return model, repeated_blocks(model)
+    return model, repeated_blocks(model), keep_in_float32(recipe, model, name)

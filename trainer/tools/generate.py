@@ -115,10 +115,9 @@ def load_decoder(
     with torch.device("meta"):
         model = Decoder(architecture, family=family)
     model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
-    optional = TIED_COPIES if architecture.tie_word_embeddings else ()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trained = apart(dict(model.named_parameters()), model.stacks)
-    load_model(directory, apart(tensors, model.stacks), optional=optional, finite=trained)
+    load_model(directory, apart(tensors, model.stacks), tied=TIED_COPIES, finite=trained)
     return model.eval()
 
 

@@ -128,10 +128,12 @@ def test_what_does_not_fit_is_named(checkpoint, weights):
     with pytest.raises(WrongModel) as error:
         load_model(checkpoint, targets)
     file = re.search(r"24\], (\S+\.(safetensors|distcp))\)", str(error.value))[1]
+    published = (checkpoint / "config.json").exists()
+    advice = "; take the config.json that was saved with these weights" if published else ""
     assert str(error.value) == (
         f"{checkpoint} is of another model: the model has no model.norm.weight; the checkpoint has "
         f"no extra; other shapes: {load} [3, 24] (checkpoint [32, 24], {file}); dtypes that do not "
-        "convert: model.embed_tokens.weight I32 (checkpoint BF16)"
+        f"convert: model.embed_tokens.weight I32 (checkpoint BF16){advice}"
     )
 
 

@@ -170,7 +170,7 @@ def test_published_configs(tmp_path: Path) -> None:
         (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         (LLAMA_3_1_8B, {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        (LLAMA_3_1_8B, {"rope_parameters": {"full": {"rope_type": "yarn"}}}, "rope_parameters"),
+        (QWEN3_0_6B, {"rope_parameters": {"full": {"rope_type": "yarn"}}}, "rope_parameters"),
         (LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (QWEN3_0_6B, {"use_sliding_window": True}, "use_sliding_window=True"),
         (QWEN3_0_6B, {"layer_types": ["sliding_attention"] * 28}, "layer_types"),

@@ -4,6 +4,7 @@ with the place in the user's code; one that only cannot do it there and then is 
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ from trainer.data.sample_stream import count_of
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.factory import OwnCodeError
+from trainer.recipe.sections import Precision
 from trainer.tasks.own_model import (
     check_forward,
     check_signature,
+    give_next_tokens,
+    keep_in_float32,
     refusing_misfits,
     shifts_labels,
 )
@@ -124,6 +128,70 @@ def test_a_forward_that_is_called_with_something_else_is_told(recipe):
     with pytest.raises(RecipeError, match=r"forward\(tokens, labels\) is called with input_ids=,"):
         check_signature(recipe, Names(), [*BATCH, "document_ids"])
     check_signature(recipe, Of(branches), BATCH)
+
+
+class Halves(nn.Module):
+    """A model in bf16 with a tied weight, a frozen one, and a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.bfloat16()
+        self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("low", [True, False])
+def test_half_precision_becomes_float32(recipe, low):
+    recipe = replace(recipe, precision=Precision(dtype="bf16" if low else "fp32"))
+    model = Halves()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    notes = keep_in_float32(recipe, model, "own:make")
+    assert notes[0].startswith(f"own:make made {3 if low else 4} parameters in bfloat16; they are")
+    assert "own:make made 1 parameter in float64, which stays so" in notes
+    assert ("own:make made 1 parameter in bfloat16, which stays so" in notes) == low
+    assert model.head.weight is model.embed.weight
+    found = {name: one.dtype for name, one in model.state_dict().items()}
+    kept = {"frozen.weight"} if low else set()
+    assert {name for name, dtype in found.items() if dtype == torch.bfloat16} == kept
+    assert found["norm.running_var"] == torch.float32
+    assert found["norm.num_batches_tracked"] == torch.int64
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name].to(one.dtype))
+    assert keep_in_float32(recipe, nn.Linear(2, 2), "own:make") == []
+
+
+def test_a_default_dtype_that_a_factory_leaves_behind_is_put_back(recipe):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        keep_in_float32(recipe, nn.Linear(2, 2), "own:make")
+        assert torch.get_default_dtype() == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_model_that_shifts_labels_takes_those_of_prepared_data_as_they_are(recipe):
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1)
+    model = transformers.Qwen2ForCausalLM(config)
+    ids = torch.randint(0, 9, (2, 7), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    notes = give_next_tokens(recipe, model)
+    assert "does not look at document_ids" in notes[0]
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    assert check_forward(recipe, model, batch) == []
+    assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert model(ids).loss is None
+    assert give_next_tokens(recipe, Of(branches)) == []
+
+    class Older(transformers.Qwen2ForCausalLM):
+        def forward(self, input_ids, labels):
+            return self.loss_function(logits=input_ids, labels=labels)
+
+    with pytest.raises(RecipeError, match="it takes no shift_labels"):
+        give_next_tokens(recipe, Older(config))
 
 
 def test_models_that_shift_labels_themselves_are_known():

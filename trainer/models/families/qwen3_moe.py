@@ -235,6 +235,7 @@ FAMILY = Family(
         "router_aux_loss_per_sequence": True,
         "router_bias_update_rate": 0.0,
     },
+    other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     draw=draw,
     idle_parameters=idle_parameters,
     beside_loss=balance,

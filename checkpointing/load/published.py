@@ -1,0 +1,132 @@
+"""Tensors as published checkpoints hold them → by the names that a model has for them. Pure but for
+what reads tensors, which is given."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import dropwhile
+
+import torch
+from torch import Tensor
+
+from checkpointing.errors import WrongModel
+from checkpointing.format.layout import StoredTensor
+from checkpointing.format.untrusted import printable
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""What torch.compile, FSDP and activation checkpointing put into names of parameters."""
+_BASE = "model."
+"""Prefix of the parameters below the head. Files that were saved from the part below the head, or
+from a module around the model, lack it or have it twice; transformers opens both."""
+_COMPUTED = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids)$"
+)
+"""Buffers that older versions of transformers saved, and that all later ones compute."""
+_CURES = (
+    (
+        r"lora_|^base_model\.",
+        "it holds an adapter: merge it into its model (merge_and_unload of PEFT), and save that",
+    ),
+    (
+        r"weight_scale|scales$|qweight|qzeros|absmax|quant_state|g_idx|_packed$",
+        "its weights are quantised: take the checkpoint that is not",
+    ),
+    (
+        r"\.bias$",
+        "it has biases, which this model does not compute: train such a model through "
+        "model.factory",
+    ),
+)
+"""Pattern of a name that the model does not have → what to do."""
+
+
+def by_model_names(
+    stored: Mapping[str, StoredTensor], known: Collection[str]
+) -> dict[str, StoredTensor]:
+    """Tensors by the names of a model: without what wrappers put into them, and with or without
+    `model.`, as transformers reads them. Buffers that every reader computes are left out. What the
+    model does not know keeps its name.
+
+    Args:
+        stored: by their names in the files.
+        known: names that the model has, or passes over.
+
+    Raises:
+        WrongModel: two tensors would get one name.
+    """
+    names: dict[str, str] = {}
+    for there in stored:
+        bare = _without_wrappers(there)
+        candidates = (there, bare, bare.removeprefix(_BASE), _BASE + bare)
+        name = next((one for one in candidates if one in known), there)
+        if name not in known and _COMPUTED.search(there):
+            continue
+        if name in names:
+            raise WrongModel(
+                f"the files hold {name} twice, as {printable(names[name])} and as "
+                f"{printable(there)}: take one of the two out of them"
+            )
+        names[name] = there
+    return {name: stored[there] for name, there in names.items()}
+
+
+def _without_wrappers(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(dropwhile(lambda part: part == "module", parts))  # of DDP
+
+
+def without_copies(
+    stored: Mapping[str, StoredTensor],
+    wanted: Collection[str],
+    tied: Mapping[str, str],
+    read: Callable[[StoredTensor], Iterable[Tensor]],
+) -> dict[str, StoredTensor]:
+    """Tensors without second copies of tied weights. Where the copy is all there is, it is taken.
+
+    Args:
+        stored: by the names of the model.
+        wanted: names that the model has.
+        tied: name of a copy → name that the model has for both.
+        read: gives the elements of a tensor in order, piece by piece.
+
+    Raises:
+        WrongModel: a weight and its copy differ, as they do once they were trained apart.
+    """
+    found = dict(stored)
+    for copy, name in tied.items():
+        if copy in wanted or name not in wanted or copy not in found:
+            continue
+        second = found.pop(copy)
+        first = found.setdefault(name, second)
+        if first is not second and not _equal(first, second, read):
+            raise WrongModel(
+                f"the files hold {copy} and {name} with different numbers, but the config ties the "
+                'two: write "tie_word_embeddings": false into config.json to train both, or take '
+                f"{copy} out of the files"
+            )
+    return found
+
+
+def _equal(
+    first: StoredTensor, second: StoredTensor, read: Callable[[StoredTensor], Iterable[Tensor]]
+) -> bool:
+    if first.meta.shape != second.meta.shape:
+        return False
+    if first.meta.dtype == second.meta.dtype:  # NaNs are equal, too
+        pairs = zip(read(first), read(second), strict=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    whole = (torch.cat([piece.double() for piece in read(one)]) for one in (first, second))
+    return torch.equal(*whole)
+
+
+def cure(unknown: Iterable[str], missing: Iterable[str]) -> str:
+    """What to do about tensors that the model does not have, and others that the files do not."""
+    unknown, missing = list(unknown), list(missing)
+    for pattern, words in _CURES:
+        if any(re.search(pattern, name) for name in unknown):
+            return words
+    if missing == ["lm_head.weight"]:
+        return (
+            "it was saved without its head: save it again as AutoModelForCausalLM, or write "
+            '"tie_word_embeddings": true into config.json if the head is the embedding'
+        )
+    return "take the config.json that was saved with these weights"

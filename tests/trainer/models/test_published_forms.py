@@ -1,0 +1,438 @@
+"""Hugging Face directories as people have them. Each form is opened with the logits of
+transformers, bit by bit, also after it was saved; or it is refused in a line that says what to do.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.utils import logging
+
+from checkpointing import CheckpointError
+from trainer.models import ConfigError, read_config
+from trainer.models.model_files import files_without_tokenizer
+from trainer.models.stacks import apart
+from trainer.tools.generate import load_decoder
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # a wrong angle or weight shows
+}
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama3": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "moe": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+}
+Tensors = dict[str, Tensor]
+Form = Callable[[Path], object]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories as transformers saves them."""
+    folder = tmp_path_factory.mktemp("published")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for number, (name, config) in enumerate(MODELS.items()):
+        torch.manual_seed(number)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return {name: folder / name for name in MODELS}
+
+
+# --- changes ---------------------------------------------------------------------------------
+
+
+def config(*removed: str, **changes: object) -> Form:
+    def change(folder: Path) -> None:
+        found = json.loads((folder / "config.json").read_text())
+        kept = {key: value for key, value in found.items() if key not in removed}
+        (folder / "config.json").write_text(json.dumps(kept | changes))
+
+    return change
+
+
+def tensors(change: Callable[[Tensors], Tensors]) -> Form:
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        made = {name: one.contiguous() for name, one in change(found).items()}
+        save_file(made, folder / "model.safetensors", {"format": "pt"})
+
+    return rewrite
+
+
+def names(change: Callable[[str], str]) -> Form:
+    return tensors(lambda found: {change(name): one for name, one in found.items()})
+
+
+def added(**more: Tensor) -> Form:
+    return tensors(lambda found: found | more)
+
+
+def to(dtype: torch.dtype, *, but: str = " ") -> Form:
+    return tensors(
+        lambda found: {name: one if but in name else one.to(dtype) for name, one in found.items()}
+    )
+
+
+def all_of(*forms: Form) -> Form:
+    return lambda folder: [form(folder) for form in forms]
+
+
+def file(name: str, content: str = "{}") -> Form:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def renamed(name: str) -> Form:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def sharded(folder: Path, *, left_out: str = "", twice: str = "", extra: str = "") -> None:
+    found = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    halves = sorted(found)[::2], sorted(found)[1::2]
+    weight_map = {}
+    for number, half in enumerate(halves, 1):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        part = {name: found[name] for name in {*half, *filter(None, [twice])}}
+        save_file(part, folder / shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(half, shard)
+    weight_map.pop(left_out, None)
+    weight_map |= dict.fromkeys(filter(None, [extra]), shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def old_index(folder: Path) -> None:
+    """An earlier save was sharded, and a later one was not."""
+    now = (folder / "model.safetensors").read_bytes()
+    tensors(lambda found: {name: one + 1 for name, one in found.items()})(folder)
+    sharded(folder)
+    (folder / "model.safetensors").write_bytes(now)
+
+
+def hub_cache(folder: Path) -> None:
+    blobs = folder.parents[1] / "blobs"
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(os.path.relpath(blobs / path.name, folder))
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_metadata(folder: Path) -> None:
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+
+
+def only_head(found: Tensors) -> Tensors:
+    return {HEAD if name == EMBEDDING else name: one for name, one in found.items()}
+
+
+def in_blocks(word: str) -> Form:
+    """As of a model whose blocks are wrapped one by one."""
+    return names(lambda name: name.replace("layers.0.", f"layers.0.{word}."))
+
+
+FREQUENCIES = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in (0, 1)}
+CACHES = {
+    f"model.layers.0.self_attn.rotary_emb.{kind}_cached": torch.ones(8, 8)
+    for kind in ("cos", "sin")
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+OPENED: dict[str, tuple[str, Form]] = {
+    **{f"as saved: {name}": (name, lambda folder: None) for name in MODELS},
+    "sharded": ("qwen3", sharded),
+    "an index that leaves a tensor out": (
+        "llama",
+        lambda f: sharded(f, left_out="model.norm.weight"),
+    ),
+    "an old index": ("llama", old_index),
+    "links, as the Hub's cache has": ("llama", hub_cache),
+    "no metadata": ("llama", without_metadata),
+    "a pickle beside it": ("llama", file("pytorch_model.bin")),
+    "code of its own": (
+        "llama",
+        all_of(config(auto_map={"AutoModelForCausalLM": "own.Own"}), file("own.py", "1 / 0")),
+    ),
+    "frequencies of Llama 2": ("llama", added(**FREQUENCIES)),
+    "frequencies of the model": ("llama", added(**{"model.rotary_emb.inv_freq": torch.ones(4)})),
+    "cosines of older code": ("llama", added(**CACHES)),
+    "positions": ("llama", added(**{"model.position_ids": torch.arange(9)})),
+    "the head twice": ("tied", tensors(lambda t: t | {HEAD: t[EMBEDDING].clone()})),
+    "the head twice, in two formats": (
+        "tied",
+        all_of(to(torch.bfloat16), tensors(lambda t: t | {HEAD: t[EMBEDDING].float()})),
+    ),
+    "the head alone": ("tied", tensors(only_head)),
+    "the head alone, sharded": ("tied", all_of(tensors(only_head), sharded)),
+    "a tied base model": ("tied", names(lambda name: name.removeprefix("model."))),
+    "no prefix": ("llama", names(lambda name: name.removeprefix("model."))),
+    "no prefix, with experts": ("moe", names(lambda name: name.removeprefix("model."))),
+    "the prefix twice": ("llama", names(lambda name: f"model.{name}")),
+    "bf16": ("llama", all_of(to(torch.bfloat16), config("dtype", torch_dtype="bfloat16"))),
+    "fp16": ("tied", to(torch.float16)),
+    "float64": ("llama", to(torch.float64)),
+    "norms in float32": ("tied", to(torch.bfloat16, but="norm")),
+    "dtype auto": ("llama", config("dtype", torch_dtype=None)),
+    "rope_theta alone": ("llama", config("rope_parameters", rope_theta=5e4)),
+    "rope_theta in both": ("llama", config(rope_theta=5e4)),
+    "no rope keys": ("llama", config("rope_parameters")),
+    "rope_scaling null": ("llama", config("rope_parameters", rope_scaling=None, rope_theta=2e4)),
+    "rope type default": ("llama", config("rope_parameters", rope_scaling={"type": "default"})),
+    "llama3 in rope_scaling": (
+        "llama",
+        config("rope_parameters", rope_scaling=LLAMA3_ROPE, rope_theta=5e5),
+    ),
+    "llama3 in both, different": ("llama3", config(rope_scaling=LLAMA3_ROPE)),
+    "no head_dim": ("llama", config("head_dim")),
+    "heads of another width": ("qwen3", config(sliding_window=16)),
+    "no rms_norm_eps": ("llama", config("rms_norm_eps")),
+    "no tie_word_embeddings": ("llama", config("tie_word_embeddings")),
+    "pretraining_tp": ("llama", config(pretraining_tp=2)),
+    "a window that is not used": ("qwen3", config(use_sliding_window=False, max_window_layers=1)),
+    "layer types": ("qwen3", config(layer_types=["full_attention"] * 2)),
+    "keys of nobody": ("llama", config(unsloth_version="1", _name_or_path="x", bos_token_id=9)),
+}
+"""What transformers opens: (model, what is done to its directory)."""
+
+WRAPPED: dict[str, tuple[str, Form]] = {
+    "compiled": ("llama", names(lambda name: f"_orig_mod.{name}")),
+    "of DDP": ("llama", names(lambda name: f"module.{name}")),
+    "of DDP, twice": ("llama", names(lambda name: f"module.module.{name}")),
+    "compiled, of DDP": ("tied", names(lambda name: f"module._orig_mod.{name}")),
+    "blocks compiled": ("llama", in_blocks("_orig_mod")),
+    "blocks of FSDP": ("llama", in_blocks("_fsdp_wrapped_module")),
+    "blocks recomputed": ("moe", in_blocks("_checkpoint_wrapped_module")),
+    "below, compiled": ("llama", names(lambda name: name.replace("model.", "model._orig_mod."))),
+    "compiled, the head alone": (
+        "tied",
+        all_of(tensors(only_head), names(lambda name: f"_orig_mod.{name}")),
+    ),
+}
+"""What transformers draws anew: opened with the logits of the model that was wrapped."""
+
+FACTORY = "model.factory"
+REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
+    "a head of its own": (
+        "tied",
+        tensors(lambda t: t | {HEAD: t[EMBEDDING] + 1}),
+        (HEAD, EMBEDDING, '"tie_word_embeddings": false'),
+    ),
+    "a head of another size": (
+        "tied",
+        added(**{HEAD: torch.ones(70, 32)}),
+        (HEAD, '"tie_word_embeddings": false'),
+    ),
+    "a compiled head of its own": (
+        "tied",
+        all_of(added(**{HEAD: torch.ones(64, 32)}), names(lambda name: f"_orig_mod.{name}")),
+        (HEAD, '"tie_word_embeddings": false'),
+    ),
+    "a pickle": ("llama", renamed("pytorch_model.bin"), ("pytorch_model.bin", "save_pretrained")),
+    "pickles": (
+        "llama",
+        all_of(renamed("pytorch_model-1.bin"), file("pytorch_model.bin.index.json")),
+        ("pytorch_model-1.bin", "save_pretrained"),
+    ),
+    "an adapter": (
+        "llama",
+        all_of(renamed("adapter_model.safetensors"), file("adapter_config.json")),
+        ("adapter", "merge_and_unload"),
+    ),
+    "GGUF": ("llama", renamed("model.gguf"), ("model.gguf", "safetensors")),
+    "a variant": (
+        "llama",
+        renamed("model.fp16.safetensors"),
+        ("model.fp16.safetensors", "call that model.safetensors"),
+    ),
+    "no weights": ("llama", renamed("../away"), ("holds neither", "give a directory")),
+    "Qwen2": ("llama", config(model_type="qwen2"), ("model_type='qwen2'", FACTORY)),
+    "Mistral": ("llama", config(model_type="mistral"), ("model_type='mistral'", FACTORY)),
+    "attention bias": ("llama", config(attention_bias=True), ("attention_bias=True", FACTORY)),
+    "MLP bias": ("llama", config(mlp_bias=True), ("mlp_bias=True", FACTORY)),
+    "dropout": ("llama", config(attention_dropout=0.1), ("attention_dropout=0.1", "write 0.0")),
+    "another activation": ("llama", config(hidden_act="gelu"), ("hidden_act='gelu'", FACTORY)),
+    "a sliding window": (
+        "qwen3",
+        config(use_sliding_window=True, sliding_window=16, max_window_layers=0),
+        ("use_sliding_window=True", "write false if"),
+    ),
+    "sliding layers": (
+        "qwen3",
+        config(layer_types=["full_attention", "sliding_attention"]),
+        ("layer_types=", "write full_attention if"),
+    ),
+    **{
+        f"{kind} in {key}": (
+            "llama",
+            config("rope_parameters", **{key: {word: kind, "factor": 4.0, "rope_theta": 1e4}}),
+            (f"{key}.rope_type='{kind}'", "remove it", FACTORY),
+        )
+        for kind in ("yarn", "linear", "dynamic", "longrope")
+        for key, word in (("rope_scaling", "type"), ("rope_parameters", "rope_type"))
+    },
+    "half a rotation": (
+        "llama",
+        config(partial_rotary_factor=0.5),
+        ("partial_rotary_factor=0.5", FACTORY),
+    ),
+    "quantised": (
+        "llama",
+        config(quantization_config={"bits": 4}),
+        ("quantization_config", "not quantised"),
+    ),
+    "quantised, without a word": (
+        "llama",
+        added(**{"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}),
+        ("weight_scale_inv", "are quantised"),
+    ),
+    "whole numbers": ("llama", to(torch.int8), ("I8", "config.json")),
+    "weights under another name": (
+        "llama",
+        config(transformers_weights="other.safetensors"),
+        ("transformers_weights='other.safetensors'", "model.safetensors"),
+    ),
+    "biases": (
+        "llama",
+        added(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
+        ("q_proj.bias", "biases", FACTORY),
+    ),
+    "fewer layers": ("llama", config(num_hidden_layers=3), ("layers.2", "config.json")),
+    "more layers": ("llama", config(num_hidden_layers=1), ("layers.1", "config.json")),
+    "another vocabulary": ("llama", config(vocab_size=70), ("[70, 32]", "config.json")),
+    "no head": (
+        "llama",
+        tensors(lambda t: {name: one for name, one in t.items() if name != HEAD}),
+        (HEAD, "AutoModelForCausalLM"),
+    ),
+    "a classifier": (
+        "llama",
+        names(lambda name: name.replace("lm_head", "score")),
+        ("score.weight", HEAD, "config.json"),
+    ),
+    "LoRA": (
+        "llama",
+        names(lambda name: f"base_model.model.{name}"),
+        ("base_model.model.", "merge_and_unload"),
+    ),
+    "names that meet": (
+        "llama",
+        tensors(lambda t: t | {"norm.weight": t["model.norm.weight"] + 1}),
+        ("model.norm.weight twice", "take one of the two"),
+    ),
+    "a tensor in two files": (
+        "llama",
+        lambda folder: sharded(folder, twice="model.norm.weight"),
+        ("model.norm.weight is in model-00001", "left of another save"),
+    ),
+    "a tensor in no file": (
+        "llama",
+        lambda folder: sharded(folder, extra="model.more.weight"),
+        ("lacks model.more.weight", "index.json"),
+    ),
+    "cut short": ("llama", cut_short, ("model.safetensors",)),
+}
+"""(model, what is done to its directory, words of the refusal)."""
+
+
+# --- tests -----------------------------------------------------------------------------------
+
+
+def made(published: dict[str, Path], folder: Path, model: str, form: Form) -> Path:
+    home = folder / "snapshots" / "1"
+    home.mkdir(parents=True)
+    for path in published[model].iterdir():
+        (home / path.name).write_bytes(path.read_bytes())
+    form(home)
+    return home
+
+
+@torch.no_grad()
+def check_logits(folder: Path, reference: Path, saved: Path) -> None:
+    """Opened here, and saved as a run without a step would save it."""
+    tokens = torch.randint(0, 64, (2, 100), generator=torch.Generator().manual_seed(1))
+    theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
+    expected = theirs(tokens).logits
+    architecture = read_config(folder)
+    decoder = load_decoder(folder, architecture, torch.device("cpu"))
+    # Experts are grouped otherwise there, and sums rounded: measured 2.4e-6.
+    tolerance = 1e-5 if decoder.stacks else 0.0
+    torch.testing.assert_close(decoder(tokens), expected, atol=tolerance, rtol=0)
+    files, _ = files_without_tokenizer(architecture, folder)
+    for name, content in files.items():
+        (saved / name).write_bytes(content)
+    state = apart(dict(decoder.named_parameters()), decoder.stacks)
+    save_file({name: one.contiguous() for name, one in state.items()}, saved / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert torch.equal(again(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("form", OPENED)
+def test_what_transformers_opens_is_opened(
+    published: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    folder = made(published, tmp_path, *OPENED[form])
+    (tmp_path / "saved").mkdir()
+    check_logits(folder, folder, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("form", WRAPPED)
+def test_names_of_wrappers_are_passed_over(
+    published: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    model, change = WRAPPED[form]
+    folder = made(published, tmp_path, model, change)
+    (tmp_path / "saved").mkdir()
+    check_logits(folder, published[model], tmp_path / "saved")
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_is_refused_says_what_to_do(
+    published: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    model, change, words = REFUSED[form]
+    folder = made(published, tmp_path, model, change)
+    with pytest.raises((ConfigError, CheckpointError)) as refusal:
+        load_decoder(folder, read_config(folder), torch.device("cpu"))
+    told = str(refusal.value)
+    assert str(folder) in told
+    assert "\n" not in told
+    for word in words:
+        assert word in told
