@@ -4,7 +4,6 @@ again."""
 import errno
 import logging
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,13 +188,12 @@ def write_files(directory: Path, files: Mapping[str, bytes], mode: int = 0o666) 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file such that every reader, also after a crash, sees the old bytes or the new."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        write_file(aside, data)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(
+        missing_ok=True
+    )  # of a process that was killed; or a link, which leads nowhere now
+    write_file(aside, data)
+    os.replace(aside, path)
     sync_directory(path.parent)
 
 

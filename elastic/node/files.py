@@ -161,7 +161,9 @@ def own_directory(path: Path, trusted: Container[int] = ()) -> None:
         link = os.lstat(path)
         found = path.stat() if stat.S_ISLNK(link.st_mode) and path.exists() else link
         ours = all(is_ours(one, path.parent, trusted) for one in (link, found))
-        if ours and stat.S_ISDIR(found.st_mode):
+        if ours:
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "is not a directory", str(path))
             with suppress(OSError):  # a filesystem may have no modes
                 path.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
             return

@@ -17,6 +17,7 @@ from torch import Tensor
 from checkpointing import TensorCheckpointer
 from checkpointing.load.memory import TOKEN
 from checkpointing.storage.folders import living_folders, of_run
+from checkpointing.storage.locks import LOCK_FILE
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
 
 _PATTERN = torch.arange(251, dtype=torch.uint8)
@@ -60,10 +61,12 @@ def load(
 
 
 def names(directory: Path) -> list[str]:
-    """What is in a checkpoint directory, besides the run's token and the claim of who saved there
-    last."""
+    """What is in a checkpoint directory, besides the run's token, the lock of readers and the claim
+    of who saved there last."""
     found = (path.name for path in directory.iterdir())
-    return sorted(name for name in found if name != TOKEN and name[:8] != ".writer-")
+    return sorted(
+        name for name in found if name not in (TOKEN, LOCK_FILE) and name[:8] != ".writer-"
+    )
 
 
 def memory_of(run: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from checkpointing.load.memory import TOKEN
 from checkpointing.save import staging
 from checkpointing.save.link import Link
 from checkpointing.save.messages import Begin, Staged
+from checkpointing.storage.locks import LOCK_FILE
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.faults import (
     Job,
@@ -143,7 +144,9 @@ def test_bytes_reach_the_disk_before_the_names_that_lead_to_them(tmp_path, monke
     for _, call, path, target in log_of(tmp_path / "log"):
         if not path.startswith(str(tmp_path)):  # memory
             continue
-        if Path(path).name.startswith((".writer-", TOKEN)):  # a power cut may take them away
+        if Path(path).name.startswith(
+            (".writer-", TOKEN, LOCK_FILE)
+        ):  # a power cut may take them away
             continue
         parent = str(Path(path).parent)
         if call == "create":

@@ -68,8 +68,8 @@ def measure(recipe, rank, world_size):
     run = Run(
         recipe, recipe, task, world, mesh, plan, model,
         build_optimizer(model.optimized, recipe.optimizer), build_schedule(recipe), Progress(),
-        SimpleNamespace(wait_staged=lambda: None), None, None, Pulse.from_environment(),
-        Recall(None),
+        SimpleNamespace(wait_staged=lambda: None, not_finite=""), None, None,
+        Pulse.from_environment(), Recall(None),
     )  # fmt: skip
     batches = load(task.stream, requests(plan, rank, 0), workers=0, pin_memory=False)
     with StepProfiler(run, Speed(run)) as profiler:

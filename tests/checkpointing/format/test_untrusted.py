@@ -360,7 +360,7 @@ FORGED = {
     "text for a number": (with_state(tokens="2"), "tokens is '2'"),
     "half a step": (with_state(step=2.5), "step is 2.5"),
     "a list for the recipe": (with_state(recipe=[1]), "where an object is due"),
-    "NaN": (with_weight(float("nan")), "b holds NaN"),
+    "NaN": (with_weight(float("nan")), "NaN or infinity in b"),
     "a name twice": (named_twice, "'a' stands there twice"),
     "a tensor twice": (in_two_files, "holds tensors that no index names"),
 }

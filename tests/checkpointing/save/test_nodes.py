@@ -236,10 +236,13 @@ def test_a_save_that_is_tried_again_gets_a_new_place(tmp_path):
     assert NewPosixStep.of(final).tmp != NewPosixStep.of(final).tmp
 
 
-def test_a_file_that_cannot_be_opened_again_is_closed_once(tmp_path):
-    path = tmp_path / "file"
-    path.touch()
-    writer = PosixWriter(path, 0)
-    path.unlink()
+def test_a_file_that_cannot_be_opened_again_is_closed_once(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    writer = PosixWriter(tmp_path, "file", 0)
+
+    def vanished(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(writer, "_again", vanished)
     with pytest.raises(FileNotFoundError), writer:
         writer._buffered()

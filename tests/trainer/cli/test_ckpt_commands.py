@@ -44,7 +44,7 @@ def perdure(monkeypatch, capsys):
 
 
 def steps(run):
-    return [int(name[5:]) for name in sorted(os.listdir(run / "checkpoints"))]
+    return [int(name[5:]) for name in sorted(os.listdir(run / "checkpoints")) if name[0] != "."]
 
 
 def test_prune(run, perdure):
