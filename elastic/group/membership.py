@@ -440,6 +440,9 @@ def fail(
     ranks = sorted({item.rank for item in same if item.rank is not None})
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
     again = len(same) == limits.same_step and len({item.step for item in same}) == 1
+    if again:  # who was killed from outside in a later step shows that the run had got beyond it
+        row = counted[counted.index(same[0]) :]
+        again = all(item.step <= failure.step for item in row)
     again = again and (len(ranks) == 1 or (bool(failure.error) and len(set(map(_kind, same))) == 1))
     spared = len(_fitting(state, _in_order(leave(state, failure.node)), limits)) >= limits.minimum
     often = f"{limits.same_step} times in a row in step {failure.step}"

@@ -125,7 +125,7 @@ class Node:
     _asked: bool = False
     """The ranks are asked to pause."""
     _reached: int = 0
-    """Highest step in which a rank of this node has failed."""
+    """Highest step that a rank of this node was seen in."""
     _expecting_stop: bool = False
     """torchrun was told of a change, or has lost a stand-in, and is going to end the others."""
     _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
@@ -254,7 +254,9 @@ class Node:
             for local_rank in self._ranks:
                 self.page.say_mute(local_rank)
         for rank in list(self._ranks.values()):
-            if not self.leaving and self.page.read(rank.local_rank).noticed:
+            progress = self.page.read(rank.local_rank)
+            self._reached = max(self._reached, progress.step)
+            if not self.leaving and progress.noticed:
                 self.told_to_go("a signal")
         wanted = state.round, state.generation
         if wanted != self._generation and self._generation[0] == state.round:

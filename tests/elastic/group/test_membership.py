@@ -229,6 +229,14 @@ def test_a_kill_from_outside_is_no_failing_step_and_no_strike():
         assert state.closed is None
         state = fail(state, 1, generation, one, LIMITS)
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
+    # A kill in a later step shows that a restart did help.
+    state = begin("a", "b", limits=LIMITS)
+    found = [failure(rank=1, step=7, at=float(second)) for second in range(4)]
+    found.insert(1, replace(killed[0], step=9))
+    for generation, one in enumerate(found):
+        assert state.closed is None
+        state = fail(state, 1, generation, one, LIMITS)
+    assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
 
 
 def test_a_newcomer_that_cannot_start_is_sent_away_and_costs_the_others_no_restarts():
