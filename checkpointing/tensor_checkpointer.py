@@ -36,7 +36,15 @@ from checkpointing.load.restore import (
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks, failing_alike
 from checkpointing.save import messages as msg
-from checkpointing.save.link import END_SECONDS, Link, Spare, WriterGoneError, end, own_address
+from checkpointing.save.link import (
+    END_SECONDS,
+    Link,
+    Spare,
+    UnansweredError,
+    WriterGoneError,
+    end,
+    own_address,
+)
 from checkpointing.save.planning import Planner, SavePlan, signatures, unguarded
 from checkpointing.save.pulls import Puller
 from checkpointing.save.saves import Saves, checked_state
@@ -600,18 +608,27 @@ class TensorCheckpointer:
 
     def _ask(self, plan: SavePlan, staging: Staging, begin: msg.Begin) -> msg.RankAnswer:
         """Send a request about a step to the node's writer, and wait for its answer. A writer that
-        is gone is started again once; should its slots be refused, the next request tries again."""
+        is gone is started again once; should its slots be refused, the next request tries again.
+
+        Rank 0 does not ask again for what other nodes may have been told of: see
+        save/coordinator.py [Note: a save]."""
         link = self._link
         if link is None:
             raise WriterGoneError("closed")
+        lost: UnansweredError | None = None
         if staging.has_slots:
             try:
                 return self._saves.ask(link, begin)
+            except UnansweredError as error:
+                lost = error if self._ranks.is_main and len(self._addresses) > 1 else None
+                self._saves.lost_writer()
             except WriterGoneError:
                 self._saves.lost_writer()
             staging.release()
-            link.restart()
+            link.restart(begin.key[1] if lost else 0)
         staging.move(self._take_slots(link, plan))
+        if lost:
+            raise lost
         return self._saves.ask(link, begin)
 
     def _committed(self, step: int) -> None:

@@ -14,10 +14,15 @@ or sockets of its own; it lives in the writer process of rank 0's node.
   commit      the commit record, after all receipts
   Ended       told to all ranks, whether good or bad
 Nothing waits for an answer: every message is handled to its end. If a node is lost, the save is
-given up and its units return; the next save may begin when the node is back. A save that takes
-longer than `deadline` is given up, too, and the writers that hold it up end and come back anew.
-Only a commit that is under way is waited for: to remove the files at that moment could publish some
-of them. If it hangs, the ranks of rank 0's node kill this process, which is as any other crash.
+given up and its units return; the next save may begin when the node is back. If this process is
+lost, requests are kept by the writers of their nodes and sent to the next. A rank that has its
+answer goes on, and brings the writer of its node back only when it asks again: so a request that
+this process may have answered to some is never asked again by rank 0, who would wait for writers
+that nobody brings back before rank 0 itself goes on. It is skipped for all that still ask. A save
+that takes longer than `deadline` is given up, too, and the writers that hold it up end and come
+back anew. Only a commit that is under way is waited for: to remove the files at that moment could
+publish some of them. If it hangs, the ranks of rank 0's node kill this process, which is as any
+other crash.
 """
 
 import logging
@@ -106,8 +111,10 @@ class Coordinator:
     """See [Note: a save]. All methods run in one thread, except for what `Host.later` is given."""
 
     def __init__(
-        self, directory: Place, options: CheckpointOptions, nodes: int, host: Host
+        self, directory: Place, options: CheckpointOptions, nodes: int, host: Host, voided: int = 0
     ) -> None:
+        self._voided = voided
+        """See messages.Setup."""
         self._options, self._nodes, self._host = options, nodes, host
         self._newest: int | None = None
         """Step that was committed last, since this process began or moved."""
@@ -230,6 +237,9 @@ class Coordinator:
         if key in self._answers:
             for message in self._answers[key]:
                 self._host.send(node, message)
+            return
+        if key[1] <= self._voided:  # rank 0 has gone on, and will not ask again
+            self._answer(msg.Skip(key, msg.VOIDED))
             return
         if key not in self._requests:
             self._requests[key] = _Request(begin.wait)

@@ -27,6 +27,10 @@ class WriterGoneError(Exception):
     """The writer process does not answer any more."""
 
 
+class UnansweredError(WriterGoneError):
+    """The writer process has taken a request, and may have answered it to others."""
+
+
 def launch() -> "subprocess.Popen[bytes]":
     """Start a writer process, which imports what it needs and waits to be told what to be."""
     return subprocess.Popen(
@@ -144,8 +148,11 @@ class Link:
                     ) from error
                 time.sleep(0.01)
 
-    def restart(self) -> None:
+    def restart(self, voided: int = 0) -> None:
         """Bring the process back, and connect again.
+
+        Args:
+            voided: see messages.Setup.
 
         Raises:
             WriterGoneError: that is not possible.
@@ -157,6 +164,7 @@ class Link:
             )
             try:
                 self._process = launch()
+                self._setup = replace(self._setup, voided=voided)
                 self.start()
             except (OSError, StorageError) as error:
                 raise WriterGoneError(

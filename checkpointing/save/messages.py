@@ -23,6 +23,8 @@ from checkpointing.wire import register
 ANSWER_SECONDS = 30
 """A request to save is answered after so long even if a node does not answer."""
 
+VOIDED = "the writer process of rank 0's node was lost while it was asked for"
+
 Position = tuple[int, int]
 """A place in the order of all bytes: number of a file, byte in it."""
 Key = tuple[int, int]
@@ -51,6 +53,9 @@ class Setup:
     """0: any free one."""
     secret: bytes
     """Who does not know it is not listened to."""
+    voided: int = 0
+    """On rank 0's node: number of the last request that the process before may have answered to
+    others and not to rank 0. Every request up to it is skipped."""
 
 
 @dataclass(frozen=True)

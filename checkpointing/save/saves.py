@@ -18,7 +18,7 @@ from checkpointing.format.untrusted import is_plain
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks
 from checkpointing.save import messages as msg
-from checkpointing.save.link import GONE, Link, WriterGoneError
+from checkpointing.save.link import GONE, Link, UnansweredError, WriterGoneError
 from checkpointing.save.slots import Slots
 
 POLL_SECONDS = 60.0
@@ -126,15 +126,22 @@ class Saves:
             self._hear(message)
 
     def ask(self, link: Link, begin: msg.Begin) -> msg.RankAnswer:
-        """Ask to save; the answer."""
+        """Ask to save; the answer.
+
+        Raises:
+            UnansweredError: nobody is there any more, after the request was sent.
+        """
         link.send(begin)
         patience = self._patience(min(self._options.deadline, 2 * msg.ANSWER_SECONDS))
         until = max(self._overdue_at if self._running else 0, time.monotonic()) + patience
-        while True:
-            message = self._answered(link, until)
-            if isinstance(message, msg.Stage | msg.Skip | msg.Refused) and message.key == begin.key:
-                return message
-            self._hear(message)
+        try:
+            while True:
+                message = self._answered(link, until)
+                if isinstance(message, msg.RankAnswer) and message.key == begin.key:
+                    return message
+                self._hear(message)
+        except WriterGoneError as gone:
+            raise UnansweredError(str(gone)) from gone
 
     def _answered(self, link: Link, until: float) -> msg.ToRank:
         """The next message of a writer that owes an answer. One that gives none is ended."""

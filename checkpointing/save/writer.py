@@ -40,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RECONNECT_SECONDS = 1.0
+RECONNECT_SECONDS = 0.25
+ALONE_SECONDS = 8.0
+"""How long requests wait for a coordinator that is lost. It is back sooner, unless rank 0's node
+cannot start it: then rank 0 goes on without it."""
 _scratch = threading.local()
 """A thread's own connections to other nodes."""
 GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
@@ -77,6 +80,8 @@ class Writer:
         """Requests to save that the coordinator has not answered."""
         self._answered = 0
         """Number of the last one that it has answered."""
+        self._alone_since: float | None = None
+        """When the coordinator was first missed, while it is."""
         self._newest_request: dict[int, int] = {}
         """Number of the last save that each rank has asked for."""
         self._undelivered: dict[int, list[msg.RankAnswer | msg.Ended]] = {}
@@ -86,7 +91,9 @@ class Writer:
         self._uplink: Channel | None = None
         self.coordinator: Coordinator | None = None
         if self.node == 0:
-            self.coordinator = Coordinator(directory, setup.options, len(setup.nodes), self)
+            self.coordinator = Coordinator(
+                directory, setup.options, len(setup.nodes), self, setup.voided
+            )
 
     # --- what the coordinator needs (Host) -------------------------------------------------------
 
@@ -183,7 +190,7 @@ class Writer:
 
     def joined(self, uplink: Channel) -> None:
         """The coordinator is reached by this connection."""
-        self._uplink = uplink
+        self._uplink, self._alone_since = uplink, None
         self._hello()
         for begin in self._requests.values():
             self._to_coordinator(begin)
@@ -194,10 +201,12 @@ class Writer:
 
     def lost_coordinator(self) -> None:
         """The coordinator is not reached any more."""
-        self._uplink = None
+        self._uplink, now = None, time.monotonic()
+        self._alone_since = self._alone_since or now
         reason = "the writer process of rank 0's node is gone"
-        for key in list(self._requests):
-            self.on_coordinator(msg.Skip(key, reason))
+        if now > self._alone_since + ALONE_SECONDS:
+            for key in list(self._requests):
+                self.on_coordinator(msg.Skip(key, reason))
         if self._current:
             step = self._current.key[0]
             outcome = msg.SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0)
@@ -371,6 +380,9 @@ class Writer:
         """The request of the node's first rank stands for all of them."""
         key = begin.key
         self._newest_request[rank] = key[1]
+        if key[1] <= self.setup.voided:
+            send(self._connected[rank], msg.Skip(key, msg.VOIDED))
+            return
         for message in self._take_undelivered(rank, key):
             if message.key == key:
                 send(self._connected[rank], message)

@@ -12,17 +12,18 @@ Counters (`add`) are numbers that the store itself adds up. They are not sealed:
 may change one, so that a barrier opens early or never.
 """
 
-import atexit
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from elastic.group.secret import Secret
+from elastic.group.store import call_stores
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +35,6 @@ LOOK_SECONDS, MOST_LOOK_SECONDS = 0.02, 2.0
 """Between two looks: a tenth of the time that all has been well, within these bounds."""
 FORGED_SECONDS = 0.005
 """Between two looks of a reader at a value that does not verify."""
-END_SECONDS = 5.0
-
-_guards: dict[threading.Thread, threading.Event] = {}
-"""Threads that look after values, and what ends each."""
-
-
-@atexit.register
-def _end_guards() -> None:
-    """End these threads. One that is in a call of torch's when the interpreter ends would abort the
-    process."""
-    for end in list(_guards.values()):
-        end.set()
-    for thread in list(_guards):
-        thread.join(END_SECONDS)
 
 
 class SealedStore(dist.Store):
@@ -87,11 +74,7 @@ class SealedStore(dist.Store):
         self._ours[name], self._set_at = sealed, time.monotonic()
         if self._guarding.acquire(blocking=False):
             end = threading.Event()
-            thread = threading.Thread(
-                target=self._guard, args=(end,), name="perdure-addresses", daemon=True
-            )
-            _guards[thread] = end
-            thread.start()
+            call_stores(partial(self._guard, end), end.set, self._store.port, "perdure-addresses")
 
     def get(self, key: str) -> bytes:
         """See torch.distributed.Store."""
@@ -205,5 +188,4 @@ class SealedStore(dist.Store):
         except (RuntimeError, OSError) as error:  # the store is gone, and with it this round
             logger.debug("addresses are no longer looked after: %s", f"{error}".partition("\n")[0])
         finally:
-            _guards.pop(threading.current_thread(), None)
             self._guarding.release()

@@ -6,12 +6,15 @@ again when the host is back, also to an empty store; what must not be lost is th
 who know it (rendezvous.py).
 """
 
+import atexit
+import os
 import resource
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
 from queue import Empty, SimpleQueue
@@ -26,6 +29,8 @@ from elastic.process import outlive
 T = TypeVar("T")
 
 CONNECT_SECONDS = ANSWER_SECONDS = 5.0
+END_SECONDS = 0.5
+"""How long a thread that waits for a store has to end by itself when the process does."""
 NOTHING = "\0nothing"
 """No key has this value."""
 LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
@@ -156,7 +161,7 @@ class _Connection:
             SimpleQueue()
         )
         self._made = False
-        threading.Thread(target=self._run, args=(host, port), daemon=True).start()
+        call_stores(lambda: self._run(host, port), self.end, port, "perdure-store")
 
     def call(self, action: Callable[[dist.TCPStore], T], seconds: float) -> T:
         """Raises ConnectionError if there is no answer within `seconds`; the first call may take
@@ -172,7 +177,7 @@ class _Connection:
         return cast(T, value)
 
     def end(self) -> None:
-        """Close it, as soon as it answers."""
+        """Close it, as soon as it answers. From any thread."""
         self._todo.put(None)
 
     def _run(self, host: str, port: int) -> None:
@@ -191,6 +196,54 @@ class _Connection:
                 answer.put((action(store), None))
             except Exception as error:
                 answer.put((None, error))
+
+
+_calling: dict[threading.Thread, tuple[Callable[[], None], int]] = {}
+"""Threads that call stores: what ends each, and the port of its store."""
+
+
+def call_stores(work: Callable[[], None], end: Callable[[], None], port: int, name: str) -> None:
+    """Run work() in a daemon thread that ends before the interpreter does. One whose call of torch
+    returns to an interpreter that ends would abort the process (SIGABRT), whatever its exit code.
+
+    Args:
+        work: calls a TCPStore.
+        end: has work() return after its present call; from another thread.
+        port: of that store.
+        name: of the thread.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _calling.pop(threading.current_thread(), None)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _calling[thread] = end, port
+    thread.start()
+
+
+@atexit.register
+def _end_calls() -> None:
+    """End the threads of `call_stores`; those that wait for an answer by closing connections."""
+    left = dict(_calling)
+    for end, _ in left.values():
+        end()
+    _join(left)
+    if ports := {port for thread, (_, port) in left.items() if thread.is_alive()}:
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.getpeername()[1:2] in {(port,) for port in ports}:
+                    connection.shutdown(socket.SHUT_RDWR)
+        _join(left)
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """Wait END_SECONDS for all of them."""
+    deadline = time.monotonic() + END_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:

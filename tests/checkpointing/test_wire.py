@@ -37,7 +37,7 @@ FAILURE = RankFailure(1, "ValueError", "no\n\udcff")
 MESSAGES = [
     msg.Setup(
         1, 0, ((0, 1), (2, 3)), "/a", "t", CheckpointOptions(every="auto", max_shard_size="4 GB"),
-        "\0name", "", 0, b"\0secret\n",
+        "\0name", "", 0, b"\0secret\n", 3,
     ),
     msg.Caller("pull", 3), msg.Addresses([("10.0.0.1", 80)]),
     msg.WantSlots("d", plan_input(SPECS, SPECS, 100)), msg.WantSlots("d", None),

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Listener
@@ -147,14 +148,20 @@ def test_two_writers_at_a_time_one_for_each_file_and_no_collective(
         assert not calls[node] & METADATA
 
 
+def children_of_this() -> list[int]:
+    """Processes that this one has started: its node's writer, and a spare one."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [int(child) for children in tasks for child in children.read_text().split()]
+
+
+def kill_processes(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_path):
     run, victim = tmp_path / "run", 2
-
-    def kill_writer() -> None:
-        for children in Path("/proc/self/task").glob("*/children"):
-            for child in children.read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(child), signal.SIGKILL)
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank // PER_NODE)
@@ -168,7 +175,7 @@ def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_pa
             assert checkpointer.save(2, **step)
             dist.barrier()  # else the writer may die before all have asked
             if rank == victim * PER_NODE:
-                kill_writer()
+                kill_processes(children_of_this())
             with pytest.raises(SaveFailed) as failed:
                 checkpointer.wait()
             checkpointer.outcomes()
@@ -194,6 +201,37 @@ def test_a_node_whose_writer_is_killed_fails_that_save_alone(by_one_rank, tmp_pa
     assert digests(run / "step-00000003") == by_one_rank[3]
     assert not list(run.glob("step-00000002*"))
     assert max(count for _, count in at_once(writes(read_trace(run / "trace.jsonl", 3)))) == WRITERS
+
+
+def test_writers_of_two_nodes_are_lost_one_after_the_other(tmp_path):
+    """Rank 1 has asked, rank 0 has not. Had the loss of the first writer been rank 1's answer, it
+    would wait for rank 0 in its next collective, and rank 0 for the writer that rank 1 does not
+    know to be lost."""
+    run = tmp_path / "run"
+
+    def work(rank):
+        os.environ["GROUP_RANK"] = str(rank)
+        step = parts(2, "replicated")
+        with TensorCheckpointer(run, CheckpointOptions(), dist.group.WORLD) as checkpointer:
+            save_now(checkpointer, 1, **step)
+            writers = [None, None]
+            dist.all_gather_object(writers, children_of_this())
+            began = time.monotonic()
+            if rank == 0:
+                time.sleep(0.2)
+                kill_processes(writers[0])
+                time.sleep(0.1)
+                kill_processes(writers[1])
+            checkpointer.save(2, **step)
+            dist.barrier()
+            seconds = time.monotonic() - began
+            checkpointer.wait()
+            return seconds
+
+    for seconds in run_ranks(2, work, tmp_path / "ranks"):
+        assert not isinstance(seconds, BaseException), seconds
+        assert seconds < 15
+    assert (run / "step-00000002").is_dir()
 
 
 @pytest.mark.parametrize("bundle", [1, 5, 100])

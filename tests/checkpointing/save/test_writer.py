@@ -17,7 +17,7 @@ from checkpointing.save import messages as msg
 from checkpointing.save.channel import StrangerError, call
 from checkpointing.save.messages import SlotInUse
 from checkpointing.save.pulls import Puller
-from checkpointing.save.writer import Writer
+from checkpointing.save.writer import ALONE_SECONDS, Writer
 
 
 class Peer:
@@ -53,6 +53,38 @@ def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
     assert not ranks[1].told, "the coordinator may need this node"
     writer.lost_coordinator()
     assert ranks[1].told == ranks[2].told == [msg.Closed()]
+
+
+def test_a_request_waits_for_a_coordinator_that_is_started_again(tmp_path, monkeypatch):
+    writer, ranks, uplink = node_1(tmp_path)
+    begin = msg.Begin((7, 1), False, None)
+    for rank in ranks:
+        writer.on_rank(rank, begin)
+    writer.lost_coordinator()
+    uplink.told.clear()
+    writer.joined(uplink)
+    assert uplink.told == [begin]
+    writer.lost_coordinator()
+    assert not ranks[1].told, "had it an answer now, it would go on"
+    monkeypatch.setattr(writer, "_alone_since", time.monotonic() - ALONE_SECONDS - 1)
+    writer.lost_coordinator()
+    (answer,) = ranks[1].told
+    assert ranks[2].told == [answer]
+    assert isinstance(answer, msg.Skip), "rank 0's node may never start it again"
+
+
+def test_what_the_writer_before_may_have_answered_to_some_is_skipped(tmp_path):
+    setup = msg.Setup(
+        0, 0, ((0, 1), (2,)), str(tmp_path), "run", CheckpointOptions(), "", "", 0, b"1", voided=3
+    )
+    writer, peer = Writer(setup), Peer()
+    writer._connected[1] = writer._peers[1] = peer
+    for number, told in ((3, [msg.Skip]), (4, [])):
+        begin = msg.Begin((7, number), False, None)
+        peer.told.clear()
+        writer.on_rank(1, begin)
+        writer._on_node(1, begin)
+        assert [type(answer) for answer in peer.told] == told * 2, "a rank and a node"
 
 
 def test_a_refusal_is_of_one_attempt(tmp_path):

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.group import sealed
 from elastic.group.sealed import SealedStore
 from elastic.group.secret import Secret
+from elastic.group.store import _end_calls as end_calls
 
 SECRET = Secret(b"of the round")
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,7 @@ def client(port, seconds=5):
 def host():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store
-    sealed._end_guards()  # while it is there
+    end_calls()  # while it is there
 
 
 def store_at(port, secret=SECRET, scope="generation 0", seconds=0.1):
@@ -100,7 +100,7 @@ def test_what_was_overwritten_or_deleted_is_set_again_while_others_may_need_it(h
     for spoil in (partial(host.set, name, b"forged"), partial(host.delete_key, name)):
         spoil()
         assert reader.get("address") == b"right"
-    sealed._end_guards()  # the time is over
+    end_calls()  # the time is over
     host.set(name, b"forged")
     time.sleep(0.2)
     assert host.get(name) == b"forged"

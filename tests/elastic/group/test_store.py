@@ -59,3 +59,29 @@ StoreClient("127.0.0.1", store.port, patience=10.0).set("key", b"1")
 
 def test_a_store_takes_more_clients_than_a_process_may_usually_have_files():
     subprocess.run([sys.executable, "-c", MANY], check=True, timeout=60)
+
+
+ENDS = """
+import os, signal, sys, threading, time
+from functools import partial
+from elastic.group.store import StoreClient
+host, port = map(int, sys.argv[1:])
+
+class Last:
+    def __del__(self, sleep=time.sleep, wake=partial(os.kill, host, signal.SIGCONT)):
+        wake()
+        sleep(1)  # the answer comes while the interpreter ends
+
+sys.last = Last()
+client = StoreClient("127.0.0.1", port, patience=60)
+client.set("key", b"1")
+os.kill(host, signal.SIGSTOP)
+threading.Thread(target=client.get, args=("key",), daemon=True).start()
+time.sleep(0.2)
+sys.exit(7)
+"""
+
+
+def test_a_process_ends_with_its_exit_code_amid_a_call_of_a_slow_store(host):
+    arguments = [sys.executable, "-c", ENDS, str(host.pid), str(host.port)]
+    assert subprocess.run(arguments, timeout=60, check=False).returncode == 7
