@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RECONNECT_SECONDS = 0.25
-ALONE_SECONDS = 8.0
-"""How long requests wait for a coordinator that is lost. It is back sooner, unless rank 0's node
-cannot start it: then rank 0 goes on without it."""
+ALONE_SECONDS = 1.5
+"""How long requests wait for a coordinator that is lost. Rank 0 brings it back when it asks for the
+same save; but it may have had its answer before a writer of this node was lost, too, and then waits
+for the ranks of this node before it asks for the next."""
 _scratch = threading.local()
 """A thread's own connections to other nodes."""
 GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
