@@ -13,9 +13,9 @@ from trainer.cli import main as cli
 from trainer.optim.own import build_own
 from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
-from trainer.tools.deepspeed.config import read_config
-from trainer.tools.deepspeed.imported import NEEDED, inline
-from trainer.tools.deepspeed.translate import TORCH, import_deepspeed
+from trainer.tools.importing.deepspeed import TORCH, import_deepspeed
+from trainer.tools.importing.imported import ABSENT, NEEDED, inline
+from trainer.tools.importing.source import flat, read_json
 
 SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 CPU = {"device": "cpu", "pin_memory": True}
@@ -220,7 +220,8 @@ def test_published_configurations(config, tmp_path, name):
     tree, expected = PUBLISHED[name]
     path = config(tree)
     made = import_deepspeed(path, allow_unknown="Megatron" in name)
-    assert sorted(line.key for line in made.lines) == sorted(read_config(path))
+    told = sorted(line.key for line in made.lines if line.value is not ABSENT)
+    assert told == sorted(flat(read_json(path, "ds_config")))
     assert all(line.became or line.why for line in made.lines)
     for key in ("run.dir", "model.init_from", "data.sources", "data.seq_len"):
         assert key in made.open
