@@ -29,7 +29,7 @@ from trainer.tools.importing.training_arguments import (
     read_arguments,
 )
 
-WHAT = "accelerate configuration"
+WHAT = "configuration of accelerate"
 FSDP, PARALLEL = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 MEGATRON = "megatron_lm_config.megatron_lm_"
 
@@ -48,6 +48,14 @@ REFUSED = {
     ),
 }  # fmt: skip
 """`distributed_type` → why it cannot be imported."""
+
+SECTIONS = {
+    "FSDP": "fsdp_config",
+    "DEEPSPEED": "deepspeed_config",
+    "MEGATRON_LM": "megatron_lm_config",
+    "fp8": "fp8_config",
+}
+"""`distributed_type` or `mixed_precision` → the section that is read with it alone."""
 
 FP8 = {
     "AO": "",
@@ -94,6 +102,13 @@ def import_accelerate(
     else:
         _data_parallel(source, arguments, spread, ranks, mixed)
     _compile(source)
+    for kind, section in SECTIONS.items():
+        if source.left.get(section) in (None, {}):
+            source.became(section, "", "it says nothing")
+        if kind not in (spread, mixed):
+            source.settle(source.below(f"{section}."), "", f"only with {kind}")
+    if spread not in ("FSDP", "DEEPSPEED"):
+        source.settle(source.below(PARALLEL), "", "only with FSDP or DEEPSPEED")
     source.drop_rest(allow_unknown)
     fill(arguments, optimizes=optimizes)
     arguments.drop_rest(allow_unknown)
@@ -108,6 +123,7 @@ def fsdp_of_arguments(arguments: Source) -> None:
     words = held.split() if isinstance(held, str) else held if isinstance(held, list) else []
     if not held:
         arguments.put("fsdp", "strategy.name", "ddp")
+        arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
         return
     made.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
     sharding = next((w.upper() for w in words if w.upper() in FSDP1), None)
@@ -117,7 +133,6 @@ def fsdp_of_arguments(arguments: Source) -> None:
         made.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
     arguments.became("fsdp", "strategy.name=fsdp")
     _fsdp(arguments, version=1 if words else 2)
-    arguments.settle(arguments.below("fsdp_config."), "", "FSDP2 does it, block by block")
 
 
 def _launch(source: Source, ranks: int | None) -> int | None:
@@ -181,9 +196,6 @@ def _fp8(source: Source) -> None:
     source.put("mixed_precision", "precision.matmul", kind, differs="" if block else FP8[backend])
     source.became(key, f"precision.matmul={kind}", FP8[backend], differs=bool(FP8[backend]))
     source.became("fp8_config.fp8_use_mxfp8_block_scaling", f"precision.matmul={kind}")
-    rest = source.below("fp8_config.")
-    why = "torchao's own: e4m3 forward, e5m2 backward for the scale of a tensor, no history"
-    source.settle(rest, "", why, differs=backend != "AO")
 
 
 def _put_precision(source: Source, arguments: Source, mixed: str) -> None:
@@ -346,9 +358,6 @@ def _megatron(source: Source, ranks: int | None) -> None:
         source.became(MEGATRON + "num_micro_batches", "batch.global_batch", why)
     clip = MEGATRON + "gradient_clipping"
     source.move(clip, "optimizer.clip_norm", float, 1.0)
-    for name in ("attention_dropout", "hidden_dropout", "optimizer_cpu_offload"):
-        if source.left.get(MEGATRON + name):
-            source.became(MEGATRON + name, "", "not used here", differs=True)
 
 
 def _deepspeed(

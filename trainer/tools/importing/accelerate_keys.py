@@ -23,7 +23,8 @@ def _whole(key: str) -> str:
 _NO_MEANING = """\
 torchrun starts the ranks, as the line at the end says
     compute_environment num_processes num_machines machine_rank main_process_ip main_process_port
-    rdzv_backend same_network gpu_ids main_training_function mpirun_config.
+    rdzv_backend same_network gpu_ids main_training_function
+    mpirun_config.mpirun_hostfile mpirun_config.mpirun_ccl
 CUDA where there is a GPU
     use_cpu
 `perdure train` gives each rank its share of the cores
@@ -35,8 +36,6 @@ TPUs are not used
     command_file
 precision.dtype says it
     fp16 mixed_precision
-distributed_type is another, which does not read it
-    fsdp_config. deepspeed_config. megatron_lm_config. parallelism_config.
 sharding is that of FSDP2 in either case
     fsdp.version fsdp.use_orig_params
 FSDP2 is told by fsdp_reshard_after_forward, FSDP1 by fsdp_sharding_strategy
@@ -70,10 +69,25 @@ blocks are compiled one by one, by torch's inductor
     dynamo.backend dynamo.use_regional_compilation dynamo_backend
 only with a backend
     dynamo.mode dynamo.use_fullgraph dynamo.use_dynamic
-only with mixed_precision: fp8
-    fp8_config.
-Perdure's own layers, schedule and checkpoints are used
-    megatron.
+torchao scales by the tensor at hand, e4m3 forward and e5m2 backward, and keeps no history
+    fp8.enable_fsdp_float8_all_gather fp8.pad_inner_dim
+Perdure's own layers and checkpoints are used
+    megatron.no_load_optim megatron.no_save_optim megatron.attention_backend
+    megatron.attention_softmax_in_fp32 megatron.use_rotary_position_embeddings
+    megatron.expert_tensor_parallel_size megatron.use_precision_aware_optimizer
+    megatron.overlap_cpu_optimizer_d2h_h2d megatron.use_custom_fsdp
+strategy.activation_checkpointing recomputes whole blocks, or all but their matrix products
+    megatron.recompute_granularity megatron.recompute_method megatron.recompute_num_layers
+    megatron.recompute_activations
+strategy.tp and strategy.pp decide
+    megatron.sequence_parallelism megatron.decoder_last_pipeline_num_layers
+the sharding is given already
+    megatron.use_distributed_optimizer
+the loss is divided by the target tokens of the whole batch
+    megatron.calculate_per_token_loss
+1 is not used
+    megatron.tp_degree megatron.pp_degree megatron.context_parallel_size
+    megatron.expert_model_parallel_size
 """
 
 _DIFFERS = """\
@@ -85,6 +99,13 @@ activations are in precision.dtype, gradients are reduced in float32
     fsdp.mixed_precision_policy fsdp.mixed_precision_policy.
 torch.compile is called with its default mode, which allows graph breaks
     dynamo.mode dynamo.use_fullgraph
+torchao scales by the tensor at hand, e4m3 forward and e5m2 backward, and keeps no history
+    fp8.format fp8.amax_history_len fp8.amax_compute_algo fp8.margin fp8.interval
+    fp8.override_linear_precision fp8.use_autocast_during_eval fp8.opt_level
+    fp8.use_mxfp8_block_scaling
+not used here
+    megatron.attention_dropout megatron.hidden_dropout megatron.optimizer_cpu_offload
+    megatron.eod_mask_loss
 torch.compile decides about dynamic shapes
     dynamo.use_dynamic
 """

@@ -92,14 +92,26 @@ not offloaded; DeepSpeed offloads optimizer state from stage 1 on, parameters wi
 nothing is offloaded to it
     zero.offload_optimizer.nvme_path zero.offload_param.nvme_path
 Perdure reads and writes offloaded state in its own way
-    zero.cpu_offload_use_pin_memory zero.offload_optimizer. zero.offload_param. aio.
+    zero.cpu_offload_use_pin_memory aio.block_size aio.queue_depth aio.thread_count
+    aio.single_submit aio.overlap_events aio.intra_op_parallelism aio.use_gds
+    zero.offload_optimizer.buffer_count zero.offload_optimizer.pin_memory
+    zero.offload_optimizer.pipeline zero.offload_optimizer.pipeline_read
+    zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init
+    zero.offload_optimizer.ratio zero.offload_optimizer.super_offload
+    zero.offload_optimizer.cpuadam_cores_perc zero.offload_param.buffer_count
+    zero.offload_param.buffer_size zero.offload_param.max_in_cpu zero.offload_param.pin_memory
 the optimizer is torch's AdamW, fused: it updates all shards in each step
     zero.sub_group_size zero.save_muon_momentum_buffer_in_memory zero.legacy_stage1
     zero.memory_efficient_linear zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     optimizer.legacy_fusion params.torch_adam params.fused params.foreach params.capturable
     params.set_grad_none fp16.fused_mode
 parameters, optimizer state and gradient sums are float32
-    params.fp32_optimizer_states fp16. bf16.
+    params.fp32_optimizer_states bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+    bf16.immediate_grad_update
+DeepSpeed reads no such key either
+    fp16.opt_level fp16.fp16_scale_tolerance
+each step is checked for gradients that are not finite
+    bf16.check_grad_overflow
 another switch decides precision.dtype
     fp16.enabled bf16.enabled amp.enabled torch_autocast.enabled
 with fp16 the dynamic loss scale begins at precision.loss_scale

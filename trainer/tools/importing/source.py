@@ -223,21 +223,21 @@ class Source:
     def drop_rest(self, allow_unknown: bool) -> None:
         """Name the reason for every key that nobody took."""
         table = self.table
+        known = {*self.asked, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):
             ends = [key[: end + 1] for end, letter in enumerate(key) if letter == "."]
             places = (key, *reversed(ends), f"{key}.")
-            off = is_off(self.left[key])
             differs = next((table.differs[k] for k in places if k in table.differs), None)
             reason = next((table.no_meaning[k] for k in places if k in table.no_meaning), None)
-            if differs and not off:
+            if differs and not is_off(self.left[key]):
                 self.became(key, "", differs, differs=True)
                 continue
-            if differs or self.left[key] in (None, {}, []):
-                reason = "it says nothing" if self.left[key] in (None, {}, []) else "switched off"
+            if differs or reason or any(f"{name}.".startswith(f"{key}.") for name in known):
+                empty = self.left[key] in (None, {}, [])
+                reason = "it says nothing" if empty else reason or "switched off"
             if key.rpartition(".")[2].lstrip("_/").lower() in ("comment", "comments", ""):
                 reason = "a comment"
             if reason is None and not allow_unknown:
-                known = {*self.asked, *table.no_meaning, *table.differs, *table.aliases}
                 near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
                 hint = f"did you mean '{near[0]}'? Mend it" if near else "remove it"
                 raise self.error(key, f"unknown key; {hint}, or add --allow-unknown to drop it")

@@ -269,6 +269,9 @@ def _shape(arguments: Source, kind: str, options: dict[str, Any]) -> None:
             int(options.get("num_decay_steps", 1)),
             f"{arguments.file}: lr_scheduler_kwargs",
         )
+    if shape != "constant":
+        later = "each rate comes one step later there"
+        differs = f"{differs}; {later}" if differs else later
     arguments.put("lr_scheduler_type", "schedule.name", shape, differs=differs)
     if shape != "constant":
         key = "lr_scheduler_kwargs.min_lr_rate"
@@ -337,8 +340,9 @@ def _operate(arguments: Source) -> None:
         ("max_length", "data.seq_len", a_positive_number),
         ("max_seq_length", "data.seq_len", a_positive_number),
     ):
+        value = arguments.take(key, kind)
         if arguments.has(key):
-            arguments.put(key, target, arguments.take(key, kind))
+            arguments.put(key, target, value)
     for key, target, value in (
         ("activation_checkpointing", "strategy.activation_checkpointing", "full"),
         ("gradient_checkpointing", "strategy.activation_checkpointing", "full"),

@@ -2,6 +2,9 @@
 `trainer.tools.importing.training_arguments` has no use for their value. Names are those of
 transformers 4.30 to 5.24, and some that TRL adds."""
 
+from collections.abc import Mapping
+
+from trainer.tools.importing.accelerate_keys import TABLE as ACCELERATE
 from trainer.tools.importing.accelerate_keys import spelled_out
 from trainer.tools.importing.source import Table, reasons
 
@@ -48,8 +51,9 @@ blocks are compiled by torch's inductor
 Liger's kernels are used where liger-kernel is installed
     use_liger_kernel use_liger liger_kernel_config.
 strategy says how the model is spread
-    fsdp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed parallelism_config.
-    fsdp_config.
+    fsdp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed
+the schedule has no such value
+    lr_scheduler_kwargs.
 tracking.project names the project
     project trackio_space_id trackio_bucket_id trackio_static_space_id
 torch.amp is what precision.dtype uses
@@ -81,10 +85,17 @@ tracking knows TensorBoard and W&B; others are tracking.sinks
     report_to_other
 """
 
+
+def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
+    """Those of `fsdp_config` and `parallelism_config`, which are the same here."""
+    sections = ("fsdp_config.", "parallelism_config.")
+    return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
+
+
 TABLE = Table(
     owner="TrainingArguments",
-    no_meaning=reasons(_NO_MEANING),
-    differs=reasons(_DIFFERS),
+    no_meaning={**_spread(ACCELERATE.no_meaning), **reasons(_NO_MEANING)},
+    differs={**_spread(ACCELERATE.differs), **reasons(_DIFFERS)},
     aliases={"evaluation_strategy": "eval_strategy"},
     complete=spelled_out,
 )
