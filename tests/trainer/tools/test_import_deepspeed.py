@@ -233,6 +233,44 @@ def test_published_configurations(config, tmp_path, name):
         load_recipe(tmp_path / "recipe.yaml")
 
 
+def test_without_an_optimizer_trainer_s_defaults_hold(config, tmp_path):
+    tree = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
+    made = import_deepspeed(config(tree))
+    recipe = filled(made.recipe(), tmp_path, made.open)
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adamw", 5e-5, (0.9, 0.999))
+    assert (optimizer.eps, optimizer.weight_decay, optimizer.clip_norm) == (1e-8, 0.0, 1.0)
+    assert (schedule.name, schedule.min_lr_ratio, schedule.warmup_steps) == ("linear", 0.0, 0)
+    text = made.recipe().partition("# differs:")[2].partition("# no meaning here:")[0]
+    for line in (
+        "weight_decay (not set)", "where a recipe has 0.1", "adam_beta2 (not set)",
+        "where a recipe has [0.9, 0.95]", "lr_scheduler_type (not set)", "has cosine",
+        "learning_rate (not set)", "bf16.enabled (not set)", "seed (not set)",
+    ):  # fmt: skip
+        assert line in text
+
+
+def test_defaults_of_deepspeed_s_own_optimizer_are_named(config, tmp_path):
+    tree = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False}},
+        "fp16": {"enabled": True, "hysteresis": 2},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+        "curriculum_learning": {"enabled": False, "min_difficulty": 8},
+    }
+    made = import_deepspeed(config(tree))
+    optimizer = filled(made.recipe(), tmp_path, made.open).optimizer
+    assert (optimizer.weight_decay, optimizer.betas) == (0.0, (0.9, 0.999))
+    assert made.tree["schedule"]["name"] == "constant"  # a script of its own makes no scheduler
+    kinds = {line.key: line.kind for line in made.lines}
+    for key in (
+        "optimizer.params.betas", "optimizer.params.weight_decay", "scheduler.type",
+        "optimizer.params.bias_correction", "fp16.hysteresis", "fp16.loss_scale_window",
+        "progressive_layer_drop.theta", "zero_optimization.stage",
+    ):  # fmt: skip
+        assert kinds[key] == "differs", key
+    assert kinds["curriculum_learning.min_difficulty"] == "no meaning here"
+
+
 def test_cosine_schedule_batch_and_groups(config, tmp_path):
     tree = {
         "train_batch_size": 512,
@@ -404,6 +442,8 @@ def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks)
         ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print: this key stands twice"),
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation.stage: unknown key; did you mean"),
         ({"zero_optimization": {"stage": 4}}, "should be 0, 1, 2 or 3, but it is 4"),
+        ({"bf16": {"enabled": True, "immediate_grad": 1}}, "bf16.immediate_grad: unknown key; did"),
+        ({"aio": {"queue_deep": 1}}, "aio.queue_deep: unknown key; did you mean 'aio.queue_depth'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled: is true, and so"),
         ({"fp16": {"enabled": "maybe"}}, 'enabled: should be true, false or "auto"'),
         (

@@ -186,6 +186,8 @@ class Imported:
 @cache
 def recipe_default(key: str) -> Any:
     """What a recipe has for a key that it does not name; None if it must name it."""
+    if key == "strategy.sharding":
+        return "FULL_SHARD"  # what null means
     section, name = key.split(".")
     for found in fields(get_type_hints(Recipe)[section]):
         if found.name == name and found.default is not MISSING:

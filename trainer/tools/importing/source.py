@@ -27,7 +27,8 @@ class Table:
     no_meaning: Mapping[str, str]
     """Key, or prefix that ends in a dot → why nothing in a recipe stands for it."""
     differs: Mapping[str, str]
-    """The same, for keys without which something else is trained, unless they are off."""
+    """Key, or prefix that ends in a dot → how a run without it trains otherwise, unless its value
+    says that it is off."""
     aliases: Mapping[str, str]
     """Other spelling of a key, or of a prefix that ends in a dot → the one used here."""
     complete: Callable[[str], str] = str
