@@ -412,6 +412,10 @@ def test_every_name_of_theirs_is_known(written, tmp_path):
             },
             "num_processes: 8 ranks, but the sizes of parallelism_config make 4",
         ),
+        (
+            {"distributed_type": "FSDP", "fsdp_config": ["FULL_SHARD"]},
+            r"fsdp_config: should be a section with keys, such as .*, but it is \[",
+        ),
         ("distributed_type: NO\ndistributed_type: NO\n", "stands twice"),
         ("- a list", "a configuration of accelerate is a mapping"),
     ],

@@ -443,6 +443,7 @@ def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks)
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation.stage: unknown key; did you mean"),
         ({"zero_optimization": {"stage": 4}}, "should be 0, 1, 2 or 3, but it is 4"),
         ({"bf16": {"enabled": True, "immediate_grad": 1}}, "bf16.immediate_grad: unknown key; did"),
+        ({"bf16": True}, r"bf16: should be a section with keys, such as bf16\..*, but it is true"),
         ({"aio": {"queue_deep": 1}}, "aio.queue_deep: unknown key; did you mean 'aio.queue_depth'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled: is true, and so"),
         ({"fp16": {"enabled": "maybe"}}, 'enabled: should be true, false or "auto"'),

@@ -18,6 +18,7 @@ from trainer.tools.importing.source import (
     a_boolean_or_word,
     a_positive_number,
     a_whole_number,
+    beside,
     flat,
     one_of,
     read_json,
@@ -121,6 +122,7 @@ def fsdp_of_arguments(arguments: Source) -> None:
     such as "full_shard auto_wrap offload"; without them Trainer uses DDP."""
     made, held = arguments.made, arguments.left.get("fsdp")
     words = held.split() if isinstance(held, str) else held if isinstance(held, list) else []
+    _parallelism(arguments, made.replicas, "")
     if not held:
         arguments.put("fsdp", "strategy.name", "ddp")
         arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
@@ -370,7 +372,7 @@ def _deepspeed(
     named = source.left.get("deepspeed_config.deepspeed_config_file")
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
-        path = deepspeed.beside(str(named), source, "deepspeed_config.deepspeed_config_file")
+        path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
         ds = Source(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, made)
         ds.assumed["gradient_accumulation_steps"] = 1
         for key in ("bf16.enabled", "fp16.enabled"):
@@ -401,7 +403,9 @@ def _deepspeed(
         )
         rest.drop_rest(allow_unknown)
     dtype = made.get("precision.dtype")
-    source.became("mixed_precision", f"precision.dtype={dtype}")
+    agreed = {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed) == dtype
+    why = "" if agreed else "the ds_config or TrainingArguments say it"
+    source.became("mixed_precision", f"precision.dtype={dtype}", why, differs=not agreed)
     sharding = made.get("strategy.sharding")
     source.became(
         "distributed_type", f"strategy.sharding={sharding}" if sharding else "strategy.name=ddp"

@@ -21,6 +21,7 @@ from trainer.tools.importing.source import (
     a_pair,
     a_positive_number,
     a_whole_number,
+    beside,
     flat,
     read_json,
 )
@@ -101,7 +102,7 @@ def import_deepspeed(
     made.override(overrides)
     arguments = read_arguments(training_arguments, made)
     source = Source(str(path), flat(read_json(path, "ds_config")), TABLE, made)
-    by_trainer = source.automatic or is_file(arguments) or not source.below("optimizer.")
+    by_trainer = source.automatic or is_file(arguments) or not source.has("optimizer.type")
     optimizes = translate(source, arguments, ranks, by_trainer=by_trainer)
     source.drop_rest(allow_unknown)
     if by_trainer:
@@ -122,22 +123,12 @@ def deepspeed_of_arguments(arguments: Source, ranks: int | None, allow_unknown: 
         values = {f"deepspeed.{key}": value for key, value in flat(held).items()}
         source = Source(arguments.file, values, TABLE, arguments.made, prefix="deepspeed.")
     else:
-        path = beside(str(held), arguments, "deepspeed")
+        path = beside(str(held), arguments.file, "deepspeed")
         source = Source(str(path), flat(read_json(path, "ds_config")), TABLE, arguments.made)
         arguments.became("deepspeed", "strategy", f"{path.name} says it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
     return optimizes
-
-
-def beside(named: str, source: Source, key: str) -> Path:
-    """The file that a key names: from the working directory, as its trainer reads it, or beside the
-    file that names it."""
-    for path in (Path(named), Path(source.file).parent / named):
-        if path.is_file():
-            return path
-    problem = f"no file {named}, neither here nor beside this file; put it there"
-    raise source.error(key, problem)
 
 
 def translate(
@@ -299,6 +290,8 @@ def _optimizer(source: Source, arguments: Source) -> tuple[float | None, str]:
     source.move(key, "optimizer.clip_norm", a_number, 1.0, note)
     kind = source.take("optimizer.type", str)
     if kind is None:
+        why = "without optimizer.type DeepSpeed reads none of it"
+        source.settle(source.below("optimizer."), "", why, differs=True)
         return None, ""
     if kind.lower() not in OPTIMIZERS:
         foreign = (

@@ -88,6 +88,19 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     return tree
 
 
+def beside(named: str, file: str, key: str) -> Path:
+    """The file that a key of `file` names: from the working directory, as its trainer reads it, or
+    beside that file.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    for path in (Path(named), Path(file).parent / named):
+        if path.is_file():
+            return path
+    raise RecipeError(f"{file}: {key}: no file {named}, neither here nor beside this; put it there")
+
+
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"fp16": {"enabled": true}} → {"fp16.enabled": True}; an empty section is one key."""
     found: dict[str, Any] = {}
@@ -233,8 +246,12 @@ class Source:
             if differs and not is_off(self.left[key]):
                 self.became(key, "", differs, differs=True)
                 continue
-            if differs or reason or any(f"{name}.".startswith(f"{key}.") for name in known):
-                empty = self.left[key] in (None, {}, [])
+            empty = self.left[key] in (None, {}, [])
+            within = [name for name in sorted(known) if name.startswith(f"{key}.")]
+            if within and key not in known and not empty:
+                problem = f"should be a section with keys, such as {within[0]}, but it is "
+                raise self.error(key, problem + json.dumps(self.left[key]))
+            if differs or reason or within or key in known:
                 reason = "it says nothing" if empty else reason or "switched off"
             if key.rpartition(".")[2].lstrip("_/").lower() in ("comment", "comments", ""):
                 reason = "a comment"

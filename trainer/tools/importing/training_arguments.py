@@ -4,11 +4,13 @@ They fill in what another file of the same run, a ds_config or an accelerate con
 open. Where both say something, they must agree, as Trainer demands too.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.recipe import RecipeError
 from trainer.tools.importing.imported import Imported, inline
 from trainer.tools.importing.source import (
     Kind,
@@ -17,6 +19,7 @@ from trainer.tools.importing.source import (
     a_number,
     a_positive_number,
     a_whole_number,
+    beside,
     flat,
     one_of,
     read_json,
@@ -102,10 +105,23 @@ def read_arguments(path: str | Path | None, made: Imported) -> Source:
         return Source("TrainingArguments", {}, TABLE, made)
     tree = read_json(path, WHAT)
     values: dict[str, Any] = {}
+    for key in ("lr_scheduler_kwargs", "fsdp_config", "deepspeed"):
+        if isinstance(tree.get(key), str):
+            tree[key] = _nested(tree[key], str(path), key)
     for key, value in tree.items():
         nested = isinstance(value, dict) and key != "deepspeed"
         values |= flat({key: value}) if nested else {key: value}
     return Source(str(path), values, TABLE, made)
+
+
+def _nested(value: str, file: str, key: str) -> Any:
+    """An argument that may also be JSON in a string; `fsdp_config` also a path."""
+    if value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"{file}: {key}: not valid JSON: {error.msg}; mend it") from None
+    return read_json(beside(value, file, key), WHAT) if key == "fsdp_config" else value
 
 
 def is_file(arguments: Source) -> bool:
@@ -139,6 +155,10 @@ def fill(arguments: Source, *, optimizes: bool = True) -> None:
         epochs = arguments.take("num_train_epochs", a_number)
         why = f"run.steps counts optimizer steps: {epochs:g} x sequences / batch.global_batch"
         arguments.became("num_train_epochs", "", why, differs=True)
+    arguments.became("deepspeed", "", "the ds_config that is given counts")
+    if arguments.left.get("fsdp"):
+        keys = ("fsdp", *arguments.below("fsdp_config."))
+        arguments.settle(keys, "", "the other file says how the model is spread", differs=True)
     if optimizes:
         _optimizer(arguments)
     else:
@@ -343,17 +363,17 @@ def _operate(arguments: Source) -> None:
         value = arguments.take(key, kind)
         if arguments.has(key):
             arguments.put(key, target, value)
-    for key, target, value in (
-        ("activation_checkpointing", "strategy.activation_checkpointing", "full"),
-        ("gradient_checkpointing", "strategy.activation_checkpointing", "full"),
-        ("torch_compile", "strategy.compile", True),
-        ("use_cpu", "run.device", "cpu"),
-        ("no_cuda", "run.device", "cpu"),
-        ("full_determinism", "run.determinism", "exact"),
-        ("load_best_model_at_end", "checkpoint.keep_best", 1),
+    for key, target, value, differs in (
+        ("activation_checkpointing", "strategy.activation_checkpointing", "full", ""),
+        ("gradient_checkpointing", "strategy.activation_checkpointing", "full", ""),
+        ("torch_compile", "strategy.compile", True, ""),
+        ("use_cpu", "run.device", "cpu", ""),
+        ("no_cuda", "run.device", "cpu", ""),
+        ("full_determinism", "run.determinism", "exact", ""),
+        ("load_best_model_at_end", "checkpoint.keep_best", 1, "it is kept, and not loaded"),
     ):
         if arguments.take(key, a_boolean, False) is True:
-            arguments.put(key, target, value)
+            arguments.put(key, target, value, differs=differs)
         arguments.became(key, "", "switched off")
     report = arguments.left.get("report_to") or []
     for name in [report] if isinstance(report, str) else report:

@@ -37,7 +37,7 @@ data.reader and data.workers say how prepared tokens are read
     dataloader_multiprocessing_context dataloader_in_order accelerator_config.
     remove_unused_columns label_names length_column_name dataset_num_proc dataset_text_field
     dataset_kwargs. skip_memory_metrics debug use_cache pad_token eos_token pad_to_multiple_of
-    dataset_batch_size
+    dataset_batch_size truncation_mode trust_remote_code
 sequences are packed: there is no incomplete batch, and no padding
     dataloader_drop_last packing packing_strategy padding_free
 DDP sends gradients in buckets of 25 MB, and every parameter takes part in the loss
@@ -72,7 +72,9 @@ no noise is added to embeddings
 the order of the data follows from run.seed alone
     data_seed
 data are shuffled, and sequences are packed to data.seq_len
-    group_by_length train_sampling_strategy
+    group_by_length train_sampling_strategy shuffle_dataset
+the weight of the balance loss is that of the model's config.json
+    router_aux_loss_coef
 batch.micro_batch: auto is the nearest
     auto_find_batch_size
 the cache of the allocator is left alone
