@@ -383,6 +383,7 @@ def test_every_name_of_theirs_is_known(written, tmp_path):
         ({"mixed_precision": "bf16"}, "distributed_type: is missing"),
         ({"distributed_type": "XLA"}, "distributed_type: XLA is not imported: .* not through XLA"),
         ({"distributed_type": "MULTI_XPU"}, "MULTI_XPU is not imported: Perdure trains on CUDA"),
+        ({"distributed_type": "NO", "num_processes": "auto"}, "number, but it is .auto"),
         ({"distributed_type": "DDP"}, "should be one of NO, MULTI_GPU"),
         (
             {"distributed_type": "NO", "compute_environment": "AMAZON_SAGEMAKER"},

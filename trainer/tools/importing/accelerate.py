@@ -23,6 +23,7 @@ from trainer.tools.importing.source import (
     one_of,
     read_json,
     read_yaml,
+    words,
 )
 from trainer.tools.importing.training_arguments import (
     fill,
@@ -121,20 +122,20 @@ def fsdp_of_arguments(arguments: Source) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
     such as "full_shard auto_wrap offload"; without them Trainer uses DDP."""
     made, held = arguments.made, arguments.left.get("fsdp")
-    words = held.split() if isinstance(held, str) else held if isinstance(held, list) else []
+    legacy = [] if held is True or not held else arguments.take("fsdp", words)
     _parallelism(arguments, made.replicas, "")
     if not held:
         arguments.put("fsdp", "strategy.name", "ddp")
         arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
         return
     made.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
-    sharding = next((w.upper() for w in words if w.upper() in FSDP1), None)
+    sharding = next((word.upper() for word in legacy if word.upper() in FSDP1), None)
     if sharding:
         made.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
-    if "offload" in words:
+    if "offload" in legacy:
         made.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
     arguments.became("fsdp", "strategy.name=fsdp")
-    _fsdp(arguments, version=1 if words else 2)
+    _fsdp(arguments, version=1 if legacy else 2)
 
 
 def _launch(source: Source, ranks: int | None) -> int | None:
@@ -183,8 +184,8 @@ def _distribute(source: Source) -> str:
 def _mixed_precision(source: Source) -> str:
     """ "no", "fp16", "bf16" or "fp8"; the last is put."""
     old = source.take("fp16", a_boolean_or_word, False)
-    words = one_of("no", "fp16", "bf16", "fp8")
-    mixed: str = source.take("mixed_precision", words, "fp16" if old else "no")
+    kinds = one_of("no", "fp16", "bf16", "fp8")
+    mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")
     if mixed == "fp8":
         _fp8(source)
     return mixed
@@ -245,11 +246,11 @@ def _fsdp(source: Source, version: int) -> None:
     """`fsdp_config`: what is sharded, offloaded and recomputed."""
     made = source.made
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
-    words = one_of(*FSDP1)
+    named = one_of(*FSDP1)
 
     def a_strategy(value: Any) -> str:
         number = str(value)
-        return FSDP1[int(number) - 1] if number in "12345" else str(words(value))
+        return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
 
     if made.get("strategy.sharding"):
         source.settle((strategy, reshard), "", "the sharding is given already")

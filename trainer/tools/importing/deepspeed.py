@@ -270,6 +270,8 @@ def _precision(source: Source, arguments: Source, mixed: str | None) -> None:
         source.put(fixed, "precision.loss_scale", scale, differs=differs)
     else:
         exponent = 16 if exponent is None else exponent
+        if abs(exponent) > 127:
+            raise source.error(power, f"2^{exponent:g} is no scale of float32; lower it")
         source.put(power, "precision.loss_scale", 2.0**exponent)
         if "fp16.loss_scale_window" not in source.left:
             why = "after 1000 good steps there, 2000 here, the scale doubles"

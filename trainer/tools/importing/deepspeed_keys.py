@@ -207,6 +207,7 @@ AdamW keeps no running maximum (AMSGrad)
 
 TABLE = Table(
     owner="DeepSpeed",
+    automatic=True,
     no_meaning=reasons(_NO_MEANING, _whole),
     differs=reasons(_DIFFERS, _whole),
     aliases={_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())},
@@ -215,6 +216,7 @@ TABLE = Table(
 
 INLINE = Table(
     owner="accelerate",
+    automatic=True,
     no_meaning={**TABLE.no_meaning, **reasons(_NO_MEANING_INLINE, _inline)},
     differs=TABLE.differs,
     aliases={_inline(old): _whole(new) for old, new in map(str.split, _INLINE.splitlines())},

@@ -31,6 +31,8 @@ class Table:
     says that it is off."""
     aliases: Mapping[str, str]
     """Other spelling of a key, or of a prefix that ends in a dot → the one used here."""
+    automatic: bool = False
+    """Whether a value may be "auto": Trainer fills it in."""
     complete: Callable[[str], str] = str
     """Makes a key that may be shortened whole."""
 
@@ -157,12 +159,13 @@ class Source:
         self.asked.add(key)
         value = self.left.get(key)
         value = self.assumed.get(key) if value is None else value
-        if value is None or value == "auto":
+        if value is None or (value == "auto" and self.table.automatic):
             return default if value is None else value
         try:
             return kind(value)
         except ValueError as error:
-            wanted = f'should be {error} or "auto", but it is {json.dumps(value)}'
+            auto = ' or "auto"' if self.table.automatic else ""
+            wanted = f"should be {error}{auto}, but it is {json.dumps(value, default=str)}"
             raise self.error(key, wanted) from None
 
     def became(self, key: str, target: str, why: str = "", *, differs: bool = False) -> None:
@@ -276,7 +279,7 @@ def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> fl
     wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
     with suppress(TypeError, ValueError):
         number = math.nan if isinstance(value, bool) else float(value)
-        if number > above and (number.is_integer() or not whole):
+        if math.isfinite(number) and number > above and (number.is_integer() or not whole):
             return int(number) if whole else number
     one = " (Perdure has one for all parameters)" if isinstance(value, list) else ""
     raise ValueError(wanted + one)
@@ -313,6 +316,14 @@ def a_boolean_or_word(value: Any) -> bool:
     if isinstance(value, str) and value.lower() in ("yes", "no"):
         return value.lower() == "yes"
     return bool(a_boolean(value))
+
+
+def words(value: Any) -> list[str]:
+    """Words: a string with spaces between them, or a list."""
+    found = value.split() if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise ValueError("a word, or a list of words")
+    return found
 
 
 def one_of(*names: str) -> Kind:

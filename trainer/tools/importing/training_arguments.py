@@ -23,6 +23,7 @@ from trainer.tools.importing.source import (
     flat,
     one_of,
     read_json,
+    words,
 )
 from trainer.tools.importing.training_arguments_keys import TABLE
 
@@ -52,14 +53,9 @@ SHAPES = {
 """`lr_scheduler_type` → `schedule.name`."""
 
 
-def a_limit(value: Any) -> int:
-    """How many checkpoints stay: null keeps all."""
-    return int(a_whole_number(value))
-
-
 # Key, its default, recipe key, type, note.
 OPERATING: tuple[tuple[str, Any, str, Kind, str], ...] = (
-    ("save_total_limit", 0, "checkpoint.keep", a_limit, "0 keeps all"),
+    ("save_total_limit", 0, "checkpoint.keep", a_whole_number, "0 keeps all"),
     ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
     ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
 )
@@ -241,20 +237,15 @@ def _optimizer(arguments: Source) -> None:
 def _schedule(arguments: Source) -> None:
     made = arguments.made
     kind = arguments.take("lr_scheduler_type", str, "linear")
-    options = {
-        key.rpartition(".")[2]: arguments.left[key]
-        for key in arguments.below("lr_scheduler_kwargs.")
-    }
-    told = arguments.below("lr_scheduler_kwargs")
+    told = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
     if made.get("schedule.name") is not None:
-        keys = ("lr_scheduler_type", *told)
-        arguments.settle(keys, "", "the scheduler of the other file counts")
+        arguments.settle(told, "", "the scheduler of the other file counts")
     elif kind not in SHAPES:
         why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
         made.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
-        arguments.settle(("lr_scheduler_type", *told), "schedule.name=constant", why, differs=True)
+        arguments.settle(told, "schedule.name=constant", why, differs=True)
     else:
-        _shape(arguments, kind, options)
+        _shape(arguments, kind)
     if made.get("schedule.warmup_steps") is not None:
         why = "the scheduler of the other file counts"
         arguments.settle(("warmup_steps", "warmup_ratio"), "", why)
@@ -264,39 +255,43 @@ def _schedule(arguments: Source) -> None:
         _warmup(arguments)
 
 
-def _shape(arguments: Source, kind: str, options: dict[str, Any]) -> None:
+def _shape(arguments: Source, kind: str) -> None:
+    """The schedule that `lr_scheduler_type` names, with its options."""
     made, shape, differs = arguments.made, SHAPES[kind], ""
-    rate = made.get("optimizer.lr")
-    least = 0.0
+    peak = made.get("optimizer.lr")
+
+    def option(name: str, default: float | None = None) -> Any:
+        return arguments.take(f"lr_scheduler_kwargs.{name}", a_number, default)
+
+    least, said = 0.0, "min_lr_rate"
     if kind == "polynomial":
-        least = float(options.get("lr_end", 1e-7)) / rate if rate else 0.0
-        if options.get("power", 1.0) != 1.0:
-            differs = f"a power of {options['power']} there, a line here"
+        said = "lr_end"
+        least = option("lr_end", 1e-7) / peak if peak else 0.0
+        if (power := option("power", 1.0)) != 1:
+            differs = f"a power of {power:g} there, a line here"
     elif "min_lr" in kind:
-        rates = ("min_lr_rate", "min_lr_ratio")
-        share = next((options[key] for key in rates if options.get(key) is not None), None)
-        if share is None and rate and options.get("min_lr") is not None:
-            share = float(options["min_lr"]) / rate
-        least = float(share or 0.0)
-    elif kind == "cosine_with_restarts" and options.get("num_cycles", 1) != 1:
-        differs = f"{options['num_cycles']} cycles there, one here"
+        given = {name: option(name) for name in ("min_lr_rate", "min_lr_ratio", "min_lr")}
+        said = next((name for name, value in given.items() if value is not None), said)
+        least = given[said] or 0.0
+        if said == "min_lr":
+            least = least / peak if peak else 0.0
+    elif kind == "cosine_with_restarts" and (cycles := option("num_cycles", 1)) != 1:
+        differs = f"{cycles:g} cycles there, one here"
     elif shape == "wsd":
-        least = float(options.get("min_lr_ratio", 0.0))
-        if options.get("decay_type", "cosine") != "linear":
+        said = "min_lr_ratio"
+        least = option(said, 0.0)
+        if arguments.take("lr_scheduler_kwargs.decay_type", str, "cosine") != "linear":
             differs = "decays along a cosine there, along a line here"
-        made.set(
-            "schedule.decay_steps",
-            int(options.get("num_decay_steps", 1)),
-            f"{arguments.file}: lr_scheduler_kwargs",
-        )
+        decay = int(option("num_decay_steps", 1))
+        origin = f"{arguments.file}: lr_scheduler_kwargs.num_decay_steps"
+        made.set("schedule.decay_steps", decay, origin)
     if shape != "constant":
         later = "each rate comes one step later there"
         differs = f"{differs}; {later}" if differs else later
     arguments.put("lr_scheduler_type", "schedule.name", shape, differs=differs)
     if shape != "constant":
-        key = "lr_scheduler_kwargs.min_lr_rate"
-        arguments.put(key, "schedule.min_lr_ratio", least)
-    arguments.settle(arguments.below("lr_scheduler_kwargs."), f"schedule.name={shape}", differs)
+        arguments.put(f"lr_scheduler_kwargs.{said}", "schedule.min_lr_ratio", least)
+    arguments.settle(arguments.below("lr_scheduler_kwargs."), f"schedule.name={shape}")
 
 
 def _warmup(arguments: Source) -> None:
@@ -375,8 +370,7 @@ def _operate(arguments: Source) -> None:
         if arguments.take(key, a_boolean, False) is True:
             arguments.put(key, target, value, differs=differs)
         arguments.became(key, "", "switched off")
-    report = arguments.left.get("report_to") or []
-    for name in [report] if isinstance(report, str) else report:
+    for name in arguments.take("report_to", words, []):
         if name in ("tensorboard", "all"):
             made.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
         if name in ("wandb", "all"):
@@ -407,12 +401,7 @@ def _every(arguments: Source, what: str, target: str, usual: str) -> None:
         return
     if 0 < every < 1:
         every = math.ceil(every * (made.steps or 0))
-    off = {"run.log_every": recipe_off(made), "checkpoint.every": 0, "run.evaluate_every": 0}
-    value = off[target] if kind == "no" else int(every)
+    off = (made.steps or 500) if what == "logging" else 0  # some lines there always are
+    value = off if kind == "no" else int(every)
     arguments.put(steps, target, value)
     arguments.became(strategy, f"{target}={value}")
-
-
-def recipe_off(made: Imported) -> int:
-    """Steps between log lines of a run that logs none there: here it always has some."""
-    return made.steps or 500
