@@ -436,16 +436,20 @@ def test_wrong_input_is_one_line(written, tree, message):
             r"args.json: learning_rate: is 0.0001, but .*ds.json: optimizer.",
         ),
         ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps: is 3, but the other"),
-        ({"bf16": True, "fp16": True}, "args.json: fp16: is true, and so is bf16"),
+        ({"fp16": True}, r"args.json: fp16: is true, but .*ds.json: bf16.* precision.dtype=bf16"),
+        (
+            {"adam_beta1": 0.8},
+            r"adam_beta1: is \[0.8, 0.999\], but .*params.betas makes",
+        ),
         ({"learning_rat": 1}, "args.json: learning_rat: unknown key; did you mean 'learning_rate'"),
         ({"learning_rate": "fast"}, "args.json: learning_rate: should be a number"),
     ],
 )
 def test_files_that_contradict_each_other(written, args, message):
-    params = {"lr": 3e-4, "weight_decay": 0.0}
+    params = {"lr": 3e-4, "betas": [0.9, 0.999]}
     ds = {
         "optimizer": {"type": "AdamW", "params": params}, "gradient_accumulation_steps": 2,
-        "bf16": {"enabled": "auto"},
+        "bf16": {"enabled": True},
     }  # fmt: skip
     with pytest.raises(RecipeError, match=message):
         import_deepspeed(written(ds, "ds.json"), training_arguments=written(args, "args.json"))

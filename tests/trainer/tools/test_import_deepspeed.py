@@ -152,7 +152,10 @@ PUBLISHED = {
             "optimizer": AUTO_ADAMW,
             **dict.fromkeys(BATCH, "auto"),
         },
-        {"strategy.sharding": "OPTIMIZER_STATE", "strategy.offload": "none"},
+        {
+            "strategy.sharding": "OPTIMIZER_STATE", "strategy.offload": "none",
+            "schedule.name": "linear", "optimizer.betas": (0.9, 0.999),
+        },
     ),
     "LLaMA-Factory, examples/deepspeed/ds_z2_offload_config.json": (
         {
@@ -168,7 +171,10 @@ PUBLISHED = {
             "comms_config": {"verbose": False},
             "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}},
         },
-        {"strategy.sharding": "SHARD_GRAD_OP", "strategy.offload": "cpu"},
+        {
+            "strategy.sharding": "SHARD_GRAD_OP", "strategy.offload": "cpu",
+            "schedule.name": "linear", "optimizer.weight_decay": 0.0, "optimizer.lr": 5e-5,
+        },
     ),
     "open-instruct, configs/ds_configs/stage3_offloading.conf": (
         {

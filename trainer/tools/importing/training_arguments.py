@@ -151,7 +151,10 @@ def fill(arguments: Source, *, optimizes: bool = True) -> None:
         epochs = arguments.take("num_train_epochs", a_number)
         why = f"run.steps counts optimizer steps: {epochs:g} x sequences / batch.global_batch"
         arguments.became("num_train_epochs", "", why, differs=True)
-    arguments.became("deepspeed", "", "the ds_config that is given counts")
+    if arguments.left.get("deepspeed"):
+        arguments.became("deepspeed", "", "the ds_config that is given counts")
+    if arguments.take("train_sampling_strategy", str) == "random":
+        arguments.became("train_sampling_strategy", "", "data are shuffled")
     if arguments.left.get("fsdp"):
         keys = ("fsdp", *arguments.below("fsdp_config."))
         arguments.settle(keys, "", "the other file says how the model is spread", differs=True)
@@ -173,6 +176,10 @@ def fill(arguments: Source, *, optimizes: bool = True) -> None:
     for name in ("bf16", "fp16"):
         on = arguments.take(name, a_boolean, False) is True
         dtype = made.get("precision.dtype")
+        if on and dtype != name:
+            origin = made.origins["precision", "dtype"]
+            problem = f"is true, but {origin} makes precision.dtype={dtype}; keep one"
+            raise arguments.error(name, problem)
         arguments.became(name, f"precision.dtype={dtype}" * on, "" if on else "switched off")
     _batch(arguments)
     _agree(arguments, "seed", "run.seed", arguments.take("seed", a_whole_number, 42))
@@ -228,8 +235,10 @@ def _optimizer(arguments: Source) -> None:
             arguments.became("optim_args", "", "optimizer.factory_options takes them", differs=True)
         return
     betas = [arguments.take(f"adam_beta{n}", a_number, b) for n, b in ((1, 0.9), (2, 0.999))]
-    _agree(arguments, "adam_beta2", "optimizer.betas", betas)
-    arguments.became("adam_beta1", f"optimizer.betas={inline(betas)}")
+    second = arguments.has("adam_beta2") or not arguments.has("adam_beta1")
+    _agree(arguments, "adam_beta2" if second else "adam_beta1", "optimizer.betas", betas)
+    for key in ("adam_beta1", "adam_beta2"):
+        arguments.became(key, f"optimizer.betas={inline(made.get('optimizer.betas'))}")
     epsilon = arguments.take("adam_epsilon", a_number, 1e-8)
     _agree(arguments, "adam_epsilon", "optimizer.eps", epsilon)
 
@@ -263,7 +272,7 @@ def _shape(arguments: Source, kind: str) -> None:
     def option(name: str, default: float | None = None) -> Any:
         return arguments.take(f"lr_scheduler_kwargs.{name}", a_number, default)
 
-    least, said = 0.0, "min_lr_rate"
+    least, said = 0.0, ""
     if kind == "polynomial":
         said = "lr_end"
         least = option("lr_end", 1e-7) / peak if peak else 0.0
@@ -272,7 +281,7 @@ def _shape(arguments: Source, kind: str) -> None:
     elif "min_lr" in kind:
         given = {name: option(name) for name in ("min_lr_rate", "min_lr_ratio", "min_lr")}
         said = next((name for name, value in given.items() if value is not None), said)
-        least = given[said] or 0.0
+        least = given.get(said) or 0.0
         if said == "min_lr":
             least = least / peak if peak else 0.0
     elif kind == "cosine_with_restarts" and (cycles := option("num_cycles", 1)) != 1:
@@ -290,7 +299,8 @@ def _shape(arguments: Source, kind: str) -> None:
         differs = f"{differs}; {later}" if differs else later
     arguments.put("lr_scheduler_type", "schedule.name", shape, differs=differs)
     if shape != "constant":
-        arguments.put(f"lr_scheduler_kwargs.{said}", "schedule.min_lr_ratio", least)
+        key = f"lr_scheduler_kwargs.{said}" if said else "lr_scheduler_kwargs"
+        arguments.put(key, "schedule.min_lr_ratio", least)
     arguments.settle(arguments.below("lr_scheduler_kwargs."), f"schedule.name={shape}")
 
 

@@ -36,8 +36,12 @@ data.reader and data.workers say how prepared tokens are read
     dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order accelerator_config.
     remove_unused_columns label_names length_column_name dataset_num_proc dataset_text_field
-    dataset_kwargs. skip_memory_metrics debug use_cache pad_token eos_token pad_to_multiple_of
+    dataset_kwargs. pad_token eos_token pad_to_multiple_of
     dataset_batch_size truncation_mode trust_remote_code
+training keeps no cache of keys and values
+    use_cache
+metrics.jsonl holds memory and speed, and skipped steps are named
+    skip_memory_metrics debug
 sequences are packed: there is no incomplete batch, and no padding
     dataloader_drop_last packing packing_strategy padding_free
 DDP sends gradients in buckets of 25 MB, and every parameter takes part in the loss
@@ -48,7 +52,7 @@ strategy.activation_checkpointing recomputes whole blocks, or all but their matr
     activation_checkpointing_kwargs. gradient_checkpointing_kwargs.
 blocks are compiled by torch's inductor
     torch_compile_backend torch_compile_mode torchdynamo
-Liger's kernels are used where liger-kernel is installed
+Perdure's own models compute the loss in chunks, and norms and attention by torch
     use_liger_kernel use_liger liger_kernel_config.
 strategy says how the model is spread
     fsdp fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed
