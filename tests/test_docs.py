@@ -274,6 +274,8 @@ def test_short_commands(scratch, monkeypatch, capsys):
         path = Path(f"runs/quickstart/checkpoints/step-{step:08}")
         write_checkpoint(path, step, model, state={"recipe": {"checkpoint": {"keep": 2}}})
     Path("ds_config.json").write_text('{"train_batch_size": 64, "bf16": {"enabled": true}}')
+    Path("accelerate.yaml").write_text("{distributed_type: FSDP, num_processes: 16}")
+    Path("args.json").write_text('{"learning_rate": 2e-5}')
     for page, block in BLOCKS:
         entries = [SHORT[command] for command in block if set(block) <= set(SHORT)]
         for typed in chain(*map(lines, entries)):

@@ -1,54 +1,92 @@
-"""`perdure import-deepspeed`: parses and calls, nothing more."""
+"""`perdure import-deepspeed`, `import-accelerate` and `import-training-arguments`: parse and call,
+nothing more."""
 
 import argparse
 
 from elastic.exits import EXIT_DONE
 from trainer.cli.parser import Commands, add_command, at_least, local_path, write_new
 
-IMPORT_EXAMPLES = """\
+EXAMPLES = """\
 examples:
-  perdure import-deepspeed ds_config.json
-  perdure import-deepspeed ds_config.json --out recipe.yaml run.dir=runs/mine run.steps=5000 \\
-    model.init_from=Qwen3-0.6B data.sources='[{path: data/corpus}]' data.seq_len=2048
-  perdure import-deepspeed ds_config.json --ranks 8
+  perdure {name} {file}
+  perdure {name} {file} --out recipe.yaml run.dir=runs/mine run.steps=5000 \\
+    model.init_from=Qwen3-0.6B data.sources='[{{path: data/corpus}}]' data.seq_len=2048
+  perdure {name} {file} {option}
 
-Every key is translated, or named as dropped with the reason. What a ds_config does not say stays
-open: `perdure train` asks for it by name.
+Every key is translated, or named with the reason why it has no meaning here, or with what differs.
+Every default that differs is named, too. What the file does not say stays open: `perdure train`
+asks for it by name.
 """
 
 
 def add_import_command(commands: Commands) -> None:
-    """Add the command to a parser."""
-    what = "turn a DeepSpeed configuration into a recipe"
-    command = add_command(commands, "import-deepspeed", what, IMPORT_EXAMPLES)
-    command.add_argument("config", type=local_path, metavar="DS_CONFIG", help="JSON file")
-    command.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="fills in the recipe"
-    )
-    command.add_argument(
-        "--out", type=local_path, metavar="FILE", help="recipe to write (else: print)"
-    )
-    command.add_argument(
-        "--ranks", type=at_least(1), metavar="N", help="GPUs that the ds_config ran on"
-    )
-    command.add_argument(
-        "--allow-unknown", action="store_true", help="drop keys that DeepSpeed does not know either"
-    )
-    command.set_defaults(run=_import)
+    """Add the commands to a parser."""
+    for name, what, meta, file, option in (
+        (
+            "import-deepspeed",
+            "turn a DeepSpeed configuration into a recipe",
+            "DS_CONFIG",
+            "ds_config.json",
+            "--ranks 8 --training-args args.json",
+        ),
+        (
+            "import-accelerate",
+            "turn an accelerate configuration into a recipe",
+            "CONFIG",
+            "accelerate.yaml",
+            "--training-args args.json",
+        ),
+        (
+            "import-training-args",
+            "turn Hugging Face's TrainingArguments into a recipe",
+            "ARGS",
+            "args.json",
+            "--ranks 8",
+        ),
+    ):
+        examples = EXAMPLES.format(name=name, file=file, option=option)
+        command = add_command(commands, name, what, examples)
+        kind = "YAML file" if meta == "CONFIG" else "JSON file"
+        command.add_argument("config", type=local_path, metavar=meta, help=kind)
+        command.add_argument(
+            "overrides", nargs="*", metavar="key.sub=value", help="fills in the recipe"
+        )
+        command.add_argument(
+            "--out", type=local_path, metavar="FILE", help="recipe to write (else: print)"
+        )
+        command.add_argument(
+            "--ranks", type=at_least(1), metavar="N", help="GPUs that it ran on, if it does not say"
+        )
+        if meta != "ARGS":
+            command.add_argument(
+                "--training-args",
+                type=local_path,
+                metavar="FILE",
+                help="JSON of Hugging Face's TrainingArguments: what Trainer fills in",
+            )
+        command.add_argument(
+            "--allow-unknown", action="store_true", help="go on with keys that are not known"
+        )
+        command.set_defaults(run=_import, importer=name)
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from trainer.tools.deepspeed.translate import import_deepspeed
+    from trainer.tools.importing.accelerate import import_accelerate
+    from trainer.tools.importing.deepspeed import import_deepspeed
+    from trainer.tools.importing.training_arguments import import_training_arguments
 
-    imported = import_deepspeed(
-        arguments.config,
-        arguments.overrides,
-        ranks=arguments.ranks,
-        allow_unknown=arguments.allow_unknown,
-    )
+    config, overrides = arguments.config, arguments.overrides
+    common = {"ranks": arguments.ranks, "allow_unknown": arguments.allow_unknown}
+    if arguments.importer == "import-training-args":
+        imported = import_training_arguments(config, overrides, **common)
+    else:
+        both = {"import-deepspeed": import_deepspeed, "import-accelerate": import_accelerate}
+        importer = both[arguments.importer]
+        imported = importer(config, overrides, training_arguments=arguments.training_args, **common)
     if arguments.out is None:
         print(imported.recipe(), end="")
         return EXIT_DONE
+    imported.launch = imported.launch.replace("RECIPE.yaml", str(arguments.out))
     write_new(arguments.out, imported.recipe(), "choose another --out")
     print("\n".join(imported.report()))
     still = f"; fill in {', '.join(imported.open)}" if imported.open else ""

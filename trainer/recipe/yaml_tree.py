@@ -66,9 +66,9 @@ def dotted(key: Key) -> str:
 
 
 def read_tree(
-    path: str | Path, overrides: Sequence[str] = ()
+    path: str | Path, overrides: Sequence[str] = (), what: str = "recipe"
 ) -> tuple[dict[str, Any], Origins, list[Problem]]:
-    """Read a YAML mapping and apply `key.sub=value` overrides to it.
+    """Read a YAML mapping and apply `key.sub=value` overrides to it; `what` it is, for errors.
 
     Returns:
         (tree, where each key was written, what is wrong with single keys and overrides: keys that
@@ -81,7 +81,7 @@ def read_tree(
         text = _read(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise RecipeError(f"{path}: cannot read the recipe: {reason}") from None
+        raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
     origins: Origins = {}
     problems: list[Problem] = []
     try:
@@ -93,7 +93,8 @@ def read_tree(
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise RecipeError(f"{where}: not valid YAML: {_problem(error)}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{path}:1: a recipe is a mapping of sections such as `run:` and `data:`")
+        sections = " of sections such as `run:` and `data:`" if what == "recipe" else ""
+        raise RecipeError(f"{path}:1: a {what} is a mapping{sections}")
     for override in overrides:
         problems += apply_override(tree, override, origins)
     return tree, origins, problems

@@ -1,1 +1,2 @@
-"""What people start beside training: compare, report, chaos, generate, import from DeepSpeed."""
+"""What people start beside training: compare, report, chaos, generate, import from DeepSpeed,
+accelerate and Trainer."""

@@ -13,9 +13,9 @@ from trainer.cli import main as cli
 from trainer.optim.own import build_own
 from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
-from trainer.tools.deepspeed.config import read_config
-from trainer.tools.deepspeed.imported import NEEDED, inline
-from trainer.tools.deepspeed.translate import TORCH, import_deepspeed
+from trainer.tools.importing.deepspeed import TORCH, import_deepspeed
+from trainer.tools.importing.imported import ABSENT, NEEDED, inline
+from trainer.tools.importing.source import flat, read_json
 
 SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 CPU = {"device": "cpu", "pin_memory": True}
@@ -152,7 +152,10 @@ PUBLISHED = {
             "optimizer": AUTO_ADAMW,
             **dict.fromkeys(BATCH, "auto"),
         },
-        {"strategy.sharding": "OPTIMIZER_STATE", "strategy.offload": "none"},
+        {
+            "strategy.sharding": "OPTIMIZER_STATE", "strategy.offload": "none",
+            "schedule.name": "linear", "optimizer.betas": (0.9, 0.999),
+        },
     ),
     "LLaMA-Factory, examples/deepspeed/ds_z2_offload_config.json": (
         {
@@ -168,7 +171,10 @@ PUBLISHED = {
             "comms_config": {"verbose": False},
             "monitor_config": {"enabled": True, "csv_monitor": {"enabled": False}},
         },
-        {"strategy.sharding": "SHARD_GRAD_OP", "strategy.offload": "cpu"},
+        {
+            "strategy.sharding": "SHARD_GRAD_OP", "strategy.offload": "cpu",
+            "schedule.name": "linear", "optimizer.weight_decay": 0.0, "optimizer.lr": 5e-5,
+        },
     ),
     "open-instruct, configs/ds_configs/stage3_offloading.conf": (
         {
@@ -220,7 +226,8 @@ def test_published_configurations(config, tmp_path, name):
     tree, expected = PUBLISHED[name]
     path = config(tree)
     made = import_deepspeed(path, allow_unknown="Megatron" in name)
-    assert sorted(line.key for line in made.lines) == sorted(read_config(path))
+    told = sorted(line.key for line in made.lines if line.value is not ABSENT)
+    assert told == sorted(flat(read_json(path, "ds_config")))
     assert all(line.became or line.why for line in made.lines)
     for key in ("run.dir", "model.init_from", "data.sources", "data.seq_len"):
         assert key in made.open
@@ -230,6 +237,44 @@ def test_published_configurations(config, tmp_path, name):
         assert getattr(getattr(recipe, section), field) == value, key
     with pytest.raises(RecipeError, match=r"recipe.yaml:\d+: .* not set|found none of them"):
         load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_without_an_optimizer_trainer_s_defaults_hold(config, tmp_path):
+    tree = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
+    made = import_deepspeed(config(tree))
+    recipe = filled(made.recipe(), tmp_path, made.open)
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("adamw", 5e-5, (0.9, 0.999))
+    assert (optimizer.eps, optimizer.weight_decay, optimizer.clip_norm) == (1e-8, 0.0, 1.0)
+    assert (schedule.name, schedule.min_lr_ratio, schedule.warmup_steps) == ("linear", 0.0, 0)
+    text = made.recipe().partition("# differs:")[2].partition("# no meaning here:")[0]
+    for line in (
+        "weight_decay (not set)", "where a recipe has 0.1", "adam_beta2 (not set)",
+        "where a recipe has [0.9, 0.95]", "lr_scheduler_type (not set)", "has cosine",
+        "learning_rate (not set)", "bf16.enabled (not set)", "seed (not set)",
+    ):  # fmt: skip
+        assert line in text
+
+
+def test_defaults_of_deepspeed_s_own_optimizer_are_named(config, tmp_path):
+    tree = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False}},
+        "fp16": {"enabled": True, "hysteresis": 2},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+        "curriculum_learning": {"enabled": False, "min_difficulty": 8},
+    }
+    made = import_deepspeed(config(tree))
+    optimizer = filled(made.recipe(), tmp_path, made.open).optimizer
+    assert (optimizer.weight_decay, optimizer.betas) == (0.0, (0.9, 0.999))
+    assert made.tree["schedule"]["name"] == "constant"  # a script of its own makes no scheduler
+    kinds = {line.key: line.kind for line in made.lines}
+    for key in (
+        "optimizer.params.betas", "optimizer.params.weight_decay", "scheduler.type",
+        "optimizer.params.bias_correction", "fp16.hysteresis", "fp16.loss_scale_window",
+        "progressive_layer_drop.theta", "zero_optimization.stage",
+    ):  # fmt: skip
+        assert kinds[key] == "differs", key
+    assert kinds["curriculum_learning.min_difficulty"] == "no meaning here"
 
 
 def test_cosine_schedule_batch_and_groups(config, tmp_path):
@@ -403,6 +448,9 @@ def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks)
         ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print: this key stands twice"),
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation.stage: unknown key; did you mean"),
         ({"zero_optimization": {"stage": 4}}, "should be 0, 1, 2 or 3, but it is 4"),
+        ({"bf16": {"enabled": True, "immediate_grad": 1}}, "bf16.immediate_grad: unknown key; did"),
+        ({"bf16": True}, r"bf16: should be a section with keys, such as bf16\..*, but it is true"),
+        ({"aio": {"queue_deep": 1}}, "aio.queue_deep: unknown key; did you mean 'aio.queue_depth'"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled: is true, and so"),
         ({"fp16": {"enabled": "maybe"}}, 'enabled: should be true, false or "auto"'),
         (

@@ -1,9 +1,15 @@
 """The keys of a DeepSpeed configuration that no recipe key stands for, and why; some of them only
-where `trainer.tools.deepspeed.translate` has no use for their value.
+where `trainer.tools.importing.deepspeed` has no use for their value.
 
 Names are those of DeepSpeed 0.10 to 0.19 and of the older spellings it still reads. A key that ends
 in a dot stands for all keys below it. What is in no table here, nor translated, is unknown.
 """
+
+from trainer.tools.importing.source import Table, reasons
+
+
+def _inline(key: str) -> str:
+    return f"deepspeed_config.{key}"
 
 
 def _whole(key: str) -> str:
@@ -26,10 +32,34 @@ zero.gather_16bit_weights_on_model_save          zero.stage3_gather_16bit_weight
 zero.stage3_gather_fp16_weights_on_model_save    zero.stage3_gather_16bit_weights_on_model_save
 zero.module_granularity_threshold                zero.stage3_module_granularity_threshold
 """
-ALIASES = {_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())}
-"""Other spelling → the one used here."""
+"""Other spelling, and the one used here."""
 
-_REASONS = """\
+_INLINE = """\
+zero_stage                     zero.stage
+gradient_accumulation_steps    gradient_accumulation_steps
+gradient_clipping              gradient_clipping
+offload_optimizer_device       zero.offload_optimizer.device
+offload_param_device           zero.offload_param.device
+offload_optimizer_nvme_path    zero.offload_optimizer.nvme_path
+offload_param_nvme_path        zero.offload_param.nvme_path
+zero3_save_16bit_model         zero.stage3_gather_16bit_weights_on_model_save
+seq_parallel_communication_data_type    seq_parallel_communication_data_type
+"""
+"""The spelling of accelerate below `deepspeed_config`, and the one used here."""
+
+_NO_MEANING_INLINE = """\
+torchrun starts the ranks
+    deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter
+    deepspeed_multinode_launcher
+each rank draws its own shards only, by parameter name
+    zero3_init_flag
+every parameter is sharded, by units that are the repeated blocks of the model
+    deepspeed_moe_layer_cls_names
+it is read, and what it says is listed under its name
+    deepspeed_config_file
+"""
+
+_NO_MEANING = """\
 FSDP communicates one block of the model at a time, DDP and ZeRO-1 25 MB
     zero.reduce_bucket_size zero.allgather_bucket_size zero.allgather_partitions
     zero.use_multi_rank_bucket_allreduce zero.stage3_module_granularity_threshold
@@ -45,13 +75,6 @@ gradients are reduce-scattered wherever they are sharded
     zero.reduce_scatter zero.round_robin_gradients
 communication overlaps computation, except ZeRO-1's gather after the update
     zero.overlap_comm
-nothing is sent quantised: parameters in precision.dtype, gradients in float32
-    zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights
-    zero.zero_quantized_gradients zero.zeropp_loco_param. params.freeze_step
-    params.var_freeze_step params.var_update_scaler params.local_step_scaler
-    params.local_step_clipper params.cuda_aware params.comm_backend_name
-there is no second copy of parameters; HYBRID_SHARD with strategy.shard_size is the nearest
-    zero.zero_hpz_partition_size
 MiCS is switched off, or needs stage 3
     zero.mics_shard_size
 each rank draws its own shards only, by parameter name
@@ -69,25 +92,34 @@ not offloaded; DeepSpeed offloads optimizer state from stage 1 on, parameters wi
 nothing is offloaded to it
     zero.offload_optimizer.nvme_path zero.offload_param.nvme_path
 Perdure reads and writes offloaded state in its own way
-    zero.cpu_offload_use_pin_memory zero.offload_optimizer. zero.offload_param. aio.
+    zero.cpu_offload_use_pin_memory aio.block_size aio.queue_depth aio.thread_count
+    aio.single_submit aio.overlap_events aio.intra_op_parallelism aio.use_gds
+    zero.offload_optimizer.buffer_count zero.offload_optimizer.pin_memory
+    zero.offload_optimizer.pipeline zero.offload_optimizer.pipeline_read
+    zero.offload_optimizer.pipeline_write zero.offload_optimizer.fast_init
+    zero.offload_optimizer.ratio zero.offload_optimizer.super_offload
+    zero.offload_optimizer.cpuadam_cores_perc zero.offload_param.buffer_count
+    zero.offload_param.buffer_size zero.offload_param.max_in_cpu zero.offload_param.pin_memory
 the optimizer is torch's AdamW, fused: it updates all shards in each step
-    zero.sub_group_size zero.zenflow. zero.save_muon_momentum_buffer_in_memory zero.legacy_stage1
+    zero.sub_group_size zero.save_muon_momentum_buffer_in_memory zero.legacy_stage1
     zero.memory_efficient_linear zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     optimizer.legacy_fusion params.torch_adam params.fused params.foreach params.capturable
     params.set_grad_none fp16.fused_mode
 parameters, optimizer state and gradient sums are float32
-    params.fp32_optimizer_states fp16.fp16_master_weights_and_grads fp16. bf16. data_types.
-    grad_accum_dtype
+    params.fp32_optimizer_states bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+    bf16.immediate_grad_update
+DeepSpeed reads no such key either
+    fp16.opt_level fp16.fp16_scale_tolerance
+each step is checked for gradients that are not finite
+    bf16.check_grad_overflow
 another switch decides precision.dtype
     fp16.enabled bf16.enabled amp.enabled torch_autocast.enabled
 with fp16 the dynamic loss scale begins at precision.loss_scale
     fp16.loss_scale fp16.initial_scale_power
-the fp16 loss scale halves at each overflow, down to 1, and doubles after 2000 good steps
-    fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
 weight decay is always decoupled
     params.adam_w_mode params.adamw_mode
-AdamW corrects its moments from the first step on, and keeps no running maximum (AMSGrad)
-    params.bias_correction params.amsgrad
+AdamW corrects its moments from the first step on
+    params.bias_correction
 its iteration is that of torch.optim.Muon
     params.ns_method
 muon_lr is given
@@ -97,7 +129,7 @@ max_grad_norm says the same
 matrix products run in precision.dtype, by torch's own mixed precision
     fp16.auto_cast fp16.fp16 amp. torch_autocast.
 gradients are dense, and reduced in float32
-    communication_data_type fp32_allreduce sparse_gradients
+    fp32_allreduce sparse_gradients
 the loss is divided by the tokens of the whole batch before backward
     prescale_gradients gradient_predivide_factor gradient_allreduce_op
 accumulation follows from the batch sizes
@@ -108,10 +140,12 @@ it is the length of your run
     scheduler.params.total_num_steps
 the peak is optimizer.lr
     scheduler.params.warmup_max_lr
+the ranks that CUDA_VISIBLE_DEVICES names take part
+    cuda_visible_devices
 a run begins at step 0 or at its checkpoint
     scheduler.params.last_batch_iteration
-warm-up is linear, and starts from 0
-    scheduler.params.warmup_type scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio
+warm-up is linear
+    scheduler.params.warmup_type
 1 or less is not used
     tensor_parallel.autotp_size sequence_parallel_size
 strategy.tp, pp, cp and ep say how a model is split, the topology where each part is placed
@@ -125,21 +159,12 @@ the resolved recipe lies in run.dir/recipe.yaml
     dump_state
 metrics.jsonl is always written; tracking.* adds TensorBoard and W&B
     monitor_config. csv_monitor. comet. tensorboard. wandb.
-the order of the data is a function of seed and position; there is no such curriculum
-    curriculum_learning. data_efficiency.
 sequences are packed: there is no incomplete batch
     dataloader_drop_last
-nothing is dropped, pruned or quantised in training
-    progressive_layer_drop. eigenvalue. compression_training. quantize_training.
-    weight_quantization.
-attention is full, inside documents where data.document_mask is set
-    sparse_attention.
 blocks are recomputed on their own rank, from what it kept
     activation_checkpointing.
 `perdure plan` and `perdure compare` choose a strategy
     autotuning.
-the global batch is constant and any number of ranks shares it
-    elasticity.
 blocks are compiled by torch's inductor
     compile. graph_harvesting
 Perdure trains; it does not serve
@@ -148,16 +173,52 @@ the launcher and the model say
     data_parallel_size local_rank vocabulary_size
 """
 
+_DIFFERS = """\
+nothing is sent quantised: parameters in precision.dtype, gradients in float32
+    zero.zero_quantized_weights zero.zero_quantized_nontrainable_weights
+    zero.zero_quantized_gradients zero.zeropp_loco_param. params.freeze_step
+    params.var_freeze_step params.var_update_scaler params.local_step_scaler
+    params.local_step_clipper params.cuda_aware params.comm_backend_name
+there is no second copy of parameters; HYBRID_SHARD with strategy.shard_size is the nearest
+    zero.zero_hpz_partition_size
+every step reads whole sequences, in an order that seed and position give: no curriculum
+    curriculum_learning. data_efficiency.
+nothing is dropped, pruned or quantised in training
+    progressive_layer_drop. eigenvalue. compression_training. quantize_training.
+    weight_quantization.
+attention is full, inside documents where data.document_mask is set
+    sparse_attention.
+the global batch is constant and any number of ranks shares it
+    elasticity.
+DeepSpeed keeps the old optimizer state for the least important gradients; here none is late
+    zero.zenflow.
+warm-up is linear, and starts from 0
+    scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio
+the fp16 loss scale halves at each overflow, down to 1, and doubles after 2000 good steps
+    fp16.loss_scale_window fp16.hysteresis fp16.consecutive_hysteresis fp16.min_loss_scale
+gradients are reduced and added up in float32
+    communication_data_type grad_accum_dtype data_types.
+parameters, optimizer state and gradient sums are float32
+    fp16.fp16_master_weights_and_grads
+AdamW keeps no running maximum (AMSGrad)
+    params.amsgrad
+"""
 
-def _dropped() -> dict[str, str]:
-    found, reason = {}, ""
-    for line in _REASONS.splitlines():
-        if line.startswith(" "):
-            found.update({_whole(key): reason for key in line.split()})
-        else:
-            reason = line
-    return found
 
+TABLE = Table(
+    owner="DeepSpeed",
+    automatic=True,
+    no_meaning=reasons(_NO_MEANING, _whole),
+    differs=reasons(_DIFFERS, _whole),
+    aliases={_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())},
+)
+"""What is known about the keys of a ds_config."""
 
-DROPPED = _dropped()
-"""Key, or prefix that ends in a dot → why nothing in a recipe stands for it."""
+INLINE = Table(
+    owner="accelerate",
+    automatic=True,
+    no_meaning={**TABLE.no_meaning, **reasons(_NO_MEANING_INLINE, _inline)},
+    differs=TABLE.differs,
+    aliases={_inline(old): _whole(new) for old, new in map(str.split, _INLINE.splitlines())},
+)
+"""The same keys as accelerate writes them, below `deepspeed_config`."""

@@ -1,1 +1,0 @@
-"""`perdure import deepspeed`: a ds_config.json → a recipe."""

@@ -1,0 +1,424 @@
+"""An accelerate configuration (the YAML of `accelerate launch`) → a recipe, each key accounted for.
+
+It says how a run is started and spread, and nothing about the optimizer: TrainingArguments do, from
+a file of theirs or by their defaults. Its DeepSpeed part is translated as a ds_config.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.tools.importing import deepspeed
+from trainer.tools.importing.accelerate_keys import TABLE
+from trainer.tools.importing.deepspeed_keys import INLINE
+from trainer.tools.importing.deepspeed_keys import TABLE as DEEPSPEED
+from trainer.tools.importing.imported import Imported
+from trainer.tools.importing.source import (
+    Source,
+    a_boolean_or_word,
+    a_positive_number,
+    a_whole_number,
+    beside,
+    flat,
+    one_of,
+    read_json,
+    read_yaml,
+    words,
+)
+from trainer.tools.importing.training_arguments import (
+    fill,
+    mixed_precision,
+    read_arguments,
+)
+
+WHAT = "configuration of accelerate"
+FSDP, PARALLEL = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
+MEGATRON = "megatron_lm_config.megatron_lm_"
+
+FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Values of `fsdp_sharding_strategy`, in the order of their numbers from 1 on."""
+
+TRAINED_ON = "Perdure trains on CUDA GPUs and CPUs"
+REFUSED = {
+    **dict.fromkeys(("TPU", "XLA"), f"{TRAINED_ON}, not through XLA"),
+    **dict.fromkeys(
+        (
+            "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_XPU", "MULTI_HPU",
+            "MULTI_NEURON",
+        ),
+        TRAINED_ON,
+    ),
+}  # fmt: skip
+"""`distributed_type` → why it cannot be imported."""
+
+SECTIONS = {
+    "FSDP": "fsdp_config",
+    "DEEPSPEED": "deepspeed_config",
+    "MEGATRON_LM": "megatron_lm_config",
+    "fp8": "fp8_config",
+}
+"""`distributed_type` or `mixed_precision` → the section that is read with it alone."""
+
+FP8 = {
+    "AO": "",
+    "TE": "TransformerEngine scales by a history of maxima, torchao by the tensor at hand",
+    "MSAMP": "MS-AMP also keeps optimizer state and gradients in 8 bits; here they are float32",
+    None: "there whichever backend is installed, here torchao's scaling by tensor",
+}
+"""`fp8_backend` → how precision.matmul differs."""
+
+
+def import_accelerate(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    training_arguments: str | Path | None = None,
+    allow_unknown: bool = False,
+) -> Imported:
+    """Translate an accelerate configuration.
+
+    Args:
+        path: YAML file, or JSON by its name.
+        overrides: `key.sub=value` of the recipe, over what the configuration says.
+        ranks: that it is run on, where it does not say.
+        training_arguments: JSON file of Hugging Face's TrainingArguments that it is used with.
+        allow_unknown: list unknown keys as unknown, instead of an error.
+
+    Raises:
+        RecipeError: no YAML, an unknown key, a value of the wrong type, keys that contradict each
+            other, a device that Perdure does not train on; one line that names file and key.
+    """
+    made = Imported(str(path))
+    made.override(overrides)
+    tree = (read_json if Path(path).suffix == ".json" else read_yaml)(path, WHAT)
+    source = Source(str(path), flat(tree), TABLE, made)
+    arguments = read_arguments(training_arguments, made)
+    ranks = _launch(source, ranks)
+    spread, optimizes = _distribute(source), True
+    mixed = _mixed_precision(source)
+    if spread == "DEEPSPEED":
+        made.replicas = ranks
+        _parallelism(source, ranks, "DEEPSPEED")
+        optimizes = _deepspeed(source, arguments, made.replicas, mixed, allow_unknown)
+    else:
+        _data_parallel(source, arguments, spread, ranks, mixed)
+    _compile(source)
+    for kind, section in SECTIONS.items():
+        if source.left.get(section) in (None, {}):
+            source.became(section, "", "it says nothing")
+        if kind not in (spread, mixed):
+            source.settle(source.below(f"{section}."), "", f"only with {kind}")
+    if spread not in ("FSDP", "DEEPSPEED"):
+        source.settle(source.below(PARALLEL), "", "only with FSDP or DEEPSPEED")
+    source.drop_rest(allow_unknown)
+    fill(arguments, optimizes=optimizes)
+    arguments.drop_rest(allow_unknown)
+    made.finish()
+    return made
+
+
+def fsdp_of_arguments(arguments: Source) -> None:
+    """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
+    such as "full_shard auto_wrap offload"; without them Trainer uses DDP."""
+    made, held = arguments.made, arguments.left.get("fsdp")
+    legacy = [] if held is True or not held else arguments.take("fsdp", words)
+    _parallelism(arguments, made.replicas, "")
+    if not held:
+        arguments.put("fsdp", "strategy.name", "ddp")
+        arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
+        return
+    made.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
+    sharding = next((word.upper() for word in legacy if word.upper() in FSDP1), None)
+    if sharding:
+        made.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
+    if "offload" in legacy:
+        made.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
+    arguments.became("fsdp", "strategy.name=fsdp")
+    _fsdp(arguments, version=1 if legacy else 2)
+
+
+def _launch(source: Source, ranks: int | None) -> int | None:
+    """The command that starts as many ranks; returns how many."""
+    where = source.take("compute_environment", str, "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        problem = f"{where} is not imported; run the recipe under torchrun on its machines"
+        raise source.error("compute_environment", problem)
+    count = source.take("num_processes", a_whole_number)
+    alone = source.take("distributed_type", str) == "NO"
+    ranks = count if count and count > 0 else ranks or (1 if alone else None)
+    nodes = source.take("num_machines", a_positive_number, 1)
+    if ranks and ranks % nodes:
+        raise source.error("num_processes", f"{ranks} are not a multiple of num_machines={nodes}")
+    host = source.take("main_process_ip", str) or ("HOST" if nodes > 1 else "localhost")
+    port = source.take("main_process_port", a_whole_number) or 29400
+    chosen = source.take("gpu_ids", str, "all")
+    each = str(ranks // nodes) if ranks else "GPUS_PER_NODE"
+    source.made.launch = " ".join(
+        [
+            *([f"CUDA_VISIBLE_DEVICES={chosen.replace(' ', '')}"] if chosen != "all" else []),
+            f"torchrun --rdzv-backend perdure --rdzv-endpoint {host}:{port}",
+            f"--nnodes {nodes} --nproc-per-node {each} --max-restarts 1000000",
+            "-m trainer RECIPE.yaml",
+        ]
+    )
+    if source.take("use_cpu", a_boolean_or_word, False):
+        source.put("use_cpu", "run.device", "cpu")
+    return ranks
+
+
+def _distribute(source: Source) -> str:
+    """`distributed_type`, if it is one that Perdure has."""
+    kind = source.take("distributed_type", str)
+    if kind is None:
+        raise source.error("distributed_type", "is missing; accelerate needs it too")
+    kind = kind.upper()
+    if kind in REFUSED:
+        raise source.error("distributed_type", f"{kind} is not imported: {REFUSED[kind]}")
+    names = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+    if kind not in names:
+        raise source.error("distributed_type", f"should be one of {', '.join(names)}, not {kind}")
+    return kind
+
+
+def _mixed_precision(source: Source) -> str:
+    """ "no", "fp16", "bf16" or "fp8"; the last is put."""
+    old = source.take("fp16", a_boolean_or_word, False)
+    kinds = one_of("no", "fp16", "bf16", "fp8")
+    mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")
+    if mixed == "fp8":
+        _fp8(source)
+    return mixed
+
+
+def _fp8(source: Source) -> None:
+    key = "fp8_config.fp8_backend"
+    backend = source.take(key, one_of("AO", "TE", "MSAMP"))
+    block = source.take("fp8_config.fp8_use_mxfp8_block_scaling", a_boolean_or_word, False)
+    kind = "mxfp8" if block else "fp8_tensorwise"
+    source.put("mixed_precision", "precision.matmul", kind, differs="" if block else FP8[backend])
+    source.became(key, f"precision.matmul={kind}", FP8[backend], differs=bool(FP8[backend]))
+    source.became("fp8_config.fp8_use_mxfp8_block_scaling", f"precision.matmul={kind}")
+
+
+def _put_precision(source: Source, arguments: Source, mixed: str) -> None:
+    """Precision outside DeepSpeed: TrainingArguments override accelerate, as Trainer does."""
+    said = mixed_precision(arguments)
+    dtype = said or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
+    if mixed == "fp8":
+        source.made.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
+    elif said:
+        other = mixed not in (said, "no")
+        why = f"{said} of TrainingArguments overrides it" if other else ""
+        source.became("mixed_precision", f"precision.dtype={said}" * (not other), why)
+    else:
+        source.put("mixed_precision", "precision.dtype", dtype)
+
+
+def _data_parallel(
+    source: Source, arguments: Source, spread: str, ranks: int | None, mixed: str
+) -> None:
+    """DDP, FSDP, Megatron-LM or one process."""
+    made = source.made
+    made.replicas = ranks
+    if spread == "FSDP":
+        source.put("distributed_type", "strategy.name", "fsdp")
+        version = int(source.take(f"{FSDP}version", a_whole_number, 1))
+        _parallelism(source, ranks, spread)
+        _fsdp(source, version)
+    elif spread == "MEGATRON_LM":
+        _megatron(source, ranks)
+    else:
+        source.put("distributed_type", "strategy.name", "ddp", "" if ranks != 1 else "one process")
+    if spread == "MULTI_CPU" and made.get("run.device") is None:
+        made.set("run.device", "cpu", f"{source.file}: distributed_type")
+    _put_precision(source, arguments, mixed)
+
+
+def _sharding_of(name: str) -> tuple[str, str]:
+    """FSDP1's word → `strategy.sharding`, and what differs."""
+    if name == "HYBRID_SHARD_ZERO2":
+        return "HYBRID_SHARD", "parameters are freed after the forward pass here, kept there"
+    return name, ""
+
+
+def _fsdp(source: Source, version: int) -> None:
+    """`fsdp_config`: what is sharded, offloaded and recomputed."""
+    made = source.made
+    strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
+    named = one_of(*FSDP1)
+
+    def a_strategy(value: Any) -> str:
+        number = str(value)
+        return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
+
+    if made.get("strategy.sharding"):
+        source.settle((strategy, reshard), "", "the sharding is given already")
+    elif version == 2:
+        freed = source.take(reshard, a_boolean_or_word, True)
+        sharding = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
+        source.put(reshard, "strategy.sharding", sharding)
+    else:
+        key = (
+            reshard if not source.has(strategy) and _is_word(source.left.get(reshard)) else strategy
+        )
+        sharding, differs = _sharding_of(source.take(key, a_strategy, "FULL_SHARD"))
+        source.put(key, "strategy.sharding", sharding, differs=differs)
+    for name, target, value in (
+        ("offload_params", "strategy.offload", "cpu"),
+        ("cpu_offload", "strategy.offload", "cpu"),
+        ("activation_checkpointing", "strategy.activation_checkpointing", "full"),
+    ):
+        if source.take(FSDP + name, a_boolean_or_word, False):
+            source.put(FSDP + name, target, value)
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() not in ("true", "false")
+
+
+def _parallelism(source: Source, ranks: int | None, spread: str) -> None:
+    """`parallelism_config`: which ranks compute together, and which share parameters."""
+    made = source.made
+    sizes = {
+        name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        raise source.error(f"{PARALLEL}sp_size", "and cp_size are above 1; keep one")
+    for name, target, differs in (
+        ("tp", "strategy.tp", ""),
+        ("cp", "strategy.cp", ""),
+        ("sp", "strategy.cp", "Ulysses there, a ring here"),
+    ):
+        if sizes[name] > 1:
+            source.put(f"{PARALLEL}{name}_size", target, sizes[name], differs=differs)
+    together = sizes["tp"] * sizes["cp"] * sizes["sp"]
+    if ranks and ranks % together:
+        problem = f"{ranks} ranks are no multiple of tp x cp x sp = {together}"
+        raise source.error("num_processes", problem)
+    made.replicas = ranks // together if ranks else None
+    told = source.has(f"{PARALLEL}dp_replicate_size") and source.has(f"{PARALLEL}dp_shard_size")
+    product = together * sizes["dp_replicate"] * sizes["dp_shard"]
+    if told and ranks and product != ranks and spread == "FSDP":
+        problem = f"{ranks} ranks, but the sizes of parallelism_config make {product}"
+        raise source.error("num_processes", problem)
+    if sizes["dp_replicate"] > 1:
+        if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
+            problem = "needs dp_shard_size above 1; without shards it is MULTI_GPU"
+            raise source.error(f"{PARALLEL}dp_replicate_size", problem)
+        key = f"{PARALLEL}dp_replicate_size"
+        source.put(key, "strategy.sharding", "HYBRID_SHARD")
+        group = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+        note = "ranks per group, with those of cp"
+        source.put(f"{PARALLEL}dp_shard_size", "strategy.shard_size", group, note)
+
+
+def _megatron(source: Source, ranks: int | None) -> None:
+    """`megatron_lm_config`: the sizes of a split model, and what its switches mean."""
+    made, together = source.made, 1
+    for name, target in (
+        ("tp_degree", "strategy.tp"),
+        ("pp_degree", "strategy.pp"),
+        ("context_parallel_size", "strategy.cp"),
+        ("expert_model_parallel_size", "strategy.ep"),
+    ):
+        size = int(source.take(MEGATRON + name, a_whole_number, 1) or 1)
+        if size > 1:
+            source.put(MEGATRON + name, target, size)
+            together *= size if target != "strategy.ep" else 1
+    if ranks and ranks % together:
+        raise source.error("num_processes", f"{ranks} ranks are no multiple of {together}")
+    made.replicas = ranks // together if ranks else None
+
+    def on(name: str) -> bool:
+        return bool(source.take(MEGATRON + name, a_boolean_or_word, False))
+
+    made.set("strategy.name", "fsdp", f"{source.file}: distributed_type")
+    source.became("distributed_type", "strategy.name=fsdp")
+    if on("use_custom_fsdp"):
+        source.put(MEGATRON + "use_custom_fsdp", "strategy.sharding", "FULL_SHARD")
+    elif on("use_distributed_optimizer") and together == 1 and not made.get("strategy.ep"):
+        key = MEGATRON + "use_distributed_optimizer"
+        source.put(key, "strategy.sharding", "OPTIMIZER_STATE")
+    elif on("use_distributed_optimizer") or made.get("strategy.ep"):
+        differs = "its optimizer state is sharded there, here also its gradients"
+        key = MEGATRON + "use_distributed_optimizer"
+        source.put(key, "strategy.sharding", "SHARD_GRAD_OP", differs=differs)
+    else:
+        made.set("strategy.sharding", "NO_SHARD", f"{source.file}: distributed_type")
+    if on("sequence_parallelism") and made.get("strategy.tp"):
+        source.put(MEGATRON + "sequence_parallelism", "strategy.sequence_parallel", True)
+    if on("recompute_activations"):
+        full = source.take(MEGATRON + "recompute_granularity", str) == "full"
+        kind = "full" if full else "selective"
+        key = MEGATRON + "recompute_activations"
+        source.put(key, "strategy.activation_checkpointing", kind)
+    number: Callable[[Any], Any] = a_positive_number
+    if passes := source.take(MEGATRON + "num_micro_batches", number):
+        made.accumulation = passes
+        why = "accumulation is what the global batch needs"
+        source.became(MEGATRON + "num_micro_batches", "batch.global_batch", why)
+    clip = MEGATRON + "gradient_clipping"
+    source.move(clip, "optimizer.clip_norm", float, 1.0)
+
+
+def _deepspeed(
+    source: Source, arguments: Source, ranks: int | None, mixed: str, allow_unknown: bool
+) -> bool:
+    """`deepspeed_config`, whose keys are a ds_config's by other names, or the ds_config that it
+    names; returns whether TrainingArguments may give the optimizer values."""
+    made = source.made
+    inline = source.below("deepspeed_config.")
+    named = source.left.get("deepspeed_config.deepspeed_config_file")
+    values = {key: source.left.pop(key) for key in inline}
+    if named and named != "none":
+        path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
+        ds = Source(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, made)
+        ds.assumed["gradient_accumulation_steps"] = 1
+        for key in ("bf16.enabled", "fp16.enabled"):
+            if mixed != "no" and key not in ds.left:
+                ds.assumed[key] = key.startswith({"fp8": "bf16"}.get(mixed, mixed))
+    else:
+        ds = Source(
+            made.file,
+            values,
+            INLINE,
+            made,
+            assumed={
+                "zero_optimization.stage": 2,
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": "auto",
+                "bf16.enabled": "auto",
+                "fp16.enabled": "auto",
+            },
+        )
+    optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
+    ds.drop_rest(allow_unknown)
+    if ds.file != made.file:  # accelerate reads the file alone, beside a few words about the start
+        rest = Source(made.file, values, INLINE, made)
+        rest.settle(
+            [key for key in rest.left if not key.startswith("deepspeed_config.")],
+            "",
+            f"{path.name} says it",
+        )
+        rest.drop_rest(allow_unknown)
+    dtype = made.get("precision.dtype")
+    agreed = {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed) == dtype
+    why = "" if agreed else "the ds_config or TrainingArguments say it"
+    source.became("mixed_precision", f"precision.dtype={dtype}", why, differs=not agreed)
+    sharding = made.get("strategy.sharding")
+    source.became(
+        "distributed_type", f"strategy.sharding={sharding}" if sharding else "strategy.name=ddp"
+    )
+    return optimizes
+
+
+def _compile(source: Source) -> None:
+    """`dynamo_config`, or `dynamo_backend` as accelerate spelled it first."""
+    for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):
+        backend = source.take(key, str, "NO")
+        if backend.upper() not in ("NO", "EAGER"):
+            other = backend.upper() != "INDUCTOR"
+            differs = f"{backend} there, inductor here" if other else ""
+            source.put(key, "strategy.compile", True, differs=differs)

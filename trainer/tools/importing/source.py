@@ -1,0 +1,338 @@
+"""The keys of another trainer's configuration: read, typed, and each accounted for once."""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from trainer.recipe import RecipeError
+from trainer.recipe.yaml_tree import listed, read_tree
+from trainer.tools.importing.imported import ABSENT, Imported, Line, inline, recipe_default
+
+Kind: TypeAlias = Callable[[Any], Any]
+"""Gives a value its type, or raises ValueError that says what is wanted."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is known about the keys of one kind of file besides their translation."""
+
+    owner: str
+    """Whose defaults hold where the file says nothing: "DeepSpeed"."""
+    no_meaning: Mapping[str, str]
+    """Key, or prefix that ends in a dot → why nothing in a recipe stands for it."""
+    differs: Mapping[str, str]
+    """Key, or prefix that ends in a dot → how a run without it trains otherwise, unless its value
+    says that it is off."""
+    aliases: Mapping[str, str]
+    """Other spelling of a key, or of a prefix that ends in a dot → the one used here."""
+    automatic: bool = False
+    """Whether a value may be "auto": Trainer fills it in."""
+    complete: Callable[[str], str] = str
+    """Makes a key that may be shortened whole."""
+
+
+def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
+    """Key → reason. A line of `text` is a reason, or is indented and holds the keys it is of;
+    `whole` completes a key."""
+    found, reason = {}, ""
+    for line in text.splitlines():
+        if line.startswith(" "):
+            found.update({whole(key): reason for key in line.split()})
+        else:
+            reason = line
+    return found
+
+
+def read_json(path: str | Path, what: str) -> dict[str, Any]:
+    """The object that a JSON file holds; `what` is what the file is, for errors.
+
+    Raises:
+        RecipeError: no file, no JSON, or a key that stands twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise RecipeError(f"{path}: {name}: this key stands twice; keep one")
+        return dict(pairs)
+
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "not UTF-8 text")
+        raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
+    except json.JSONDecodeError as error:
+        where = f"{path}:{error.lineno}:{error.colno}"
+        raise RecipeError(f"{where}: not valid JSON: {error.msg}; mend it there") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: nested too deep for a {what}") from None
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path}: a {what} is a JSON object, {{…}}")
+    return tree
+
+
+def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds; `what` is what the file is, for errors.
+
+    Raises:
+        RecipeError: no file, no YAML, or a key that stands twice.
+    """
+    tree, origins, problems = read_tree(path, what=what)
+    if problems:
+        raise RecipeError(listed(problems, origins))
+    return tree
+
+
+def beside(named: str, file: str, key: str) -> Path:
+    """The file that a key of `file` names: from the working directory, as its trainer reads it, or
+    beside that file.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    for path in (Path(named), Path(file).parent / named):
+        if path.is_file():
+            return path
+    raise RecipeError(f"{file}: {key}: no file {named}, neither here nor beside this; put it there")
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"fp16": {"enabled": true}} → {"fp16.enabled": True}; an empty section is one key."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = prefix + name
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = value
+    return found
+
+
+class Source:
+    """The keys of a file; each is taken once, and told where it went."""
+
+    def __init__(
+        self,
+        file: str,
+        values: Mapping[str, Any],
+        table: Table,
+        made: Imported,
+        *,
+        assumed: Mapping[str, Any] | None = None,
+        prefix: str = "",
+    ) -> None:
+        """Values have dotted names, as `flat` makes them, all with a `prefix` that says nothing;
+        `assumed` are those of keys that the file does not have."""
+        self.file, self.table, self.made, self.assumed = file, table, made, dict(assumed or {})
+        self.label = "" if file == made.file else f"{Path(file).name}: "
+        """Stands before its keys in the report, where they are of a second file."""
+        self.spelled: dict[str, str] = {}
+        """Key as it is used here → as it is written in the file."""
+        self.asked: set[str] = set()
+        self.left: dict[str, Any] = {}
+        aliases = table.aliases
+        for written, value in values.items():
+            bare = table.complete(written.removeprefix(prefix))
+            key = aliases.get(bare, bare)
+            for old in (alias for alias in aliases if alias.endswith(".")):
+                key = aliases[old] + key.removeprefix(old) if key.startswith(old) else key
+            if key in self.left and self.left[key] != value:
+                raise self.error(key, f"is the same as {written}, but they differ; keep one")
+            self.left[key], self.spelled[key] = value, written
+        self.automatic = "auto" in self.left.values()
+        """Whether some value is left to Hugging Face's Trainer."""
+
+    def error(self, key: str, problem: str) -> RecipeError:
+        """A RecipeError that names a key."""
+        return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
+
+    def take(self, key: str, kind: Kind, default: Any = None) -> Any:
+        """The value of a key, or "auto", or the default if it is not there or null; the caller
+        accounts for it."""
+        self.asked.add(key)
+        value = self.left.get(key)
+        value = self.assumed.get(key) if value is None else value
+        if value is None or (value == "auto" and self.table.automatic):
+            return default if value is None else value
+        try:
+            return kind(value)
+        except ValueError as error:
+            auto = ' or "auto"' if self.table.automatic else ""
+            wanted = f"should be {error}{auto}, but it is {json.dumps(value, default=str)}"
+            raise self.error(key, wanted) from None
+
+    def became(self, key: str, target: str, why: str = "", *, differs: bool = False) -> None:
+        """Account for a key: which recipe key it became ("": none), what to say of it, and whether
+        something else is trained than the file says."""
+        if key in self.left:
+            value = self.left.pop(key)
+            name = self.label + self.spelled[key]
+            self.made.lines.append(Line(name, value, target, why, differs))
+
+    def settle(
+        self, keys: Iterable[str], target: str, why: str = "", *, differs: bool = False
+    ) -> None:
+        """Account for several keys alike."""
+        for key in list(keys):
+            self.became(key, target, why, differs=differs)
+
+    def below(self, prefix: str) -> list[str]:
+        """Keys that begin so, and are not accounted for yet."""
+        return [key for key in self.left if key.startswith(prefix)]
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives this key a value of its own."""
+        return self.left.get(key) not in (None, "auto")
+
+    def put(self, key: str, target: str, value: Any, note: str = "", differs: str = "") -> None:
+        """Account for a key that became a recipe key; of one that is not there, its default did,
+        which is a difference of its own where a recipe's default is another.
+
+        Args:
+            note: what else there is to say.
+            differs: what is trained otherwise all the same.
+        """
+        given, present = self.has(key), key in self.left
+        said = note = "; ".join(filter(None, [note, differs]))
+        usual = recipe_default(target)
+        other = not given and value != usual
+        if not given:
+            theirs = AUTO if self.left.get(key) == "auto" else f"a default of {self.table.owner}"
+            note = "; ".join(filter(None, [note, theirs]))
+            ours = "none" if usual is None else inline(usual)
+            said = note + (f", where a recipe has {ours}" if other else "")
+        name = self.label + self.spelled.get(key, key)
+        self.made.set(target, value, f"{self.file}: {self.spelled.get(key, key)}", note, given)
+        became = f"{target}={inline(value)}"
+        if present:
+            self.became(key, became, said, differs=bool(differs) or other)
+        elif differs or other:
+            self.made.lines.append(Line(name, ABSENT, became, said, True))
+
+    def move(
+        self, key: str, target: str, kind: Kind, default: Any, note: str = "", differs: str = ""
+    ) -> Any:
+        """`take` and `put` in one: the value. One that is "auto" is not put, and None: Trainer's
+        arguments give it."""
+        value = self.take(key, kind, default)
+        if value == "auto":
+            return self.leave(key, target)
+        self.put(key, target, value, note, differs)
+        return value
+
+    def leave(self, key: str, target: str) -> None:
+        """Account for a key that is "auto", and leave its recipe key to Trainer's arguments."""
+        self.became(key, target, AUTO)
+
+    def drop_switched_off(self) -> None:
+        """Sections with `enabled: false` say nothing more."""
+        for key in [key for key in self.left if key.endswith(".enabled")]:
+            if self.take(key, a_boolean) is False:
+                self.settle(self.below(key.removesuffix("enabled")), "", "switched off")
+
+    def drop_rest(self, allow_unknown: bool) -> None:
+        """Name the reason for every key that nobody took."""
+        table = self.table
+        known = {*self.asked, *table.no_meaning, *table.differs, *table.aliases}
+        for key in list(self.left):
+            ends = [key[: end + 1] for end, letter in enumerate(key) if letter == "."]
+            places = (key, *reversed(ends), f"{key}.")
+            differs = next((table.differs[k] for k in places if k in table.differs), None)
+            reason = next((table.no_meaning[k] for k in places if k in table.no_meaning), None)
+            if differs and not is_off(self.left[key]):
+                self.became(key, "", differs, differs=True)
+                continue
+            empty = self.left[key] in (None, {}, [])
+            within = [name for name in sorted(known) if name.startswith(f"{key}.")]
+            if within and key not in known and not empty:
+                problem = f"should be a section with keys, such as {within[0]}, but it is "
+                raise self.error(key, problem + json.dumps(self.left[key]))
+            if differs or reason or within or key in known:
+                reason = "it says nothing" if empty else reason or "switched off"
+            if key.rpartition(".")[2].lstrip("_/").lower() in ("comment", "comments", ""):
+                reason = "a comment"
+            if reason is None and not allow_unknown:
+                near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
+                hint = f"did you mean '{near[0]}'? Mend it" if near else "remove it"
+                raise self.error(key, f"unknown key; {hint}, or add --allow-unknown to drop it")
+            self.became(key, "", reason or "unknown", differs=reason is None)
+
+
+AUTO = "auto: TrainingArguments say it"
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value of a configuration says that a thing is not used."""
+    words = ("none", "no", "false", "off", "auto", "", "0")
+    return value in (None, False, 0, {}, []) or (isinstance(value, str) and value.lower() in words)
+
+
+def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> float:
+    """One number."""
+    wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
+    with suppress(TypeError, ValueError):
+        number = math.nan if isinstance(value, bool) else float(value)
+        if math.isfinite(number) and number > above and (number.is_integer() or not whole):
+            return int(number) if whole else number
+    one = " (Perdure has one for all parameters)" if isinstance(value, list) else ""
+    raise ValueError(wanted + one)
+
+
+a_whole_number = partial(a_number, whole=True)
+a_positive_number = partial(a_number, whole=True, above=0)
+
+
+def a_pair(value: Any) -> list[float]:
+    """Two numbers."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("two numbers")
+    return [a_number(item) for item in value]
+
+
+def a_boolean(value: Any) -> bool | str:
+    """True or false, or "auto" in any case."""
+    word = value.lower() if isinstance(value, str) else json.dumps(value)
+    if word not in ("true", "false", "auto"):
+        raise ValueError("true, false")
+    return word if word == "auto" else word == "true"
+
+
+def a_device(value: Any) -> str:
+    """Where something is offloaded to."""
+    if value not in ("none", "cpu", "nvme"):
+        raise ValueError("none, cpu, nvme")
+    return value
+
+
+def a_boolean_or_word(value: Any) -> bool:
+    """True or false, also as the words that accelerate writes: "yes", "no"."""
+    if isinstance(value, str) and value.lower() in ("yes", "no"):
+        return value.lower() == "yes"
+    return bool(a_boolean(value))
+
+
+def words(value: Any) -> list[str]:
+    """Words: a string with spaces between them, or a list."""
+    found = value.split() if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+        raise ValueError("a word, or a list of words")
+    return found
+
+
+def one_of(*names: str) -> Kind:
+    """One of several words, in any case; gives it as it is spelled here."""
+
+    def a_word(value: Any) -> str:
+        for name in names:
+            if str(value).lower() == name.lower():
+                return name
+        raise ValueError(" | ".join(names))
+
+    return a_word

@@ -1,0 +1,417 @@
+"""Hugging Face's TrainingArguments → a recipe: from a JSON file, or their defaults alone.
+
+They fill in what another file of the same run, a ds_config or an accelerate configuration, leaves
+open. Where both say something, they must agree, as Trainer demands too.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.recipe import RecipeError
+from trainer.tools.importing.imported import Imported, inline
+from trainer.tools.importing.source import (
+    Kind,
+    Source,
+    a_boolean,
+    a_number,
+    a_positive_number,
+    a_whole_number,
+    beside,
+    flat,
+    one_of,
+    read_json,
+    words,
+)
+from trainer.tools.importing.training_arguments_keys import TABLE
+
+WHAT = "TrainingArguments file"
+
+ADAMW = {
+    "adamw_torch": "", "adamw_torch_fused": "", "adamw_hf": "", "adamw_torch_xla": "",
+    "adamw_torch_npu_fused": "", "adamw_apex_fused": "",
+    **dict.fromkeys(
+        (
+            "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit",
+            "paged_adamw_8bit", "paged_adamw_32bit", "adamw_anyprecision",
+        ),
+        "its optimizer state is float32 here, and is not paged; strategy.offload moves it",
+    ),
+}  # fmt: skip
+"""Names of `optim` that are AdamW → how ours differs."""
+TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
+"""Names of `optim` → optimizers of torch that take no betas here."""
+
+SHAPES = {
+    "linear": "linear", "cosine": "cosine", "constant": "constant", "polynomial": "linear",
+    "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine", "cosine_with_restarts": "cosine",
+    "warmup_stable_decay": "wsd",
+}  # fmt: skip
+"""`lr_scheduler_type` → `schedule.name`."""
+
+
+# Key, its default, recipe key, type, note.
+OPERATING: tuple[tuple[str, Any, str, Kind, str], ...] = (
+    ("save_total_limit", 0, "checkpoint.keep", a_whole_number, "0 keeps all"),
+    ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
+    ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
+)
+"""How a run is kept going: only from a file, for its default changes nothing that is trained."""
+
+
+def import_training_arguments(
+    path: str | Path, overrides: Sequence[str] = (), *, ranks: int | None = None,
+    allow_unknown: bool = False,
+) -> Imported:  # fmt: skip
+    """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, and the
+    ds_config or `fsdp_config` in them.
+
+    Args:
+        path: JSON file.
+        overrides: `key.sub=value` of the recipe, over what the file says.
+        ranks: GPUs that the file was used with; tells the global batch.
+        allow_unknown: list unknown keys as unknown, instead of an error.
+
+    Raises:
+        RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
+            other; one line that names file and key.
+    """
+    from trainer.tools.importing.accelerate import fsdp_of_arguments
+    from trainer.tools.importing.deepspeed import deepspeed_of_arguments
+
+    made = Imported(str(path))
+    made.override(overrides)
+    arguments = read_arguments(path, made)
+    made.replicas = ranks
+    optimizes = deepspeed_of_arguments(arguments, ranks, allow_unknown)
+    if made.get("strategy.name") is None:
+        fsdp_of_arguments(arguments)
+    fill(arguments, optimizes=optimizes)
+    arguments.drop_rest(allow_unknown)
+    made.finish()
+    return made
+
+
+def read_arguments(path: str | Path | None, made: Imported) -> Source:
+    """TrainingArguments of a JSON file; of none, their defaults."""
+    if path is None:
+        return Source("TrainingArguments", {}, TABLE, made)
+    tree = read_json(path, WHAT)
+    values: dict[str, Any] = {}
+    for key in ("lr_scheduler_kwargs", "fsdp_config", "deepspeed"):
+        if isinstance(tree.get(key), str):
+            tree[key] = _nested(tree[key], str(path), key)
+    for key, value in tree.items():
+        nested = isinstance(value, dict) and key != "deepspeed"
+        values |= flat({key: value}) if nested else {key: value}
+    return Source(str(path), values, TABLE, made)
+
+
+def _nested(value: str, file: str, key: str) -> Any:
+    """An argument that may also be JSON in a string; `fsdp_config` also a path."""
+    if value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise RecipeError(f"{file}: {key}: not valid JSON: {error.msg}; mend it") from None
+    return read_json(beside(value, file, key), WHAT) if key == "fsdp_config" else value
+
+
+def is_file(arguments: Source) -> bool:
+    """Whether these are from a file, rather than defaults alone."""
+    return arguments.file != "TrainingArguments"
+
+
+def mixed_precision(arguments: Source) -> str | None:
+    """What `bf16` and `fp16` say; None if neither is on.
+
+    Raises:
+        RecipeError: both are.
+    """
+    on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
+    if len(on) > 1:
+        raise arguments.error("fp16", "is true, and so is bf16; keep one")
+    return on[0] if on else None
+
+
+def fill(arguments: Source, *, optimizes: bool = True) -> None:
+    """Give the recipe what TrainingArguments say and no other file has said; account for each of
+    their keys that has a counterpart.
+
+    `optimizes`: whether the optimizer is one that they can give values.
+    """
+    made = arguments.made
+    if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
+        _agree(arguments, "max_steps", "run.steps", steps)
+        arguments.became("num_train_epochs", "", "max_steps says how long the run is")
+    if arguments.has("num_train_epochs"):
+        epochs = arguments.take("num_train_epochs", a_number)
+        why = f"run.steps counts optimizer steps: {epochs:g} x sequences / batch.global_batch"
+        arguments.became("num_train_epochs", "", why, differs=True)
+    if arguments.left.get("deepspeed"):
+        arguments.became("deepspeed", "", "the ds_config that is given counts")
+    if arguments.take("train_sampling_strategy", str) == "random":
+        arguments.became("train_sampling_strategy", "", "data are shuffled")
+    if arguments.left.get("fsdp"):
+        keys = ("fsdp", *arguments.below("fsdp_config."))
+        arguments.settle(keys, "", "the other file says how the model is spread", differs=True)
+    if optimizes:
+        _optimizer(arguments)
+    else:
+        keys = ("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon")
+        why = "the optimizer of the other file has no counterpart"
+        arguments.settle((*keys, "weight_decay"), "", why, differs=True)
+    _agree(arguments, "max_grad_norm", "optimizer.clip_norm",
+           arguments.take("max_grad_norm", a_number, 1.0))  # fmt: skip
+    _schedule(arguments)
+    if made.get("precision.dtype") is None:
+        key = mixed_precision(arguments) or "bf16"
+        arguments.put(key, "precision.dtype", mixed_precision(arguments) or "fp32")
+    if arguments.take("average_tokens_across_devices", a_boolean, True) is False:
+        why = "the loss is the mean over the target tokens of all devices"
+        arguments.became("average_tokens_across_devices", "", why, differs=True)
+    for name in ("bf16", "fp16"):
+        on = arguments.take(name, a_boolean, False) is True
+        dtype = made.get("precision.dtype")
+        if on and dtype != name:
+            origin = made.origins["precision", "dtype"]
+            problem = f"is true, but {origin} makes precision.dtype={dtype}; keep one"
+            raise arguments.error(name, problem)
+        arguments.became(name, f"precision.dtype={dtype}" * on, "" if on else "switched off")
+    _batch(arguments)
+    _agree(arguments, "seed", "run.seed", arguments.take("seed", a_whole_number, 42))
+    if is_file(arguments):
+        _operate(arguments)
+
+
+def _agree(
+    arguments: Source, key: str, target: str, value: Any, note: str = "", differs: str = ""
+) -> None:
+    """Put a value, unless another file gave the recipe key: then both must say the same."""
+    made = arguments.made
+    there = made.get(target)
+    if there is None:
+        arguments.put(key, target, value, note, differs)
+    elif there == value:
+        arguments.became(key, f"{target}={inline(value)}")
+    elif target in made.given and arguments.has(key):
+        section, name = target.split(".")
+        origin = made.origins[section, name]
+        raise arguments.error(
+            key, f"is {inline(value)}, but {origin} makes {target}={inline(there)}; keep one"
+        )
+    else:
+        why = f"not asked: the other file's trainer has {target}={inline(there)} by default"
+        arguments.became(key, "", why, differs=True)
+
+
+def _optimizer(arguments: Source) -> None:
+    made = arguments.made
+    name = arguments.take("optim", str, "adamw_torch_fused")
+    bundled = made.get("optimizer.name") or (made.get("optimizer.factory") and "factory")
+    if bundled:
+        arguments.became("optim", "", "the optimizer of the other file counts")
+    elif name in ADAMW:
+        arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
+    elif name in TORCH:
+        arguments.put("optim", "optimizer.factory", f"torch.optim:{TORCH[name]}")
+    else:
+        foreign = f"{name} is not AdamW, and its values are not AdamW's"
+        keys = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
+        why = f"{foreign}; name a class of yours or of a package in optimizer.factory"
+        arguments.settle(("optim", *keys), "", why, differs=True)
+        return
+    rate = arguments.take("learning_rate", a_number, 5e-5)
+    _agree(arguments, "learning_rate", "optimizer.lr", rate)
+    decay = arguments.take("weight_decay", a_number, 0.0)
+    _agree(arguments, "weight_decay", "optimizer.weight_decay", decay)
+    if made.get("optimizer.factory"):
+        for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            arguments.became(key, "", "its optimizer has none")
+        if arguments.has("optim_args"):
+            arguments.became("optim_args", "", "optimizer.factory_options takes them", differs=True)
+        return
+    betas = [arguments.take(f"adam_beta{n}", a_number, b) for n, b in ((1, 0.9), (2, 0.999))]
+    second = arguments.has("adam_beta2") or not arguments.has("adam_beta1")
+    _agree(arguments, "adam_beta2" if second else "adam_beta1", "optimizer.betas", betas)
+    for key in ("adam_beta1", "adam_beta2"):
+        arguments.became(key, f"optimizer.betas={inline(made.get('optimizer.betas'))}")
+    epsilon = arguments.take("adam_epsilon", a_number, 1e-8)
+    _agree(arguments, "adam_epsilon", "optimizer.eps", epsilon)
+
+
+def _schedule(arguments: Source) -> None:
+    made = arguments.made
+    kind = arguments.take("lr_scheduler_type", str, "linear")
+    told = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
+    if made.get("schedule.name") is not None:
+        arguments.settle(told, "", "the scheduler of the other file counts")
+    elif kind not in SHAPES:
+        why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
+        made.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
+        arguments.settle(told, "schedule.name=constant", why, differs=True)
+    else:
+        _shape(arguments, kind)
+    if made.get("schedule.warmup_steps") is not None:
+        why = "the scheduler of the other file counts"
+        arguments.settle(("warmup_steps", "warmup_ratio"), "", why)
+    elif kind == "constant" and "schedule.name" in made.given:
+        arguments.settle(("warmup_steps", "warmup_ratio"), "", "constant has no warm-up")
+    else:
+        _warmup(arguments)
+
+
+def _shape(arguments: Source, kind: str) -> None:
+    """The schedule that `lr_scheduler_type` names, with its options."""
+    made, shape, differs = arguments.made, SHAPES[kind], ""
+    peak = made.get("optimizer.lr")
+
+    def option(name: str, default: float | None = None) -> Any:
+        return arguments.take(f"lr_scheduler_kwargs.{name}", a_number, default)
+
+    least, said = 0.0, ""
+    if kind == "polynomial":
+        said = "lr_end"
+        least = option("lr_end", 1e-7) / peak if peak else 0.0
+        if (power := option("power", 1.0)) != 1:
+            differs = f"a power of {power:g} there, a line here"
+    elif "min_lr" in kind:
+        given = {name: option(name) for name in ("min_lr_rate", "min_lr_ratio", "min_lr")}
+        said = next((name for name, value in given.items() if value is not None), said)
+        least = given.get(said) or 0.0
+        if said == "min_lr":
+            least = least / peak if peak else 0.0
+    elif kind == "cosine_with_restarts" and (cycles := option("num_cycles", 1)) != 1:
+        differs = f"{cycles:g} cycles there, one here"
+    elif shape == "wsd":
+        said = "min_lr_ratio"
+        least = option(said, 0.0)
+        if arguments.take("lr_scheduler_kwargs.decay_type", str, "cosine") != "linear":
+            differs = "decays along a cosine there, along a line here"
+        decay = int(option("num_decay_steps", 1))
+        origin = f"{arguments.file}: lr_scheduler_kwargs.num_decay_steps"
+        made.set("schedule.decay_steps", decay, origin)
+    if shape != "constant":
+        later = "each rate comes one step later there"
+        differs = f"{differs}; {later}" if differs else later
+    arguments.put("lr_scheduler_type", "schedule.name", shape, differs=differs)
+    if shape != "constant":
+        key = f"lr_scheduler_kwargs.{said}" if said else "lr_scheduler_kwargs"
+        arguments.put(key, "schedule.min_lr_ratio", least)
+    arguments.settle(arguments.below("lr_scheduler_kwargs."), f"schedule.name={shape}")
+
+
+def _warmup(arguments: Source) -> None:
+    """Steps of warm-up: a number of them, or a share of the run below 1 (`warmup_ratio` before
+    transformers 5)."""
+    made = arguments.made
+    steps = arguments.take("warmup_steps", a_number, 0)
+    share = arguments.take("warmup_ratio", a_number, 0) if steps < 1 else 0
+    key = "warmup_ratio" if share else "warmup_steps"
+    share = share or (steps if 0 < steps < 1 else 0)
+    if not share:
+        arguments.put(key, "schedule.warmup_steps", int(steps))
+    elif made.steps:
+        note = f"{share:g} of {made.steps} steps"
+        arguments.put(key, "schedule.warmup_steps", math.ceil(share * made.steps), note)
+    else:
+        why = f"schedule.warmup_steps counts steps: {share:g} x run.steps; or say run.steps=N here"
+        arguments.became(key, "", why, differs=True)
+    arguments.became("warmup_ratio", "", "warmup_steps says it" if steps else "no warm-up")
+    arguments.became("warmup_steps", "", "warmup_ratio says it")
+
+
+def _batch(arguments: Source) -> None:
+    made = arguments.made
+    micro = arguments.take("per_device_train_batch_size", a_positive_number, 8)
+    differs = "counts examples there, packed sequences of data.seq_len tokens here"
+    _agree(arguments, "per_device_train_batch_size", "batch.micro_batch", micro, differs=differs)
+    passes = arguments.take("gradient_accumulation_steps", a_positive_number, 1)
+    key = "gradient_accumulation_steps"
+    if made.accumulation not in (None, passes) and arguments.has(key):
+        raise arguments.error(
+            key, f"is {passes}, but the other file has {made.accumulation}; keep one"
+        )
+    passes = made.accumulation or passes
+    held = made.get("batch.micro_batch")
+    if made.get("batch.global_batch") is None and made.replicas and isinstance(held, int):
+        note = f"{held} x {passes} x {made.replicas} replicas"
+        whole = held * passes * made.replicas
+        made.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
+    if made.get("batch.global_batch") is None:
+        why = f"batch.global_batch is {held} x {passes} x replicas: tell --ranks, or fill it in"
+        arguments.became(key, "", why)
+    else:
+        arguments.became(key, "batch.global_batch", "accumulation is what the global batch needs")
+
+
+def _operate(arguments: Source) -> None:
+    """How the run is saved, logged and watched."""
+    made = arguments.made
+    for key, default, target, kind, note in OPERATING:
+        arguments.put(key, target, arguments.take(key, kind, default), note)
+    for what, target, usual in (
+        ("logging", "run.log_every", "steps"),
+        ("save", "checkpoint.every", "steps"),
+        ("eval", "run.evaluate_every", "no"),
+    ):
+        _every(arguments, what, target, usual)
+    for key, target, kind in (
+        ("output_dir", "run.dir", str),
+        ("run_name", "tracking.name", str),
+        ("max_length", "data.seq_len", a_positive_number),
+        ("max_seq_length", "data.seq_len", a_positive_number),
+    ):
+        value = arguments.take(key, kind)
+        if arguments.has(key):
+            arguments.put(key, target, value)
+    for key, target, value, differs in (
+        ("activation_checkpointing", "strategy.activation_checkpointing", "full", ""),
+        ("gradient_checkpointing", "strategy.activation_checkpointing", "full", ""),
+        ("torch_compile", "strategy.compile", True, ""),
+        ("use_cpu", "run.device", "cpu", ""),
+        ("no_cuda", "run.device", "cpu", ""),
+        ("full_determinism", "run.determinism", "exact", ""),
+        ("load_best_model_at_end", "checkpoint.keep_best", 1, "it is kept, and not loaded"),
+    ):
+        if arguments.take(key, a_boolean, False) is True:
+            arguments.put(key, target, value, differs=differs)
+        arguments.became(key, "", "switched off")
+    for name in arguments.take("report_to", words, []):
+        if name in ("tensorboard", "all"):
+            made.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
+        if name in ("wandb", "all"):
+            made.set("tracking.wandb", "online", f"{arguments.file}: report_to")
+    used = [f"tracking.{key}" for key in ("tensorboard", "wandb") if made.get(f"tracking.{key}")]
+    arguments.became(
+        "report_to", ", ".join(used), "" if used else "metrics.jsonl is always written"
+    )
+    if made.get("tracking.wandb") and arguments.has("project"):
+        arguments.put("project", "tracking.project", arguments.take("project", str))
+
+
+def _every(arguments: Source, what: str, target: str, usual: str) -> None:
+    """`logging_steps` and its like: steps, or a share of the run, if the strategy is steps."""
+    made = arguments.made
+    strategy, steps = f"{what}_strategy", f"{what}_steps"
+    kind = arguments.take(strategy, one_of("no", "steps", "epoch", "best"), usual)
+    every = arguments.take(steps, a_number, 500 if what != "eval" else None)
+    if every is None:  # evaluation is as frequent as logging, unless it says otherwise
+        every = made.get("run.log_every") or 500
+    if kind in ("epoch", "best"):
+        why = f"Perdure counts steps: set {target}"
+        arguments.settle((strategy, steps), "", why, differs=True)
+        return
+    if 0 < every < 1 and kind == "steps" and not made.steps:
+        why = f"a share of the run: {target} counts steps; or say run.steps=N here"
+        arguments.settle((strategy, steps), "", why, differs=True)
+        return
+    if 0 < every < 1:
+        every = math.ceil(every * (made.steps or 0))
+    off = (made.steps or 500) if what == "logging" else 0  # some lines there always are
+    value = off if kind == "no" else int(every)
+    arguments.put(steps, target, value)
+    arguments.became(strategy, f"{target}={value}")
