@@ -1,12 +1,15 @@
 """W&B and TensorBoard see every record once, and can neither end a run nor slow it down."""
 
+import itertools
 import json
 import os
 import runpy
 import signal
 import sqlite3
+import struct
 import threading
 import time
+import zlib
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -34,6 +37,44 @@ def points(run):
 
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     return [point.step for point in board.Scalars("loss")]
+
+
+def wandb_rows(run):
+    """Rows of history in each of a run's W&B files, in order of time."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    files = []
+    for path in sorted((run / "wandb").glob("*run-*/*.wandb")):
+        data, at, whole, rows = path.read_bytes(), 7, b"", []
+        while at + 7 <= len(data):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            crc, length, kind = struct.unpack_from("<IHB", data, at)
+            part, at = data[at + 7 : at + 7 + length], at + 7 + length
+            if at > len(data):  # torn by a kill
+                break
+            assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == crc
+            whole = part if kind in (1, 2) else whole + part
+            if kind in (1, 4):
+                items = Record.FromString(whole).history.item
+                row = {".".join(item.nested_key): json.loads(item.value_json) for item in items}
+                rows += [row] if row else []
+        files.append(rows)
+    return files
+
+
+def not_in_wandb(run):
+    """Records of metrics.jsonl that are in no row of W&B's."""
+    rows = [row for file in wandb_rows(run) for row in file]
+    steps = [row["_step"] for row in rows]
+    assert steps == sorted(set(steps))  # over all files
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        record
+        for record in records
+        if not any(record.items() - row.items() <= {("time", record["time"])} for row in rows)
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=6))
@@ -88,8 +129,13 @@ def test_a_sink_is_told_what_counts_no_more(tmp_path):
 
 
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
-    broken = ["class init:", " def __init__(self, **_): pass", " def log(self, *_, **__): 1 / 0"]
-    (tmp_path / "wandb.py").write_text("\n".join([*broken, "Settings = dict"]))
+    (tmp_path / "wandb.py").write_text(
+        "from types import SimpleNamespace as Settings\n"
+        "class init:\n"
+        " def log(self, *_, **__): 1 / 0\n"
+        " def __init__(self, **_): self.settings = Settings(sync_file='wandb/run/file')\n"
+        " define_metric, starting_step = lambda *_, **__: None, 0\n"
+    )
     (tmp_path / "torn.py").write_text(
         "class Torn:\n def record(self, step, values): exit(1)\n close = print\n"
         "def sink(run_dir): return Torn()\n"
@@ -182,6 +228,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     assert len(before) == 5
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
     assert points(run) == list(range(1, 61))
+    assert not_in_wandb(run) == []
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
     with closing(sqlite3.connect(run / "metrics.sqlite")) as database:
@@ -210,3 +257,49 @@ def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):
     companion._process.kill()
     part_with([companion], 30)
     assert "hooks os:kill ended with exit code -9; what it had not done is lost" in caplog.text
+
+
+def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
+    """A node in the midst of it, then wandb-core alone; steps are done again."""
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    (tmp_path / "recipe.yaml").write_text("tracking: {wandb: online, project: p, name: null}")
+    metrics, moments = tmp_path / "metrics.jsonl", itertools.count(1.8e9, 0.001)
+
+    def steps(*numbers):
+        with metrics.open("a") as file:
+            for step in numbers:
+                for values in {"loss": 1 / step}, {"validation_loss": 2 / step}:
+                    file.write(json.dumps({"step": step, "time": next(moments), **values}) + "\n")
+
+    def tracker(written):
+        companion = Companion(["trainer.run.trackers", str(tmp_path), "wandb"])
+        deadline = time.monotonic() + 60
+        while not (len(files := wandb_rows(tmp_path)) == written and files[-1]):
+            assert companion.lives
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = [companion._process.pid]
+        for file in Path(f"/proc/{family[0]}/task").glob("*/children"):
+            family += map(int, file.read_text().split())
+        return companion, family
+
+    steps(*range(1, 400))  # more than a block
+    companion, family = tracker(1)
+    steps(400, 401)
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    part_with([companion], 30)
+    with next((tmp_path / "wandb").glob("*run-*/*.wandb")).open("ab") as file:
+        file.write(b"torn")
+    keep_records(metrics, 395)
+    steps(396, 397, 402)
+    companion, family = tracker(2)
+    steps(403)
+    os.kill(family[1], signal.SIGKILL)
+    steps(404, 405)
+    part_with([companion], 30)
+    assert not_in_wandb(tmp_path) == []
+    files = wandb_rows(tmp_path)
+    assert len(files) == 3
+    assert [row["step"] for rows in files for row in rows][-4:] == [402, 403, 404, 405]
+    assert [file.name[:7] for file in (tmp_path / "wandb").glob("*run-*")] == ["offline"] * 3
