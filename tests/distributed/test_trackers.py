@@ -6,10 +6,8 @@ import os
 import runpy
 import signal
 import sqlite3
-import struct
 import threading
 import time
-import zlib
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -18,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support import python_path
+from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
 from elastic import Start
 from elastic.node.companion import Companion, part_with
 from elastic.record.history import read_history
@@ -37,44 +36,6 @@ def points(run):
 
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     return [point.step for point in board.Scalars("loss")]
-
-
-def wandb_rows(run):
-    """Rows of history in each of a run's W&B files, in order of time."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    files = []
-    for path in sorted((run / "wandb").glob("*run-*/*.wandb")):
-        data, at, whole, rows = path.read_bytes(), 7, b"", []
-        while at + 7 <= len(data):
-            if 32768 - at % 32768 < 7:
-                at += 32768 - at % 32768
-                continue
-            crc, length, kind = struct.unpack_from("<IHB", data, at)
-            part, at = data[at + 7 : at + 7 + length], at + 7 + length
-            if at > len(data):  # torn by a kill
-                break
-            assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == crc
-            whole = part if kind in (1, 2) else whole + part
-            if kind in (1, 4):
-                items = Record.FromString(whole).history.item
-                row = {".".join(item.nested_key): json.loads(item.value_json) for item in items}
-                rows += [row] if row else []
-        files.append(rows)
-    return files
-
-
-def not_in_wandb(run):
-    """Records of metrics.jsonl that are in no row of W&B's."""
-    rows = [row for file in wandb_rows(run) for row in file]
-    steps = [row["_step"] for row in rows]
-    assert steps == sorted(set(steps))  # over all files
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        record
-        for record in records
-        if not any(record.items() - row.items() <= {("time", record["time"])} for row in rows)
-    ]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=6))
@@ -289,7 +250,8 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     for pid in family:
         os.kill(pid, signal.SIGKILL)
     part_with([companion], 30)
-    with next((tmp_path / "wandb").glob("*run-*/*.wandb")).open("ab") as file:
+    killed = next((tmp_path / "wandb").glob("*run-*/*.wandb"))
+    with killed.open("ab") as file:
         file.write(b"torn")
     keep_records(metrics, 395)
     steps(396, 397, 402)
@@ -299,6 +261,7 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     steps(404, 405)
     part_with([companion], 30)
     assert not_in_wandb(tmp_path) == []
+    assert not killed.read_bytes().endswith(b"torn")  # `wandb sync` would stop there
     files = wandb_rows(tmp_path)
     assert len(files) == 3
     assert [row["step"] for rows in files for row in rows][-4:] == [402, 403, 404, 405]

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import yaml
 
 from elastic.node.files import own_directory, read_text, write_new, write_whole
-from trainer.run.wandb_log import last_row, read_rows
+from trainer.run.wandb_log import cut_torn, last_row, read_rows
 
 STALL_SECONDS = 60.0
 """After which W&B is begun anew if it has written nothing of what it was given."""
@@ -135,6 +136,8 @@ class WeightsAndBiases:
         self._close_seconds = CLOSE_SECONDS if mode == "offline" else CLOSE_SECONDS_ONLINE
         self._run.define_metric("*", step_metric="step")
         self._file, self._offset = Path(self._run.settings.sync_file), 0
+        self._cut = partial(cut_torn, self._file.parent.parent, run_id, self._file)
+        self._cut()
         directory, first = self._file.parent.parent, self._run.starting_step
         # Online, what counts is what the server has: rows may have got no further than the file.
         last = last_row(directory, run_id, first - 1 if mode == "online" else math.inf)
@@ -183,6 +186,7 @@ class WeightsAndBiases:
         deadline = time.monotonic() + 2.0
         while self.kept(0.0) < self._given and time.monotonic() < deadline:
             time.sleep(0.05)  # wandb-core ends its file after that
+        self._cut()  # what was too new at the start
 
 
 def wandb_mode(asked: str) -> WandbMode:

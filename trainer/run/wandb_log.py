@@ -11,6 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ _BLOCK_BYTES, _HEADER_BYTES = 32 << 10, 7
 _CHUNK = struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _TAIL_BLOCKS = 4
+_CHANGE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_STILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,36 @@ def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> Row | Non
         up_to: a W&B step.
     """
     found = []
-    for path in directory.glob(f"*run-*-{run_id}*/run-{run_id}.wandb"):
-        try:
-            blocks = path.stat().st_size // _BLOCK_BYTES
-            for block in (max(0, blocks - _TAIL_BLOCKS), 0):
-                rows = read_rows(path, block * _BLOCK_BYTES)[0]
-                rows = [row for row in rows if row.step <= up_to]
+    for path in _files(directory, run_id):
+        with suppress(OSError):  # it is just being removed, or no file of a run
+            for start in (_tail(path), 0):
+                rows = [row for row in read_rows(path, start)[0] if row.step <= up_to]
                 if rows:
                     found.append(rows[-1])
                     break
-        except OSError:  # it is just being removed, or no file of a run
-            continue
     return max(found, key=lambda row: row.time, default=None)
+
+
+def cut_torn(directory: Path, run_id: str, own: Path) -> None:
+    """Cut off what a kill has left of a record at the end of a run's files: `wandb sync` would stop
+    there, and send no later file.
+
+    Args:
+        directory: W&B's.
+        run_id: of the run.
+        own: file that is being written. Whatever changed within 2 s of it may still be, too.
+    """
+    if not own.exists():
+        return
+    now = own.stat().st_mtime  # by the clock of the filesystem
+    for path in _files(directory, run_id):
+        with suppress(OSError), os.fdopen(os.open(path, _CHANGE), "r+b") as file:
+            found, start = os.fstat(file.fileno()), _tail(path)
+            whole = read_rows(path, start)[1]
+            if whole == start > 0:  # the record begins before that
+                whole = read_rows(path, 0)[1]
+            if path != own and now - found.st_mtime > _STILL_SECONDS and whole < found.st_size:
+                file.truncate(whole)
 
 
 def read_rows(path: Path, offset: int) -> tuple[list[Row], int]:
@@ -67,6 +88,7 @@ def read_rows(path: Path, offset: int) -> tuple[list[Row], int]:
     with os.fdopen(open_to_read(path), "rb") as file:
         if not is_ours(os.fstat(file.fileno()), path.parent):
             raise PermissionError(f"{path} belongs to another user")
+        offset = offset or _HEADER_BYTES
         file.seek(offset)
         data = file.read()
     rows = []
@@ -78,10 +100,19 @@ def read_rows(path: Path, offset: int) -> tuple[list[Row], int]:
     return rows, offset
 
 
+def _files(directory: Path, run_id: str) -> Iterator[Path]:
+    return directory.glob(f"*run-*-{run_id}*/run-{run_id}.wandb")
+
+
+def _tail(path: Path) -> int:
+    """Offset of the last blocks of a file."""
+    return max(0, path.stat().st_size // _BLOCK_BYTES - _TAIL_BLOCKS) * _BLOCK_BYTES
+
+
 def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
     """Yields each whole record of a file's bytes from `start` on, with the offset of its end; for
     the rest of a damaged block, an empty record."""
-    at = start or _HEADER_BYTES
+    at = start
     parts: list[bytes] = []
     while True:
         left = _BLOCK_BYTES - at % _BLOCK_BYTES
