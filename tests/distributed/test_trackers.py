@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,8 +22,10 @@ from elastic import Start
 from elastic.node.companion import Companion, part_with
 from elastic.record.history import read_history
 from tests.distributed.jobs import RECIPE, ROOT, Forked, losses
-from trainer.recipe import load_recipe
-from trainer.run.metrics import Log, keep_records
+from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.sections import Tracking
+from trainer.run.metrics import Log, keep_records, wandb_note
+from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import Tail, to_sink
 from trainer.tools.local_nodes import LocalNodes
 
@@ -87,6 +90,19 @@ def test_a_sink_is_told_what_counts_no_more(tmp_path):
         assert next(turns) == next(to_sink(sink(tmp_path), tmp_path, 4.0)) == 4.0
         query = "SELECT step, value FROM metrics WHERE name = 'loss'"
         assert database.execute(query).fetchall() == [(1, None), (2, 0.5)]
+
+
+def test_the_environment_says_how_wandb_runs(monkeypatch):
+    modes = {"": "online", "run": "online", "dryrun": "offline", "disabled": "disabled"}
+    for word, mode in modes.items():
+        monkeypatch.setenv("WANDB_MODE", word)
+        assert wandb_mode("online") == mode
+        note = wandb_note(Tracking(wandb="online"))
+        assert (f"W&B is {mode}: WANDB_MODE={word}" in note) == (mode != "online")
+        assert not wandb_note(Tracking())
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(RecipeError, match="WANDB_MODE=of in the environment: none of online, run"):
+        wandb_mode("offline")
 
 
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):

@@ -107,8 +107,8 @@ class Log:
             dynamic_ncols=True,
             leave=False,
         )
-        if tracking_note := _wandb_note(recipe.tracking):
-            self.say(tracking_note)
+        if note := wandb_note(recipe.tracking):
+            self.say(note)
         self._end_trackers = [
             accompany(["trainer.run.trackers", str(run_dir.absolute()), *words])
             for words in _trackers(recipe.tracking)
@@ -308,7 +308,7 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
     ]
 
 
-def _wandb_note(tracking: Tracking) -> str:
+def wandb_note(tracking: Tracking) -> str:
     """Says what WANDB_MODE makes of `tracking.wandb`; empty if that is nothing."""
     if tracking.wandb == "off" or (mode := wandb_mode(tracking.wandb)) == tracking.wandb:
         return ""

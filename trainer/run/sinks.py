@@ -111,7 +111,7 @@ class WeightsAndBiases:
         os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(_FLUSH_SECONDS))
         import wandb
 
-        _end_children()  # the wandb-core of a try that failed
+        _end_core()  # the wandb-core of a try that failed
         with suppress(Exception):  # it cannot say goodbye to that one
             wandb.teardown()
         recipe = _recipe(run_dir)
@@ -136,9 +136,9 @@ class WeightsAndBiases:
         self._close_seconds = CLOSE_SECONDS if mode == "offline" else CLOSE_SECONDS_ONLINE
         self._run.define_metric("*", step_metric="step")
         self._file, self._offset = Path(self._run.settings.sync_file), 0
-        self._cut = partial(cut_torn, self._file.parent.parent, run_id, self._file)
-        self._cut()
         directory, first = self._file.parent.parent, self._run.starting_step
+        self._cut = partial(cut_torn, directory, run_id, self._file)
+        self._cut()
         # Online, what counts is what the server has: rows may have got no further than the file.
         last = last_row(directory, run_id, first - 1 if mode == "online" else math.inf)
         self._kept = last.time if last else 0.0 if mode == "online" and not first else None
@@ -172,13 +172,13 @@ class WeightsAndBiases:
         if self._ended <= (self._kept or 0.0):
             self._since = time.monotonic()
         elif time.monotonic() - self._since > STALL_SECONDS:
-            _end_children()
+            _end_core()
             raise TimeoutError(f"it has written nothing to {self._file} for {STALL_SECONDS:.0f} s")
         return after if self._kept is None else self._kept
 
     def close(self) -> None:
         """See Sink."""
-        hangs = threading.Timer(self._close_seconds, _end_children)
+        hangs = threading.Timer(self._close_seconds, _end_core)
         hangs.daemon = True
         hangs.start()
         self._run.finish()
@@ -209,12 +209,13 @@ def wandb_mode(asked: str) -> WandbMode:
     return _WANDB_MODES[given]
 
 
-def _end_children() -> None:
-    """Kill the processes that this one has started: wandb-core, which may hang."""
+def _end_core() -> None:
+    """Kill the wandb-core that this process has started, which may hang."""
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
             for pid in file.read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+                if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n":
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 class Prometheus:
