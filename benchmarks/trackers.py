@@ -112,6 +112,8 @@ def kill(folder: Path, kills: int, chance: random.Random, json_file: Path | None
         _until(lambda: node.process.poll() is not None, node)
     files = wandb_rows(directory)
     records, lost = json_lines(directory / "metrics.jsonl"), not_in_wandb(directory)
+    for record in lost:
+        print("lost:", record)
     rows = [
         {
             "kills": ", ".join(f"{count} x {kind}" for kind, count in did.items()),

@@ -103,7 +103,8 @@ class WeightsAndBiases:
     charts show as x axis.
 
     [Note: what W&B has] `log` returns before wandb-core has written anything. So `kept` reads what
-    stands in W&B's file. A row is written when the next one begins: records of a step share one.
+    stands in W&B's file. A row is written when the next one begins: records of a step share one,
+    unless both have a value of the same name, as two saves that end in one step.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -144,8 +145,8 @@ class WeightsAndBiases:
         self._kept = last.time if last else 0.0 if mode == "online" and not first else None
         """Time of the last record that W&B has; None: no file tells."""
         self._row = max(first - 1, last.step if last else -1)
-        self._step = -1
-        """Training step of the row that is begun."""
+        self._step, self._keys = -1, set[str]()
+        """Training step of the row that is begun, and what is in it."""
         self._given = self._ended = 0.0
         """Time of the last record given, and of the last in a row that is ended."""
         self._since = time.monotonic()
@@ -153,10 +154,12 @@ class WeightsAndBiases:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
-        if step != self._step:
-            self._row, self._step, self._ended = max(step, self._row + 1), step, self._given
-        self._given = values["time"]
         row = {key: value for key, value in values.items() if key != "time"}
+        if step != self._step or row.keys() & self._keys:  # W&B would keep the later value alone
+            self._row, self._step, self._ended = max(step, self._row + 1), step, self._given
+            self._keys = set()
+        self._keys |= row.keys()
+        self._given = values["time"]
         self._run.log({**row, "step": step, "_timestamp": self._given}, step=self._row)
 
     def kept(self, after: float) -> float:
