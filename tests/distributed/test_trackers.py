@@ -1,5 +1,6 @@
 """W&B and TensorBoard see every record once, and can neither end a run nor slow it down."""
 
+import itertools
 import json
 import os
 import runpy
@@ -11,16 +12,20 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support import python_path
+from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
 from elastic import Start
 from elastic.node.companion import Companion, part_with
 from elastic.record.history import read_history
 from tests.distributed.jobs import RECIPE, ROOT, Forked, losses
-from trainer.recipe import load_recipe
-from trainer.run.metrics import Log, keep_records
+from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.sections import Tracking
+from trainer.run.metrics import Log, keep_records, wandb_note
+from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import Tail, to_sink
 from trainer.tools.local_nodes import LocalNodes
 
@@ -87,9 +92,27 @@ def test_a_sink_is_told_what_counts_no_more(tmp_path):
         assert database.execute(query).fetchall() == [(1, None), (2, 0.5)]
 
 
+def test_the_environment_says_how_wandb_runs(monkeypatch):
+    modes = {"": "online", "run": "online", "dryrun": "offline", "disabled": "disabled"}
+    for word, mode in modes.items():
+        monkeypatch.setenv("WANDB_MODE", word)
+        assert wandb_mode("online") == mode
+        note = wandb_note(Tracking(wandb="online"))
+        assert (f"W&B is {mode}: WANDB_MODE={word}" in note) == (mode != "online")
+        assert not wandb_note(Tracking())
+    monkeypatch.setenv("WANDB_MODE", "of")
+    with pytest.raises(RecipeError, match="WANDB_MODE=of in the environment: none of online, run"):
+        wandb_mode("offline")
+
+
 def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, monkeypatch):
-    broken = ["class init:", " def __init__(self, **_): pass", " def log(self, *_, **__): 1 / 0"]
-    (tmp_path / "wandb.py").write_text("\n".join([*broken, "Settings = dict"]))
+    (tmp_path / "wandb.py").write_text(
+        "from types import SimpleNamespace as Settings\n"
+        "class init:\n"
+        " def log(self, *_, **__): 1 / 0\n"
+        " def __init__(self, **_): self.settings = Settings(sync_file='wandb/run/file')\n"
+        " define_metric, starting_step = lambda *_, **__: None, 0\n"
+    )
     (tmp_path / "torn.py").write_text(
         "class Torn:\n def record(self, step, values): exit(1)\n close = print\n"
         "def sink(run_dir): return Torn()\n"
@@ -182,6 +205,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     assert len(before) == 5
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
     assert points(run) == list(range(1, 61))
+    assert not_in_wandb(run) == []
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
     with closing(sqlite3.connect(run / "metrics.sqlite")) as database:
@@ -210,3 +234,51 @@ def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):
     companion._process.kill()
     part_with([companion], 30)
     assert "hooks os:kill ended with exit code -9; what it had not done is lost" in caplog.text
+
+
+def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
+    """A node in the midst of it, then wandb-core alone; steps are done again."""
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    (tmp_path / "recipe.yaml").write_text("tracking: {wandb: online, project: p, name: null}")
+    metrics, moments = tmp_path / "metrics.jsonl", itertools.count(1.8e9, 0.001)
+
+    def steps(*numbers):
+        with metrics.open("a") as file:
+            for step in numbers:
+                for values in {"loss": 1 / step}, {"saved": 2 / step}, {"saved": 3 / step}:
+                    file.write(json.dumps({"step": step, "time": next(moments), **values}) + "\n")
+
+    def tracker(written):
+        companion = Companion(["trainer.run.trackers", str(tmp_path), "wandb"])
+        deadline = time.monotonic() + 60
+        while not (len(files := wandb_rows(tmp_path)) == written and files[-1]):
+            assert companion.lives
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = [companion._process.pid]
+        for file in Path(f"/proc/{family[0]}/task").glob("*/children"):
+            family += map(int, file.read_text().split())
+        return companion, family
+
+    steps(*range(1, 400))  # more than a block
+    companion, family = tracker(1)
+    steps(400, 401)
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    part_with([companion], 30)
+    killed = next((tmp_path / "wandb").glob("*run-*/*.wandb"))
+    with killed.open("ab") as file:
+        file.write(b"torn")
+    keep_records(metrics, 395)
+    steps(396, 397, 402)
+    companion, family = tracker(2)
+    steps(403)
+    os.kill(family[1], signal.SIGKILL)
+    steps(404, 405)
+    part_with([companion], 30)
+    assert not_in_wandb(tmp_path) == []
+    assert not killed.read_bytes().endswith(b"torn")  # `wandb sync` would stop there
+    files = wandb_rows(tmp_path)
+    assert len(files) == 3
+    assert [row["step"] for rows in files for row in rows][-4:] == [404, 404, 405, 405]
+    assert [file.name[:7] for file in (tmp_path / "wandb").glob("*run-*")] == ["offline"] * 3

@@ -348,7 +348,8 @@ class Tracking:
     """Write TensorBoard events to <run.dir>/tensorboard."""
 
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases; a restarted run continues under the same run id."""
+    """Weights & Biases; a restarted run continues under the same run id. The environment's
+    WANDB_MODE comes before offline and online; see docs/metrics.md."""
 
     prometheus: str | None = None
     """Path of a file, NAME.prom, for the textfile collector of Prometheus's node exporter. It is

@@ -27,6 +27,7 @@ from elastic.record.ledger import clock
 from elastic.record.lines import Lines
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
+from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import METRICS
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ class Log:
             dynamic_ncols=True,
             leave=False,
         )
+        if note := wandb_note(recipe.tracking):
+            self.say(note)
         self._end_trackers = [
             accompany(["trainer.run.trackers", str(run_dir.absolute()), *words])
             for words in _trackers(recipe.tracking)
@@ -295,7 +298,7 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
     """What trackers.py is to be started with, besides the run directory."""
     bundled = {
         "tensorboard": tracking.tensorboard,
-        "wandb": tracking.wandb != "off",
+        "wandb": tracking.wandb != "off" and wandb_mode(tracking.wandb) != "disabled",
         "prometheus": tracking.prometheus,
     }
     return [
@@ -303,6 +306,14 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
         *(["sinks", name] for name in tracking.sinks),
         *(["hooks", name] for name in tracking.hooks),
     ]
+
+
+def wandb_note(tracking: Tracking) -> str:
+    """Says what WANDB_MODE makes of `tracking.wandb`; empty if that is nothing."""
+    if tracking.wandb == "off" or (mode := wandb_mode(tracking.wandb)) == tracking.wandb:
+        return ""
+    given = os.environ["WANDB_MODE"]
+    return f"note: W&B is {mode}: WANDB_MODE={given} comes before tracking.wandb={tracking.wandb}"
 
 
 def keep_records(path: Path, last_step: int) -> float:

@@ -23,6 +23,7 @@ from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
 from trainer.run.provenance import check_resume
+from trainer.run.sinks import wandb_mode
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
 
@@ -177,6 +178,9 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
                 "tracking.tensorboard: tensorboard is not installed; pip install tensorboard, or "
                 "set tracking.tensorboard=false"
             )
+    with refusals:
+        if tracking.wandb != "off" and rank == 0:
+            wandb_mode(tracking.wandb)
     with refusals:
         if tracking.prometheus and rank == 0:
             _check_prometheus(Path(tracking.prometheus))

@@ -1,17 +1,39 @@
 """Where records of a run go: TensorBoard, W&B, Prometheus, and a sink of the user's own. Each runs
 in a process of its own (trackers.py) and imports no torch, whose import takes seconds."""
 
+import math
+import os
 import re
 import secrets
+import signal
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import yaml
 
 from elastic.node.files import own_directory, read_text, write_new, write_whole
+from trainer.run.wandb_log import cut_torn, last_row, read_rows
+
+STALL_SECONDS = 60.0
+"""After which W&B is begun anew if it has written nothing of what it was given."""
+CLOSE_SECONDS, CLOSE_SECONDS_ONLINE = 10.0, 25.0
+"""Within which W&B must finish at the end; a process of a run has 30 s, and tries twice."""
+_FLUSH_SECONDS = 0.5
+WandbMode = Literal["online", "offline", "shared", "disabled"]
+_WANDB_MODES: dict[str, WandbMode] = {
+    "online": "online",
+    "run": "online",
+    "offline": "offline",
+    "dryrun": "offline",
+    "shared": "shared",
+    "disabled": "disabled",
+}
+"""Values of WANDB_MODE, and what W&B makes of them."""
 
 
 class Sink(Protocol):
@@ -20,11 +42,16 @@ class Sink(Protocol):
     Steps after a checkpoint come again when a run resumes from it. A sink that must know has
     `rewind(step)` too: what was recorded from that step on counts no more. Its process calls that
     at its start as well; the one before may have been killed in the midst.
+
+    A sink that can read back what it has has `kept(after)` too: the time of the newest record that
+    no kill takes away any more, or `after` where it cannot tell. At a start the records that follow
+    are given, and from then on it is asked after each turn. Of other sinks, every record counts as
+    kept once `record` has returned.
     """
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """One record: `values` by the names of docs/metrics.md, with `time`, in Unix seconds. What
-        it leaves in buffers is lost when its process is killed."""
+        it leaves in buffers is lost when its process is killed, unless `kept` says so."""
 
     def close(self) -> None:
         """There will be no more."""
@@ -68,36 +95,130 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run. Its id is kept in the run directory, so that a restart continues it. W&B itself
-    leaves out the steps that it has already."""
+    """A W&B run. Its id is kept in the run directory, so that a restart continues it.
+
+    [Note: W&B's step] W&B takes no step that is smaller than the one before, and a step that is
+    done again would be dropped. So a record's row has W&B's step only where that grows; after a
+    roll-back rows go on behind the last one. Every row has the training step as `step`, which the
+    charts show as x axis.
+
+    [Note: what W&B has] `log` returns before wandb-core has written anything. So `kept` reads what
+    stands in W&B's file. A row is written when the next one begins: records of a step share one,
+    unless both have a value of the same name, as two saves that end in one step.
+    """
 
     def __init__(self, run_dir: Path) -> None:
+        # What a kill costs until the restart, and how late a hanging wandb-core is noticed.
+        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(_FLUSH_SECONDS))
         import wandb
 
+        _end_core()  # the wandb-core of a try that failed
+        with suppress(Exception):  # it cannot say goodbye to that one
+            wandb.teardown()
         recipe = _recipe(run_dir)
         tracking = recipe["tracking"]
+        os.environ["WANDB_MODE"] = mode = wandb_mode(tracking["wandb"])
         id_file = run_dir / "wandb-run-id"
         with suppress(FileExistsError):
             write_new(id_file, secrets.token_hex(4) + "\n")
-        own_directory(run_dir / "wandb")  # W&B makes files there, by names that can be guessed
+        run_id = read_text(id_file).strip()
+        if not os.environ.get("WANDB_DIR"):
+            own_directory(run_dir / "wandb")  # W&B makes files there, by names that can be guessed
         self._run = wandb.init(
-            id=read_text(id_file).strip(),
+            id=run_id,
             resume="allow",
-            mode=tracking["wandb"],
+            mode=mode,
             project=tracking["project"],
             name=tracking["name"] or run_dir.name,
-            dir=str(run_dir),
+            dir=os.environ.get("WANDB_DIR") or str(run_dir),
             config=recipe,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._close_seconds = CLOSE_SECONDS if mode == "offline" else CLOSE_SECONDS_ONLINE
+        self._run.define_metric("*", step_metric="step")
+        self._file, self._offset = Path(self._run.settings.sync_file), 0
+        directory, first = self._file.parent.parent, self._run.starting_step
+        self._cut = partial(cut_torn, directory, run_id, self._file)
+        self._cut()
+        # Online, what counts is what the server has: rows may have got no further than the file.
+        last = last_row(directory, run_id, first - 1 if mode == "online" else math.inf)
+        self._kept = last.time if last else 0.0 if mode == "online" and not first else None
+        """Time of the last record that W&B has; None: no file tells."""
+        self._row = max(first - 1, last.step if last else -1)
+        self._step, self._keys = -1, set[str]()
+        """Training step of the row that is begun, and what is in it."""
+        self._given = self._ended = 0.0
+        """Time of the last record given, and of the last in a row that is ended."""
+        self._since = time.monotonic()
+        """When W&B last had all, or wrote something."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
-        self._run.log({key: value for key, value in values.items() if key != "time"}, step=step)
+        row = {key: value for key, value in values.items() if key != "time"}
+        if step != self._step or row.keys() & self._keys:  # W&B would keep the later value alone
+            self._row, self._step, self._ended = max(step, self._row + 1), step, self._given
+            self._keys = set()
+        self._keys |= row.keys()
+        self._given = values["time"]
+        self._run.log({**row, "step": step, "_timestamp": self._given}, step=self._row)
+
+    def kept(self, after: float) -> float:
+        """See Sink.
+
+        Raises:
+            TimeoutError: W&B writes nothing more.
+        """
+        with suppress(FileNotFoundError):
+            rows, self._offset = read_rows(self._file, self._offset)
+            if rows:
+                self._kept, self._since = rows[-1].time, time.monotonic()
+        if self._ended <= (self._kept or 0.0):
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > STALL_SECONDS:
+            _end_core()
+            raise TimeoutError(f"it has written nothing to {self._file} for {STALL_SECONDS:.0f} s")
+        return after if self._kept is None else self._kept
 
     def close(self) -> None:
         """See Sink."""
+        hangs = threading.Timer(self._close_seconds, _end_core)
+        hangs.daemon = True
+        hangs.start()
         self._run.finish()
+        hangs.cancel()
+        deadline = time.monotonic() + 2.0
+        while self.kept(0.0) < self._given and time.monotonic() < deadline:
+            time.sleep(0.05)  # wandb-core ends its file after that
+        self._cut()  # what was too new at the start
+
+
+def wandb_mode(asked: str) -> WandbMode:
+    """The mode in which W&B runs: WANDB_MODE, where it is set, comes before the recipe.
+
+    Args:
+        asked: `tracking.wandb`, not `off`.
+
+    Raises:
+        RecipeError: WANDB_MODE is no mode of W&B's.
+    """
+    given = os.environ.get("WANDB_MODE") or asked
+    if given not in _WANDB_MODES:
+        from trainer.recipe import RecipeError
+
+        raise RecipeError(
+            f"WANDB_MODE={given} in the environment: none of {', '.join(_WANDB_MODES)}; unset it "
+            "to have what tracking.wandb says"
+        )
+    return _WANDB_MODES[given]
+
+
+def _end_core() -> None:
+    """Kill the wandb-core that this process has started, which may hang."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            for pid in file.read_text().split():
+                if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n":
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 class Prometheus:

@@ -28,8 +28,11 @@ from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, o
 
 METRICS = "metrics.jsonl"
 LOOK_SECONDS = 0.5
-AGAIN_SECONDS = 5.0
-"""After which a tracker that a file or a connection has failed begins again where it was."""
+AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
+"""After which a tracker that a file or a connection has failed begins again where it was, at first
+and after many times."""
+Tracker = tuple[Iterator[float], Callable[[], None]]
+"""Its turns, each of which yields how far it is, and what closes it."""
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
@@ -74,8 +77,16 @@ class Tail:
 
 
 def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
-    """Give a sink all that is new at each turn; yields the moment of the last record given."""
-    tail, rewind = Tail(run_dir / METRICS, after), getattr(sink, "rewind", None)
+    """Give a sink all that is new at each turn; yields the moment of the last record that it keeps
+    whatever is killed.
+
+    Args:
+        sink: of the run.
+        run_dir: of the run.
+        after: moment of the last record that it is known to keep.
+    """
+    kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
+    tail = Tail(run_dir / METRICS, kept(after) if kept else after)
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -84,7 +95,7 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
             step, _ = record.pop("step"), record.pop("event", None)
             values = {key: math.nan if value is None else value for key, value in record.items()}
             sink.record(step, values)
-        yield tail.after
+        yield kept(after) if kept else tail.after
 
 
 def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
@@ -115,23 +126,32 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
         yield offset
 
 
-def keep_up(mark: Path, feed: Callable[[float], Iterator[float]], ended: threading.Event) -> None:
+def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Event) -> None:
     """Let a tracker take its turns, until there will be nothing new, or another process does this.
 
     Args:
         mark: file that keeps how far the tracker is.
-        feed: from how far it is; yields that again after each turn.
+        begin: makes the tracker, from how far it is.
         ended: no more will be written.
     """
-    me, done = secrets.token_hex(4), _read_mark(mark)[1]
-    turns, last = feed(done), False
+    me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
+    # First, so that a process on another node stops before this one looks how far the tracker is.
     _write_mark(mark, me, done)
-    while not last and _read_mark(mark)[0] == me:
-        last = ended.wait(LOOK_SECONDS)
+    turns, close = begin(done)
+
+    def turn() -> None:
+        nonlocal done
         before, done = done, next(turns)
         if done != before:
             with suppress(OSError):  # the disk is full; a later mark says it as well
                 _write_mark(mark, me, done)
+
+    while not last and _read_mark(mark)[0] == me:
+        last = ended.wait(LOOK_SECONDS)
+        turn()
+    close()
+    if last:  # what it keeps only now
+        turn()
 
 
 def _read_mark(path: Path) -> tuple[str, float]:
@@ -156,6 +176,13 @@ def _failure(name: str, error: BaseException) -> str:
     return f"{what}; training goes on"
 
 
+def _begin(kind: str, name: str, run_dir: Path, after: float) -> Tracker:
+    if kind == "hooks":
+        return to_hook(name, run_dir, after), lambda: None
+    sink = own_sink(name, run_dir) if kind == "sinks" else SINKS[kind](run_dir)
+    return to_sink(sink, run_dir, after), sink.close
+
+
 def main(directory: str, kind: str, name: str = "") -> None:
     """Run a tracker until standard input ends."""
     for number in SIGNALS:  # Slurm's reach every process; there are still records to come
@@ -171,26 +198,23 @@ def main(directory: str, kind: str, name: str = "") -> None:
     threading.Thread(target=wait, daemon=True).start()
     run_dir = Path(directory)
     mark = run_dir / f".tracker-{'-'.join(filter(None, [kind, name]))}.json"
-    told = False
-    while True:
+    told, again, last = False, AGAIN_SECONDS, False
+    while not last:
+        last = ended.is_set()
         try:
-            if kind == "hooks":
-                keep_up(mark, partial(to_hook, name, run_dir), ended)
-            else:
-                sink = own_sink(name, run_dir) if kind == "sinks" else SINKS[kind](run_dir)
-                keep_up(mark, partial(to_sink, sink, run_dir), ended)
-                sink.close()
+            keep_up(mark, partial(_begin, kind, name, run_dir), ended)
             return
         except (Exception, SystemExit) as error:
             text = _failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
             if not told:
                 print(f"warning: {text}, and {run_dir / METRICS} has all it would have", flush=True)
             told = True
-            if not isinstance(error, OSError):  # whoever finds no process would start another
-                ended.wait()
-            # A disk that is full now, or a server that is away, may be back.
-            if ended.wait(AGAIN_SECONDS):
+            if kind not in SINKS and not isinstance(error, OSError):
+                ended.wait()  # whoever finds no process would start another
                 return
+            # A disk that is full now, or a server that is away, may be back: also at the end.
+            ended.wait(again)
+            again = min(2 * again, AGAIN_SECONDS_MOST)
 
 
 if __name__ == "__main__":
