@@ -181,8 +181,7 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     gpu = named_gpu(torch.cuda.get_device_name(device))
-    tflops = peak_tflops(gpu, recipe.precision.dtype) if gpu else None
-    return tflops * 1e12 if tflops else None
+    return peak_tflops(gpu, recipe.precision.dtype) * 1e12 if gpu else None
 
 
 def peak_memory(device: torch.device) -> int:
