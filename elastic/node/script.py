@@ -86,7 +86,7 @@ def execute(program: list[str]) -> None:
 
 def _ended(program: list[str]) -> int:
     """Run a program; its exit code. The agent is told why it failed."""
-    from elastic.world import is_lost_peer, read_environment
+    from elastic.world import brief, is_lost_peer, read_environment
 
     pulse = Pulse.from_environment()
     try:
@@ -98,10 +98,9 @@ def _ended(program: list[str]) -> int:
         print(leaving.code, file=sys.stderr)
     except BaseException as error:
         sys.last_type = type(error)  # as the interpreter leaves it to what runs at exit
-        line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        pulse.fail(line)
+        pulse.fail(f"{type(error).__name__}: {brief(error)}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
-            print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)
+            print(f"rank {read_environment()[0]}: a peer is gone: {brief(error)}", file=sys.stderr)
             return EXIT_PEER_GONE
         sys.excepthook(type(error), error, error.__traceback__)
     return EXIT_FAILED

@@ -83,21 +83,28 @@ def listeners(pid: int) -> set[str]:
     return found
 
 
-def test_from_text_to_text(folder):
+def test_from_text_to_text(folder, monkeypatch):
     prepare = ["data", "prepare", "text.jsonl", "--out", "data", "--tokenizer", "bytes"]
     output = perdure(folder, *prepare, "--field", "body", "--validation-fraction", "0.2")
     assert "from 500 documents; 1 bad records left out" in output
     assert "text.jsonl:4: not JSON" in perdure(folder, "data", "inspect", "data", "--verify")
 
-    dry = perdure(folder, "train", "recipe.yaml", "run.steps=6", "schedule={}", "--dry-run")
-    assert "steps: 6" in dry
+    with monkeypatch.context() as environment:
+        environment.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        dry = perdure(folder, "train", "recipe.yaml", "run.steps=6", "schedule={}", "--dry-run")
+    told, _, later = dry.partition("# loading PyTorch\n")
+    assert "steps: 6" in told
+    assert " torch\n" not in told, "a sign of life comes before what takes seconds"
+    assert " torch\n" in later
     assert not (folder / "run").exists()
     command = ["train", "recipe.yaml", "run.steps=6", "schedule={}", "checkpoint.every=3"]
     command += ["run.evaluate_every=3"]
     heard: set[str] = set()
     output = perdure(folder, *command, meanwhile=lambda pid: heard.update(listeners(pid)))
     assert heard == {"0100007F"}, "only this machine, 127.0.0.1, can reach a job of this machine"
+    assert output.startswith("recipe.yaml: 6 steps, in run; loading PyTorch\n")
     assert "FULL_SHARD over 2 rank(s)" in output
+    assert re.search(r"^\d\d:\d\d:\d\d step 6/6 \| loss ", output, flags=re.M)
     assert "first step after" in output
 
     listing = perdure(folder, "ckpt", "ls", "run")
