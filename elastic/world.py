@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -184,13 +183,6 @@ def is_lost_peer(error: RuntimeError) -> bool:
     elif isinstance(error, dist.DistError):  # of the store, or on the way to it
         return True
     return any(sign in str(error) for sign in gone)
-
-
-def brief(error: BaseException) -> str:
-    """The first line of an error, without the place in gloo's source and the advice that gloo adds
-    to it: whoever reads it looks for what happened to this run."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^\[\S+\.cc:\d+\] ", "", line).partition(". This is typically caused by")[0]
 
 
 def drop_world() -> None:

@@ -19,6 +19,7 @@ from typing import NoReturn
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE
 from elastic.node.progress import PROGRESS, Pulse
 from elastic.node.standin import NODE_SOCKET, stand_in
+from elastic.process import plain
 
 PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 """What torch imports when a loop first asks for it: once here rather than in each fork."""
@@ -86,7 +87,7 @@ def execute(program: list[str]) -> None:
 
 def _ended(program: list[str]) -> int:
     """Run a program; its exit code. The agent is told why it failed."""
-    from elastic.world import brief, is_lost_peer, read_environment
+    from elastic.world import is_lost_peer, read_environment
 
     pulse = Pulse.from_environment()
     try:
@@ -98,9 +99,10 @@ def _ended(program: list[str]) -> int:
         print(leaving.code, file=sys.stderr)
     except BaseException as error:
         sys.last_type = type(error)  # as the interpreter leaves it to what runs at exit
-        pulse.fail(f"{type(error).__name__}: {brief(error)}")
+        line = plain(error).partition("\n")[0]
+        pulse.fail(f"{type(error).__name__}: {line}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
-            print(f"rank {read_environment()[0]}: a peer is gone: {brief(error)}", file=sys.stderr)
+            print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)
             return EXIT_PEER_GONE
         sys.excepthook(type(error), error, error.__traceback__)
     return EXIT_FAILED

@@ -121,7 +121,8 @@ def describe_machine(
     notes = []
     if count > LARGEST_NODE and nodes == 1 and count % USUAL_NODE == 0:
         nodes, count = count // USUAL_NODE, USUAL_NODE
-        notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {count}x… --nodes N).")
+        each = shlex.quote(f"{count}x{said}")
+        notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
         # Of those that have so much, the slowest: better surprised than disappointed.

@@ -18,7 +18,8 @@ from elastic import (
     Pulse,
 )
 from elastic.node.recall import Recall, Recalled
-from elastic.world import brief, is_lost_peer, supervised
+from elastic.process import plain
+from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import known_errors, told
 from trainer.recipe.factory import OwnCodeError
 from trainer.run.micro_batch import HalvedError
@@ -65,7 +66,8 @@ class Telling:
         if error is self._told:
             return code
         self._told = error
-        line = printable(f"{type(error).__name__}: {brief(error)}")
+        what = printable(plain(error).partition("\n")[0])
+        line = f"{type(error).__name__}: {what}"
         if isinstance(error, SaveFailed):  # the agent prints it again; rank 0 says why
             line = f"{type(error).__name__}: {error}".partition(" failed")[0] + " failed"
         self._pulse.fail(line)
@@ -77,11 +79,11 @@ class Telling:
             trace = "".join(traceback.format_exception(cause)) if cause else ""
             text = "" if self._pulse.told_by_first else trace + told(error)
         elif code == EXIT_PEER_GONE:
-            text = f"rank {self._rank}: a peer is gone: {printable(brief(error))}"
+            text = f"rank {self._rank}: a peer is gone: {what}"
         elif _says_peer_is_lost(error) and not isinstance(error, DistBackendError):
             # Where this rank waited for the other tells nothing of the cause; NCCL's may do so.
             text = (
-                f"rank {self._rank}: a peer is gone: {printable(brief(error))}; why stands in its "
+                f"rank {self._rank}: a peer is gone: {what}; why stands in its "
                 "output, and the same command resumes"
             )
         elif code == EXIT_MENDED:

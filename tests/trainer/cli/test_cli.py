@@ -168,6 +168,10 @@ def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):
         (["trian", "x.yaml"], "train"),
         (["data", "prepar"], "prepare"),
         (["data", "prepare", "x", "--out", "y", "--split-documents", "windows"], "window"),
+        (["data", "prepare", "x", "--uot", "y"], "--out"),
+        (["train", "x.yaml", "--nproc_per_node", "2"], "--nproc-per-node"),
+        (["plan", "x.yaml", "-gpus=8xH100"], "--gpus"),
+        (["--versoin"], "--version"),
     ],
 )
 def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, arguments, meant):
@@ -198,8 +202,8 @@ def test_the_wheel_holds_recipes_and_schema(tmp_path):
     for _ in range(2):
         copied = subprocess.run([*command, "recipe", "copy", "quickstart"], check=False, **run)
     assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
-    shipped = (ROOT / "recipes" / "quickstart.yaml").read_text()
-    assert (tmp_path / "quickstart.yaml").read_text() == shipped
+    for name in ("quickstart.yaml", "schema.json"):  # which editors look for beside it
+        assert (tmp_path / name).read_text() == (ROOT / "recipes" / name).read_text()
     listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
     assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))
 
