@@ -126,14 +126,16 @@ def test_from_text_to_text(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("safe", "told"),
-    [("", "would run"), pytest.param("1", "no prepared data set", marks=soak)],
+    [("", "`-m trainer` would run"), pytest.param("1", "no prepared data set", marks=soak)],
 )
 def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path, safe, told):
-    """`-m trainer` would run it; with PYTHONSAFEPATH=1 nothing is in the way."""
+    """`-m trainer` would run it, under any rendezvous; with PYTHONSAFEPATH=1 nothing is in the
+    way."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     set_traps(tmp_path)
-    command = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "perdure"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "1"]
+    command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "1"]
+    if safe:
+        command += ["--rdzv-backend", "perdure", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["-m", "trainer", "recipe.yaml"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     if safe:
@@ -179,10 +181,11 @@ def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, argu
 
 
 def test_the_wheel_holds_recipes_and_schema(tmp_path):
-    """Who has installed the package, and no checkout, starts from one of its recipes."""
+    """Who has installed the package, and no checkout, starts from one of its recipes; and is told
+    where another package has taken the place of one of its own."""
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "perdure.py"):
         shutil.copy(ROOT / name, source)
     for name in ("trainer", "elastic", "checkpointing", "recipes"):
         shutil.copytree(ROOT / name, source / name, symlinks=True)
@@ -204,8 +207,34 @@ def test_the_wheel_holds_recipes_and_schema(tmp_path):
     assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
     for name in ("quickstart.yaml", "schema.json"):  # which editors look for beside it
         assert (tmp_path / name).read_text() == (ROOT / "recipes" / name).read_text()
-    listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
+    listing = [sys.executable, "-P", "-m", "perdure", "recipe", "ls"]
+    listed = subprocess.run(listing, check=True, **run)
     assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))
+
+    def refused(parts, folders=()):
+        paths = python_path(*folders, tmp_path / "installed")
+        ended = subprocess.run(
+            listing, check=False, **{**run, "env": {**os.environ, "PYTHONPATH": paths}}
+        )
+        (line,) = ended.stderr.splitlines()
+        assert ended.returncode == 2
+        assert line.startswith("error: "), line
+        assert all(part in line for part in parts), line
+
+    before = tmp_path / "before"
+    (before / "trainer").mkdir(parents=True)
+    (before / "trainer" / "__init__.py").touch()
+    refused([f"imports trainer from {before}", "PYTHONPATH"], [before])
+    # As pip leaves it that has installed, and then uninstalled, another package of this name.
+    of_another = tmp_path / "installed" / "elastic" / "__init__.py"
+    of_another.write_text("raise SystemExit('of another')")
+    info = tmp_path / "installed" / "elastic_other-1.0.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: elastic-other\nVersion: 1\n")
+    info.joinpath("RECORD").write_text("elastic/__init__.py,sha256=x,1\n")
+    refused([f"{of_another} is not Perdure's", "pip uninstall elastic-other"])
+    of_another.unlink()
+    refused([f"{of_another} is not Perdure's", "--force-reinstall"])
 
 
 def test_the_image_has_the_torch_of_make_train():
