@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
 LARGEST_OWN_VOCABULARY = 65_536
-"""Of a tokenizer that somebody trains for a small model; larger ones come with a model."""
+"""Tokens that a tokenizer for a small model is trained to have; more have those of known models."""
 AfterStep = Callable[["ParallelModel", int], None]
 """Called with the model that is trained, and the samples consumed so far."""
 

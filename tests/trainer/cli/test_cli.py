@@ -4,18 +4,15 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support import python_path
 from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.tools.local_nodes import children
 
@@ -170,71 +167,10 @@ def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):
         (["trian", "x.yaml"], "train"),
         (["data", "prepar"], "prepare"),
         (["data", "prepare", "x", "--out", "y", "--split-documents", "windows"], "window"),
-        (["data", "prepare", "x", "--uot", "y"], "--out"),
-        (["train", "x.yaml", "--nproc_per_node", "2"], "--nproc-per-node"),
-        (["plan", "x.yaml", "-gpus=8xH100"], "--gpus"),
-        (["--versoin"], "--version"),
     ],
 )
 def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, arguments, meant):
     assert perdure(tmp_path, *arguments, code=2).endswith(f"did you mean '{meant}'?\n")
-
-
-def test_the_wheel_holds_recipes_and_schema(tmp_path):
-    """Who has installed the package, and no checkout, starts from one of its recipes; and is told
-    where another package has taken the place of one of its own."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "perdure.py"):
-        shutil.copy(ROOT / name, source)
-    for name in ("trainer", "elastic", "checkpointing", "recipes"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    build += ["--disable-pip-version-check", "--wheel-dir", tmp_path, source]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    assert (tmp_path / "installed" / "trainer" / "recipes" / "schema.json").is_file()
-    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path / "installed")}
-    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    command = [sys.executable, "-P", "-m", "trainer.cli"]
-    missing = subprocess.run([*command, "train", "recipes/quickstart.yaml"], check=False, **run)
-    assert missing.returncode == 2
-    assert missing.stderr.endswith("perdure recipe copy quickstart recipes/quickstart.yaml\n")
-    for _ in range(2):
-        copied = subprocess.run([*command, "recipe", "copy", "quickstart"], check=False, **run)
-    assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
-    for name in ("quickstart.yaml", "schema.json"):  # which editors look for beside it
-        assert (tmp_path / name).read_text() == (ROOT / "recipes" / name).read_text()
-    listing = [sys.executable, "-P", "-m", "perdure", "recipe", "ls"]
-    listed = subprocess.run(listing, check=True, **run)
-    assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))
-
-    def refused(parts, folders=()):
-        paths = python_path(*folders, tmp_path / "installed")
-        ended = subprocess.run(
-            listing, check=False, **{**run, "env": {**os.environ, "PYTHONPATH": paths}}
-        )
-        (line,) = ended.stderr.splitlines()
-        assert ended.returncode == 2
-        assert line.startswith("error: "), line
-        assert all(part in line for part in parts), line
-
-    before = tmp_path / "before"
-    (before / "trainer").mkdir(parents=True)
-    (before / "trainer" / "__init__.py").touch()
-    refused([f"imports trainer from {before}", "PYTHONPATH"], [before])
-    # As pip leaves it that has installed, and then uninstalled, another package of this name.
-    of_another = tmp_path / "installed" / "elastic" / "__init__.py"
-    of_another.write_text("raise SystemExit('of another')")
-    info = tmp_path / "installed" / "elastic_other-1.0.dist-info"
-    info.mkdir()
-    info.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: elastic-other\nVersion: 1\n")
-    info.joinpath("RECORD").write_text("elastic/__init__.py,sha256=x,1\n")
-    refused([f"{of_another} is not Perdure's", "pip uninstall elastic-other"])
-    of_another.unlink()
-    refused([f"{of_another} is not Perdure's", "--force-reinstall"])
 
 
 def test_the_image_has_the_torch_of_make_train():

@@ -75,6 +75,26 @@ def test_every_command_that_is_shown_can_be_pasted(capsys):
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("data prepare x --uot y", "--out"),
+        ("train x.yaml --nproc_per_node 2", "--nproc-per-node"),
+        ("plan x.yaml -gpus=8xH100", "--gpus"),
+        ("--versoin", "--version"),
+        ("generate run --prompt '- so' --top-q=3", "--top-k"),
+    ],
+)
+def test_a_mistyped_option_is_answered_by_the_one_that_was_meant(capsys, typed, meant):
+    assert not accepted(f"perdure {typed}")
+    assert capsys.readouterr().err.endswith(f"; did you mean '{meant}'?\n")
+
+
+def test_what_looks_like_an_option_may_be_a_value():
+    taken = parse(["generate", "run", "--prompt", "-- he said", "--temp", "0", "--seed=-1"])
+    assert (taken.prompt, taken.temperature, taken.seed) == ("-- he said", 0, -1)
+
+
+@pytest.mark.parametrize(
     ("overrides", "command"),
     [
         (
