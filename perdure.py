@@ -47,7 +47,7 @@ def foreign() -> str:
     """Which of the PACKAGES is not Perdure's, and what to do about it; empty if all are."""
     for name in PACKAGES:
         expected, spec = HOME / name / "__init__.py", find_spec(name)
-        if spec and spec.origin and Path(spec.origin).resolve() != expected:
+        if spec and spec.origin and not _same_file(Path(spec.origin), expected):
             return (
                 f"Python imports {name} from {spec.origin}, and not {expected} of Perdure: take "
                 f"the other one off PYTHONPATH{_uninstall(name)}, or give Perdure an environment "
@@ -60,6 +60,10 @@ def foreign() -> str:
                 "again (pip install --force-reinstall --no-deps)"
             )
     return ""
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()  # also where a folder is a link
 
 
 def _as_installed(file: Path) -> bool:
