@@ -17,7 +17,7 @@ ARG TORCH=torch==2.13.0
 RUN pip install $TORCH
 
 WORKDIR /perdure
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE setup.py perdure.py ./
 COPY trainer trainer
 COPY elastic elastic
 COPY checkpointing checkpointing

@@ -1,4 +1,4 @@
-"""The entry point of `torchrun --rdzv-backend perdure`.
+"""What the entry point of `torchrun --rdzv-backend perdure` (perdure.py) returns.
 
 torch loads every entry point of its group while its own rendezvous is imported, be that by
 rendezvous.py. So this imports nothing before a handler is asked for.

@@ -11,6 +11,7 @@ Nothing else changes: the same process writes, at once, to the same file.
 import ctypes
 import io
 import os
+import re
 import runpy
 import select
 import signal
@@ -149,6 +150,13 @@ def outlive() -> None:
         outliving = _over(descriptor, stream)
         setattr(sys, name, outliving)
         setattr(sys, f"__{name}__", outliving)
+
+
+def plain(error: object) -> str:
+    """The text of an error, without the place in gloo's source and the advice that gloo adds to it:
+    whoever reads it looks for what happened to this run."""
+    text = re.sub(r"^\[\S+\.cc:\d+\] ", "", str(error))
+    return re.sub(r"\. This is typically caused by .*", "", text)
 
 
 def lost() -> str:

@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -78,6 +79,12 @@ TELL_SECONDS = 10.0
 MEET_SECONDS = 3600.0
 """How long a store that is away may keep a round from beginning."""
 STORE_PATIENCE = 5.0
+TORCH_LOGGERS = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+)
+LOG_LEVEL = "LOGLEVEL"
+"""Environment variable of torch's: level of its TORCH_LOGGERS."""
 RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
 """Before a node that was sent away is checked and may come back; doubled each time."""
 
@@ -160,6 +167,10 @@ class PerdureRendezvous(RendezvousHandler):
         self._node = Node(self._member, torchrun_program())
         self._node.start()
         self._end = threading.Event()
+        if LOG_LEVEL not in os.environ:
+            # How stand-ins end says nothing of the ranks, of which the node's agent tells.
+            for logger_name in TORCH_LOGGERS:
+                logging.getLogger(logger_name).setLevel(logging.CRITICAL)
         if threading.current_thread() is threading.main_thread():
             # torchrun would answer with a traceback and exit code 1, and save nothing.
             os.environ[TORCHRUN_SIGNALS] = "SIGQUIT"
@@ -494,7 +505,12 @@ class PerdureRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave. The job goes on without this node."""
+        """Leave. The job goes on without this node.
+
+        Raises:
+            JobClosed: torchrun is about to report that its workers failed. They are stand-ins, and
+                have left with the exit code of the job.
+        """
         if not self._stopped:
             self._stopped = True
             self._end.set()
@@ -504,6 +520,11 @@ class PerdureRendezvous(RendezvousHandler):
             if threading.current_thread() is threading.main_thread():
                 for number in SIGNALS:  # Python gives them back their default action as it ends
                     signal.signal(number, signal.SIG_IGN)
+            if isinstance(sys.exc_info()[1], ChildFailedError):
+                if self._node.leaving:
+                    raise self._gone()
+                if closed := self._member.state.closed:
+                    raise JobClosed(closed)
         return True
 
 

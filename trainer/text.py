@@ -1,5 +1,6 @@
 """Text for people: tables, and what a terminal may be shown. Imports nothing of ours."""
 
+import os
 import sys
 import unicodedata
 from collections.abc import Container, Sequence
@@ -39,6 +40,17 @@ def markdown(
         for number, cell in enumerate(head)
     ]
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
+
+
+def terminal_columns(stream: TextIO) -> int | None:
+    """Width of the terminal that a stream writes to: 80 where it does not tell; None where the
+    stream writes to something else."""
+    if not stream.isatty():
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
 
 
 def visible(text: str, kept: str = "\n\t") -> str:

@@ -57,7 +57,7 @@ def make(folder: Path, python: str) -> None:
         copy = Path(scratch, "perdure")
         for name in ("trainer", "elastic", "checkpointing", "recipes"):
             shutil.copytree(ROOT / name, copy / name, symlinks=True)
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py", "perdure.py"):
             shutil.copy(ROOT / name, copy)
         run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(copy)])
     wheels = sorted(folder.glob("*.whl"))

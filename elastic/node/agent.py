@@ -321,6 +321,8 @@ class Node:
             else:
                 self._forget(connection)
         else:  # it was killed, so torchrun is going to end the others
+            if not self._expecting_stop:
+                logger.warning("a stand-in of torchrun's was killed: the ranks start again")
             self._expecting_stop = True
             self._forget(connection)
 

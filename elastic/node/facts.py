@@ -94,16 +94,12 @@ def ask(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
     says nothing. In the zygote, which imports nothing of a package that has no such module."""
     if not package.isidentifier():
         return {}
-    spec, here = find_spec(package), os.getcwd()
-    first = PathFinder.find_spec(package, [here, *sys.path])  # as the ranks will
-    if spec and first and "PYTHONSAFEPATH" not in os.environ and _places(spec) != _places(first):
-        return {
-            "error": f"`-m {package}` would run {here}/{package}, and not the package of this name "
-            "that is installed: rename it, start from another directory, or set PYTHONSAFEPATH=1"
-        }
+    if error := in_the_way(package):
+        return {"error": error}
+    spec = find_spec(package)
     if not spec:
-        sys.path.append(here)
-        spec = first
+        sys.path.append(os.getcwd())
+        spec = PathFinder.find_spec(package)
     folders = (spec and spec.submodule_search_locations) or []
     if not any((Path(folder) / "facts.py").is_file() for folder in folders):
         return {}
@@ -111,6 +107,19 @@ def ask(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
         tuple(arguments), ranks
     )
     return said
+
+
+def in_the_way(package: str) -> str:
+    """That a rank which is started with `-m PACKAGE` would take a folder of the working directory
+    for the package that is installed, and what to do; empty if it would not."""
+    spec, here = find_spec(package), os.getcwd()
+    first = PathFinder.find_spec(package, [here, *sys.path])  # as the ranks will
+    if not spec or not first or "PYTHONSAFEPATH" in os.environ or _places(spec) == _places(first):
+        return ""
+    return (
+        f"`-m {package}` would run {here}/{package}, and not the package of this name that is "
+        "installed: rename it, start from another directory, or set PYTHONSAFEPATH=1"
+    )
 
 
 def _places(spec: ModuleSpec) -> list[str]:

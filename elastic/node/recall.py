@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
-from elastic.process import outlive
+from elastic.process import outlive, plain
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,9 @@ class Recall:
             lost_peer: it only says that another rank is gone.
         """
         if not self._called and self.able and lost_peer:
-            logger.warning("a peer is gone, this process stays: %s", f"{error}".partition("\n")[0])
+            logger.warning(
+                "a peer is gone, this process stays: %s", plain(error).partition("\n")[0]
+            )
             self._tell({"lost": True})
             self._called = True
         self._armed = self._armed and not self._called

@@ -19,6 +19,7 @@ from typing import NoReturn
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE
 from elastic.node.progress import PROGRESS, Pulse
 from elastic.node.standin import NODE_SOCKET, stand_in
+from elastic.process import plain
 
 PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 """What torch imports when a loop first asks for it: once here rather than in each fork."""
@@ -98,8 +99,8 @@ def _ended(program: list[str]) -> int:
         print(leaving.code, file=sys.stderr)
     except BaseException as error:
         sys.last_type = type(error)  # as the interpreter leaves it to what runs at exit
-        line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        pulse.fail(line)
+        line = plain(error).partition("\n")[0]
+        pulse.fail(f"{type(error).__name__}: {line}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
             print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)
             return EXIT_PEER_GONE

@@ -39,7 +39,7 @@ from typing import Any, Literal
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from elastic.node.files import open_to_read
 from elastic.node.recall import Recalled
-from elastic.process import boot_id
+from elastic.process import boot_id, plain
 from elastic.record.lines import Lines
 
 LEDGER = "ledger.jsonl"
@@ -247,7 +247,7 @@ class Ledger:
         if kind is KeyboardInterrupt:
             self.end(EXIT_INTERRUPTED, "interrupted")
         elif kind is not None and kind is not Recalled:  # then the next attempt says why
-            self.end(EXIT_FAILED, f"{kind.__name__}: {error}"[:500])
+            self.end(EXIT_FAILED, f"{kind.__name__}: {plain(error)}"[:500])
         self._lines.close()
 
     def _counters(self, step: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def launch(workspace, tmp_path):
                     process_group=0,
                 )
         else:
-            process = Forked(["trainer.cli", *words], workspace, environment, log)
+            module = "torch.distributed.run" if words[0].startswith("--rdzv") else "trainer.cli"
+            process = Forked([module, *words], workspace, environment, log)
         started.append(LocalNode(0, process, log))
         return started[-1]
 
@@ -64,7 +66,8 @@ def ends(node, code, seconds=20):
     """The node, and all that it has started, ends in this way."""
     family = node.family()
     assert node.process.wait(seconds) == code, node.text()
-    assert "Traceback" not in node.text()
+    # No page, and no line of torch's elastic agent (E1125 …) or of gloo's (… GLHF!).
+    assert not re.search(r"Traceback|^[EW]\d{4} |GLHF", node.text(), flags=re.M), node.text()
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in family):
         assert time.monotonic() < deadline, family
@@ -102,6 +105,17 @@ def test_ctrl_c_and_notices_in_every_phase(launch, start, workspace):
     until(lambda: "the next one ends it at once" in node.text(), node)
     os.killpg(node.process.pid, signal.SIGINT)
     ends(node, 130, seconds=5)
+
+
+def test_torchrun_leaves_with_our_code_and_line(launch):
+    """Whatever its --max-restarts, which is 0."""
+    torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", "127.0.0.1:0"]
+    train = ["-m", "trainer", "recipe.yaml", "run.dir=torchrun", *LONG_EVALUATION]
+    node = launch(*torchrun, *train)
+    until(lambda: (found := node.progress(0)) and found.step >= 2, node)
+    os.killpg(node.process.pid, signal.SIGINT)
+    ends(node, 130)
+    assert node.text().endswith("this node has left; the same command resumes\n")
 
 
 LONG_PASS = """

@@ -21,7 +21,7 @@ examples:
   perdure ckpt diff runs/a runs/b
   perdure ckpt prune runs/quickstart --keep 2 --keep-best 1 --dry-run
   perdure ckpt export runs/quickstart out/quickstart --dtype bf16
-  perdure ckpt import Qwen3-0.6B out/start     (then: model.init_from: out/start)
+  perdure ckpt import Qwen3-0.6B out/start     # then: model.init_from: out/start
 
 A run stands for its newest good checkpoint.
 exit codes: 0 done (diff: equal); 1 diff: they differ; 2 wrong input, or a damaged checkpoint

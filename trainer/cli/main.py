@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
 from elastic.process import outlive
@@ -29,13 +30,7 @@ def main() -> None:
     if sys.argv[1:2] in (["train"], ["store"]):  # of others, output is all there is
         outlive()
     show_only_visible()
-    parser = _parser()
-    arguments, rest = parser.parse_known_args()
-    # argparse takes positional arguments in one go; overrides may also stand after options.
-    if any(word.startswith("-") for word in rest) or (rest and "overrides" not in arguments):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
+    arguments = parse(sys.argv[1:])
     try:
         code = arguments.run(arguments)
     except known_errors() as error:
@@ -48,6 +43,19 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command, with `run`, which runs it. Exits with code 2 where they are
+    wrong."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes positional arguments in one go; overrides may also stand after options.
+    if any(word.startswith("-") for word in rest) or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

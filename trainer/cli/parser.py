@@ -5,9 +5,10 @@ import argparse
 import ast
 import difflib
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -23,16 +24,33 @@ Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names the command, or the choice of an option, that a mistyped one
-    resembles. Python's own does so from 3.14 on, if asked."""
+    """An ArgumentParser that names the command, the option, or the choice of one, that a mistyped
+    one resembles. Python's own does so from 3.14 on, if asked."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message; exit code 2."""
         wrong = re.search(r"invalid choice: '(.*?)'.* \(choose from (.*)\)$", message)
         if wrong:
-            close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
-            message += f"; did you mean '{close[0]}'?" if close else ""
+            message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an option that this command does not have, before what is missing without it."""
+        words = list(sys.argv[1:] if args is None else args)
+        known = self._option_string_actions
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            if self._subparsers and not word.startswith("-"):
+                break  # what follows is for the parser of a command
+            option = word.partition("=")[0]
+            is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # and no value, such as -1
+            if is_option and not any(name.startswith(option) for name in known):
+                self.error(f"unrecognized option: {option}{_meant(option, known)}")
+        return super().parse_known_args(words, namespace)
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 class Version(argparse.Action):

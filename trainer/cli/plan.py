@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -14,7 +15,7 @@ examples:
   perdure plan recipes/llama3_8b.yaml --gpus 8xH100
   perdure plan recipes/llama3_70b.yaml --gpus 8x80GB --nodes 16 --net 8x400Gb/s --storage 10GB/s
   perdure plan recipes/qwen3_0_6b.yaml --gpus 4xT4 precision.dtype=fp16 --json plan.json
-  perdure plan llama3_405b --gpus 1024xH100
+  perdure plan llama3_405b --gpus 1024xH100 --price 2.5
 
 Needs no GPU and no data. Memory is predicted from the code that trains; seconds are a roofline.
 exit codes: 0 something fits; 1 nothing does; 2 wrong recipe or machine
@@ -26,13 +27,16 @@ def add_plan_command(commands: Commands) -> None:
     what = "which strategy fits which GPUs, and what it costs, before renting them"
     plan = add_command(commands, "plan", what, PLAN_EXAMPLES)
     add_recipe(plan)
-    plan.add_argument("--gpus", required=True, help="of one node: 8xH100, or 8x80GB")
+    plan.add_argument("--gpus", required=True, help="of one node: 8xH100, 1xRTX4090, 8x80GB")
     plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
     plan.add_argument("--net", metavar="RATE", help="of one node, to the others: 400Gb/s")
     plan.add_argument("--storage", metavar="RATE", help="of checkpoints: 2GB/s")
     plan.add_argument("--host-memory", metavar="SIZE", help="of one node: 2TB")
     plan.add_argument("--disk", metavar="SIZE", help="local one of one node: 8TB")
     plan.add_argument("--tflops", type=float, metavar="X", help="dense peak of one GPU")
+    plan.add_argument(
+        "--price", type=float, metavar="X", help="of one GPU for an hour, in any currency"
+    )
     plan.add_argument("--all", action="store_true", help="a line for each micro-batch")
     plan.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
     plan.set_defaults(run=_plan)
@@ -58,14 +62,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         disk=arguments.disk,
         tflops=arguments.tflops,
     )
+    if arguments.price is not None and not 0 < arguments.price < math.inf:
+        raise RecipeError(f"--price: must be above 0, but it is {arguments.price}")
     plan = make_plan(recipe, machine, "cpu" if recipe.run.device == "cpu" else "cuda")
     first = f"perdure recipe copy {own} {own}.yaml && " if shipped else ""
     file = f"{own}.yaml" if shipped else own
     command = first + shlex.join(["perdure", "train", file, *arguments.overrides])
-    print(plan_text(plan, command, everything=arguments.all))
+    print(plan_text(plan, command, everything=arguments.all, price=arguments.price))
     if arguments.json:
         try:
-            write_output(arguments.json, json.dumps(plan_json(plan), indent=2) + "\n")
+            figures = plan_json(plan, arguments.price)
+            write_output(arguments.json, json.dumps(figures, indent=2) + "\n")
         except OSError as error:
             raise RecipeError(f"--json: cannot write {arguments.json}: {error.strerror}") from error
     return EXIT_DONE if plan.best else EXIT_FAILED

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import shlex
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from trainer.recipe import recipe_schema, shipped_recipes
 from trainer.recipe.reference import recipe_reference
 from trainer.text import table
 
+SCHEMA = "schema.json"
+"""As the first line of a shipped recipe calls it, for editors."""
 EXAMPLES = """\
 examples:
   perdure recipe ls
@@ -27,7 +31,7 @@ def add_recipe_command(commands: Commands) -> None:
     inner = recipe.add_subparsers(required=True, metavar="COMMAND")
     ls = add_command(inner, "ls", "list the recipes that come with Perdure", EXAMPLES)
     ls.set_defaults(run=_ls)
-    copy = add_command(inner, "copy", "put one of them into a file", EXAMPLES)
+    copy = add_command(inner, "copy", "put one of them, and the schema, into a folder", EXAMPLES)
     copy.add_argument("name", choices=shipped_recipes(), metavar="NAME", help="as ls lists it")
     copy.add_argument("file", type=local_path, nargs="?", help="to be written (default NAME.yaml)")
     copy.set_defaults(run=_copy)
@@ -50,7 +54,12 @@ def _copy(arguments: argparse.Namespace) -> int:
     file = arguments.file or Path(f"{arguments.name}.yaml")
     text = shipped_recipes()[arguments.name].read_text(encoding="utf-8")
     write_new(file, text, "name another file")
-    print(f"{file}: change what you like, then: perdure train {file}")
+    schema = file.with_name(SCHEMA)
+    if not schema.exists():
+        write_new(schema, _schema_text(), "name another folder")
+    elif schema.read_bytes() != _schema_text().encode():
+        print(f"{schema}: is another one than this version's, and stays as it is", file=sys.stderr)
+    print(f"{file}: change what you like, then: {shlex.join(['perdure', 'train', str(file)])}")
     return 0
 
 
@@ -60,5 +69,9 @@ def _reference(arguments: argparse.Namespace) -> int:
 
 
 def _schema(arguments: argparse.Namespace) -> int:
-    print(json.dumps(recipe_schema(), indent=2))
+    print(_schema_text(), end="")
     return 0
+
+
+def _schema_text() -> str:
+    return json.dumps(recipe_schema(), indent=2) + "\n"

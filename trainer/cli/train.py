@@ -90,9 +90,15 @@ def _train(arguments: argparse.Namespace) -> int:
         os.environ[SECRET_FILE] = arguments.secret
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        print(dump_recipe(recipe), end="")
+        print(dump_recipe(recipe), end="", flush=True)
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
+    # The next imports take seconds, on a busy machine many.
+    if arguments.dry_run:
+        print("# loading PyTorch", file=sys.stderr, flush=True)
+    else:
+        what = f"{arguments.recipe}: {recipe.run.steps:,} steps, in {recipe.run.dir}"
+        print(f"{what}; loading PyTorch", flush=True)
     from trainer.parallel.mesh import least_nodes
     from trainer.run.preflight import check_launch, default_ranks
 

@@ -7,6 +7,7 @@ drops samples when the number of ranks or workers changes, ours is one integer, 
 import hashlib
 import json
 import os
+import shlex
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
@@ -259,5 +260,6 @@ def _outside_vocabulary(dataset: TokenDataset, start: int, tokens: np.ndarray) -
     place = start + int(tokens.argmax())
     return DataError(
         f"{dataset.file_of(place)}: token {int(tokens.max())} is outside the vocabulary of "
-        f"{dataset.vocab_size}, so the file is damaged; see `perdure data inspect --verify`"
+        f"{dataset.vocab_size}, so the file is damaged; see `perdure data inspect "
+        f"{shlex.quote(str(dataset.file_of(place).parent))} --verify`"
     )

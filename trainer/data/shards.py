@@ -80,7 +80,8 @@ def read_index(directory: str | Path) -> dict[str, Any]:
             _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | _INDEX)
     except FileNotFoundError:
         raise DataError(
-            f"{path}: missing, so this is not a prepared data set; see `perdure data prepare`"
+            f"{path}: missing, so this is not a prepared data set; see "
+            "`perdure data prepare --help`"
         ) from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind, Order, Simulation, simulate
 from trainer.plan.blueprint import Shape, Stage, parts_of
-from trainer.plan.gpus import GPUS, Gpu, peak_tflops
+from trainer.plan.gpus import GPUS, Gpu, listed_name, peak_tflops, similar_name
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.plan.work import Work
@@ -91,8 +91,8 @@ def describe_machine(
     """What a person says of a machine.
 
     Args:
-        gpus: per node: 8xH100, 8x80GB, or without the number for one. More than any node has are
-            nodes of USUAL_NODE.
+        gpus: per node: 8xH100, 8x80GB, or without the number for one. Names as people write them:
+            see `listed_name`. More than any node has are nodes of USUAL_NODE.
         nodes: how many there are.
         dtype: of the computation, as in `precision.dtype`.
         net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for that many network cards.
@@ -102,14 +102,18 @@ def describe_machine(
         tflops: of one GPU, where its name does not tell.
 
     Raises:
-        RecipeError: it cannot be understood, or the speed of the GPU is not known.
+        RecipeError: it cannot be understood, or the GPU is not known.
     """
-    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip())
-    count, name = int(found[1] or 1) if found else 0, found[2] if found else ""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name, re.IGNORECASE)
-    if count < 1 or not (size or name in GPUS):
+    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip(), re.IGNORECASE)
+    count, said = int(found[1] or 1) if found else 0, found[2] if found else ""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", said, re.IGNORECASE)
+    name = listed_name(said) or ""
+    if count < 1 or not (size or name):
+        similar = similar_name(said)
+        meant = shlex.quote(f"{count or 1}x{similar}")
+        hint = f"did you mean {meant}? Or write" if similar else "write"
         raise RecipeError(
-            f"--gpus: {gpus!r} is not a number of GPUs; write 8x80GB, or 8xNAME with one of "
+            f"--gpus: {gpus!r} is not a number of GPUs; {hint} 8x80GB, or 8xNAME with one of "
             f"{', '.join(GPUS)}"
         )
     if nodes < 1:
@@ -117,14 +121,15 @@ def describe_machine(
     notes = []
     if count > LARGEST_NODE and nodes == 1 and count % USUAL_NODE == 0:
         nodes, count = count // USUAL_NODE, USUAL_NODE
-        notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {count}x… --nodes N).")
+        each = shlex.quote(f"{count}x{said}")
+        notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
         # Of those that have so much, the slowest: better surprised than disappointed.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(
             able,
-            key=lambda n: (abs(GPUS[n].sold_as - wanted), peak_tflops(GPUS[n], dtype) or 0.0),
+            key=lambda n: (abs(GPUS[n].sold_as - wanted), peak_tflops(GPUS[n], dtype)),
         )
         gpu = replace(GPUS[name], memory=wanted * 1e9)
         named = shlex.quote(f"{count}x{name}")
@@ -133,10 +138,6 @@ def describe_machine(
         gpu = GPUS[name]
     if tflops is not None and not tflops > 0:
         raise RecipeError(f"--tflops: must be above 0, but it is {tflops}")
-    if tflops is None and dtype == "fp32":
-        raise RecipeError(
-            "--tflops: precision.dtype is fp32, of which no peak is known; give that of one GPU"
-        )
     if not gpu.flash_attention and dtype == "bf16":
         notes.append(
             f"{name} has tensor cores and an attention kernel for fp16, not for bf16: set "
@@ -148,7 +149,7 @@ def describe_machine(
         nodes=nodes,
         gpus_per_node=count,
         gpu=gpu,
-        peak_flops=(tflops or peak_tflops(gpu, dtype) or 0.0) * 1e12,
+        peak_flops=(tflops or peak_tflops(gpu, dtype)) * 1e12,
         net=_rate("--net", net) if net else DEFAULT_NET,
         storage=_rate("--storage", storage) if storage else None,
         node_memory=_size("--host-memory", memory) if memory else None,

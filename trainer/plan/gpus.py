@@ -1,9 +1,9 @@
 """What is known of GPUs by their names: MFU and plans rest on this table.
 
-A name that is not in it has no peak, and no plan without `--tflops`: a wrong figure would be worse
-than none.
+A name that is not in it has no peak and no plan: a wrong figure would be worse than none.
 """
 
+import difflib
 import re
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ class Gpu:
     """Peak of bf16 and fp16 products with float32 sums, dense: without sparsity."""
     fp8_tflops: float | None
     """That of 8-bit products, likewise; None: it has none."""
+    fp32_tflops: float
+    """Peak of float32 products without tensor cores. PyTorch rounds nothing to TF32 by itself."""
     sold_as: float
     """Memory on the data sheet: decimal gigabytes, or binary ones, as the vendor likes."""
     memory: float
@@ -35,14 +37,9 @@ class Gpu:
     """Bytes/s to the host, one way; NVLink-C2C where it has that."""
     source: str
     """The vendor's document."""
-    bf16_tflops: float | None = None
-    """Before compute capability 8.0 tensor cores know no bf16: as fast as fp32 without them. They
-    have no flash attention either."""
-
-    @property
-    def flash_attention(self) -> bool:
-        """As from compute capability 8.0 on."""
-        return self.bf16_tflops is None
+    flash_attention: bool = True
+    """As from compute capability 8.0 on. Before it tensor cores know no bf16 either: that is as
+    fast as float32."""
 
 
 BLACKWELL = "NVIDIA Blackwell data sheet: GB200 NVL72 and HGX B200"
@@ -54,7 +51,9 @@ V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 # The figures of the documents that `source` names. Those that state peaks with sparsity are
 # halved. The documents could not be opened. On 25 November 2026 pages and programs that quote them
 # were read instead, and published listings of nvidia-smi and rocm-smi for `memory`. From memory
-# alone are the NVLink of GH200 and V100, the C2C of GB200, and the PCIe of V100, T4 and RTX 4090.
+# alone are the NVLink of GH200 and V100, the C2C of GB200, the PCIe of V100, T4 and RTX 4090, what
+# stands of A10G, RTX A6000 and RTX 3090, the memory of L40, and float32 peaks other than those of
+# GB200, H200, H100 and L40.
 #
 # Tests hold them against each other. Peaks are multiprocessors x boost clock x operations a clock;
 # GB200, H100 NVL and H200 NVL have no published clock that would tell, and that of B200 is a web
@@ -62,52 +61,79 @@ V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 # GH200, H200, H100 PCIe and H100 NVL are unchecked by tests. No test checks links and pcie.
 GPUS = {
     # Two GPUs share 900 GB/s to one Grace, both ways together.
-    "GB200": Gpu("GB200", 2500, 5000, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL),
-    "B200": Gpu("B200", 2250, 4500, 180, 183359 * MIB, 7.7e12, 900e9, 64e9, BLACKWELL),
+    "GB200": Gpu("GB200", 2500, 5000, 80, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL),
+    "B200": Gpu("B200", 2250, 4500, 75, 180, 183359 * MIB, 7.7e12, 900e9, 64e9, BLACKWELL),
     "GH200": Gpu(
-        r"GH200 (?:120|480)GB", 989, 1979, 96, 97871 * MIB, 4e12, 450e9, 450e9,
+        r"GH200 (?:120|480)GB", 989, 1979, 67, 96, 97871 * MIB, 4e12, 450e9, 450e9,
         "NVIDIA GH200 Grace Hopper Superchip data sheet",
     ),
-    "H200 NVL": Gpu("H200 NVL", 835, 1671, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
-    "H200": Gpu("H200", 989, 1979, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
-    "H100 PCIe": Gpu("H100 PCIe", 756, 1513, 80, 81559 * MIB, 2.0e12, 64e9, 64e9, H100),
-    "H100 NVL": Gpu("H100 NVL", 835, 1671, 94, 95830 * MIB, 3.9e12, 64e9, 64e9, H100),
-    "H100": Gpu("H100 80GB HBM3", 989, 1979, 80, 81559 * MIB, 3.35e12, 450e9, 64e9, H100),
-    "A100": Gpu("A100-SXM4-80GB", 312, None, 80, 81920 * MIB, 2.039e12, 300e9, 32e9, A100),
-    "A100 40GB": Gpu("A100-SXM4-40GB", 312, None, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, A100),
-    "A100 PCIe": Gpu("A100 80GB PCIe", 312, None, 80, 81920 * MIB, 1.935e12, 32e9, 32e9, A100),
-    "A100 PCIe 40GB": Gpu("A100-PCIE-40GB", 312, None, 40, 40960 * MIB, 1.555e12, 32e9, 32e9, A100),
-    "L40S": Gpu("L40S", 362, 733, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40S data sheet"),
-    "L4": Gpu("L4", 121, 242.5, 24, 23034 * MIB, 0.3e12, 32e9, 32e9, "NVIDIA L4 data sheet"),
+    "H200 NVL": Gpu("H200 NVL", 835, 1671, 60, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
+    "H200": Gpu("H200", 989, 1979, 67, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
+    "H100 PCIe": Gpu("H100 PCIe", 756, 1513, 51, 80, 81559 * MIB, 2.0e12, 64e9, 64e9, H100),
+    "H100 NVL": Gpu("H100 NVL", 835, 1671, 60, 94, 95830 * MIB, 3.9e12, 64e9, 64e9, H100),
+    "H100": Gpu("H100 80GB HBM3", 989, 1979, 67, 80, 81559 * MIB, 3.35e12, 450e9, 64e9, H100),
+    "A100": Gpu("A100-SXM4-80GB", 312, None, 19.5, 80, 81920 * MIB, 2.039e12, 300e9, 32e9, A100),
+    "A100 40GB": Gpu(
+        "A100-SXM4-40GB", 312, None, 19.5, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, A100,
+    ),
+    "A100 PCIe": Gpu(
+        "A100 80GB PCIe", 312, None, 19.5, 80, 81920 * MIB, 1.935e12, 32e9, 32e9, A100,
+    ),
+    "A100 PCIe 40GB": Gpu(
+        "A100-PCIE-40GB", 312, None, 19.5, 40, 40960 * MIB, 1.555e12, 32e9, 32e9, A100,
+    ),
+    "L40S": Gpu(
+        "L40S", 362, 733, 91.6, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40S data sheet",
+    ),
+    "L40": Gpu(
+        "L40", 181, 362, 90.5, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40 data sheet"
+    ),
+    "L4": Gpu("L4", 121, 242.5, 30.3, 24, 23034 * MIB, 0.3e12, 32e9, 32e9, "NVIDIA L4 data sheet"),
+    "A10G": Gpu(
+        "A10G", 70, None, 35, 24, 23028 * MIB, 0.6e12, 32e9, 32e9, "NVIDIA A10G data sheet"
+    ),
+    "RTX A6000": Gpu(
+        "RTX A6000", 154.8, None, 38.7, 48, 49140 * MIB, 0.768e12, 32e9, 32e9,
+        "NVIDIA RTX A6000 data sheet",
+    ),
     # Sums in float32 halve the rate of GeForce cards; their headlines are of sums in fp16.
     "RTX 5090": Gpu(
-        "RTX 5090", 209.5, 419, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,
+        "RTX 5090", 209.5, 419, 104.8, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,
         "NVIDIA RTX Blackwell GPU Architecture whitepaper",
     ),
     "RTX 4090": Gpu(
-        "RTX 4090", 165.2, 330.3, 24, 24564 * MIB, 1.008e12, 32e9, 32e9,
+        "RTX 4090", 165.2, 330.3, 82.6, 24, 24564 * MIB, 1.008e12, 32e9, 32e9,
         "NVIDIA Ada GPU Architecture whitepaper",
+    ),
+    # Without the bridge that joins two of them by NVLink.
+    "RTX 3090": Gpu(
+        "RTX 3090", 71, None, 35.6, 24, 24576 * MIB, 0.936e12, 32e9, 32e9,
+        "NVIDIA Ampere GA102 GPU Architecture whitepaper",
     ),
     # Seven links of 64 GB/s, one way.
     "MI300X": Gpu(
-        r"MI300X(?: OAM| VF)?", 1307.4, 2614.9, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
+        r"MI300X(?: OAM| VF)?", 1307.4, 2614.9, 163.4, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
         "AMD Instinct MI300X Accelerator data sheet",
     ),
     "V100-PCIE": Gpu(
-        "V100-PCIE-16GB", 112, None, 16, 16160 * MIB, 0.9e12, 16e9, 16e9, V100, bf16_tflops=14
+        "V100-PCIE-16GB", 112, None, 14, 16, 16160 * MIB, 0.9e12, 16e9, 16e9, V100,
+        flash_attention=False,
     ),
     "V100-PCIE 32GB": Gpu(
-        "V100-PCIE-32GB", 112, None, 32, 32510 * MIB, 0.9e12, 16e9, 16e9, V100, bf16_tflops=14
+        "V100-PCIE-32GB", 112, None, 14, 32, 32510 * MIB, 0.9e12, 16e9, 16e9, V100,
+        flash_attention=False,
     ),
     "V100 32GB": Gpu(
-        "V100-SXM2-32GB", 125, None, 32, 32510 * MIB, 0.9e12, 150e9, 16e9, V100, bf16_tflops=15.7
+        "V100-SXM2-32GB", 125, None, 15.7, 32, 32510 * MIB, 0.9e12, 150e9, 16e9, V100,
+        flash_attention=False,
     ),
     "V100": Gpu(
-        "V100-SXM2-16GB", 125, None, 16, 16160 * MIB, 0.9e12, 150e9, 16e9, V100, bf16_tflops=15.7
+        "V100-SXM2-16GB", 125, None, 15.7, 16, 16160 * MIB, 0.9e12, 150e9, 16e9, V100,
+        flash_attention=False,
     ),
     "T4": Gpu(
-        "T4", 65, None, 16, 15360 * MIB, 0.32e12, 16e9, 16e9,
-        "NVIDIA T4 Tensor Core GPU data sheet", bf16_tflops=8.1,
+        "T4", 65, None, 8.1, 16, 15360 * MIB, 0.32e12, 16e9, 16e9,
+        "NVIDIA T4 Tensor Core GPU data sheet", flash_attention=False,
     ),
 }  # fmt: skip
 
@@ -117,8 +143,34 @@ def named_gpu(name: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if re.fullmatch(MAKER + gpu.device, name)), None)
 
 
-def peak_tflops(gpu: Gpu, dtype: str) -> float | None:
-    """Peak for a `precision.dtype`, TFLOP/s; None for fp32, of which the table has none."""
-    if dtype == "fp32":
-        return None
-    return gpu.bf16_tflops if dtype == "bf16" and gpu.bf16_tflops else gpu.tflops
+def listed_name(text: str) -> str | None:
+    """The name in GPUS that a person means by rtx4090, 4090, H100-SXM or "A100 80GB", or by what
+    nvidia-smi prints; None where there is none."""
+    spellings: dict[str, str] = {}
+    for name, gpu in GPUS.items():
+        if re.fullmatch(MAKER + gpu.device, text):
+            return name
+        for spelling in (name, f"{name} {gpu.sold_as:g}GB", gpu.device):
+            for said in (spelling, spelling.removeprefix("RTX ")):
+                spellings.setdefault(_plain(said), name)
+    return spellings.get(_plain(text))
+
+
+def similar_name(text: str) -> str | None:
+    """The name in GPUS that a mistyped one resembles, if any does."""
+    known = {_plain(name): name for name in GPUS}
+    close = difflib.get_close_matches(_plain(text), known, n=1)
+    return known[close[0]] if close else None
+
+
+def _plain(name: str) -> str:
+    """A name without what people write in different ways: case, spaces, the maker, the socket."""
+    without_maker = re.sub(MAKER, "", name, count=1, flags=re.IGNORECASE)
+    return re.sub(r"[\s_-]|sxm\d?", "", without_maker.casefold())
+
+
+def peak_tflops(gpu: Gpu, dtype: str) -> float:
+    """Peak for a `precision.dtype`, TFLOP/s."""
+    if dtype == "fp32" or (dtype == "bf16" and not gpu.flash_attention):
+        return gpu.fp32_tflops
+    return gpu.tflops

@@ -8,6 +8,7 @@ what to do.
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not Path(path).exists() and name in shipped_recipes():
         raise RecipeError(
             f"{path}: there is no such file; Perdure comes with a recipe of this name: perdure "
-            f"recipe copy {name} {Path(path).with_suffix('.yaml')}"
+            f"recipe copy {name} {shlex.quote(str(Path(path).with_suffix('.yaml')))}"
         )
     tree, origins, problems = read_tree(path, overrides)
     return validate(tree, origins, str(path), problems)

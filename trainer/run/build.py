@@ -208,5 +208,5 @@ def without_peak(recipe: Recipe, world: World) -> list[str]:
     """That there will be no MFU, where somebody may look for it."""
     if world.device.type != "cuda" or peak_flops(recipe, world.device):
         return []
-    name, dtype = torch.cuda.get_device_name(world.device), recipe.precision.dtype
-    return [f"no peak of {name} in {dtype} is known, so no MFU; set tracking.peak_tflops"]
+    name = torch.cuda.get_device_name(world.device)
+    return [f"no peak of {name} is known, so no MFU; set tracking.peak_tflops"]

@@ -5,6 +5,8 @@ import time
 import traceback
 from types import TracebackType
 
+from torch.distributed import DistBackendError
+
 from checkpointing import SaveFailed
 from checkpointing.format.untrusted import printable
 from elastic import (
@@ -16,6 +18,7 @@ from elastic import (
     Pulse,
 )
 from elastic.node.recall import Recall, Recalled
+from elastic.process import plain
 from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import known_errors, told
 from trainer.recipe.factory import OwnCodeError
@@ -50,8 +53,7 @@ class Telling:
 
     def recalls(self, error: Exception) -> bool:
         """Whether this process goes on with another attempt."""
-        lost = isinstance(error, RuntimeError) and is_lost_peer(error)
-        return self._recall.recalls(error, lost)
+        return self._recall.recalls(error, _says_peer_is_lost(error))
 
     def tell(self, error: Exception, wait: float = 0) -> int:
         """Tell of an error, unless that was done; returns the exit code.
@@ -64,7 +66,8 @@ class Telling:
         if error is self._told:
             return code
         self._told = error
-        line = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
+        what = printable(plain(error).partition("\n")[0])
+        line = f"{type(error).__name__}: {what}"
         if isinstance(error, SaveFailed):  # the agent prints it again; rank 0 says why
             line = f"{type(error).__name__}: {error}".partition(" failed")[0] + " failed"
         self._pulse.fail(line)
@@ -76,7 +79,13 @@ class Telling:
             trace = "".join(traceback.format_exception(cause)) if cause else ""
             text = "" if self._pulse.told_by_first else trace + told(error)
         elif code == EXIT_PEER_GONE:
-            text = f"rank {self._rank}: a peer is gone: {line}"
+            text = f"rank {self._rank}: a peer is gone: {what}"
+        elif _says_peer_is_lost(error) and not isinstance(error, DistBackendError):
+            # Where this rank waited for the other tells nothing of the cause; NCCL's may do so.
+            text = (
+                f"rank {self._rank}: a peer is gone: {what}; why stands in its "
+                "output, and the same command resumes"
+            )
         elif code == EXIT_MENDED:
             text = f"rank {self._rank}: {error}"
         else:
@@ -96,6 +105,10 @@ def exit_code(error: Exception) -> int:
         return EXIT_WRONG_INPUT
     if isinstance(error, HalvedError) and supervised():
         return EXIT_MENDED
-    if supervised() and isinstance(error, RuntimeError) and is_lost_peer(error):
+    if supervised() and _says_peer_is_lost(error):
         return EXIT_PEER_GONE
     return EXIT_FAILED
+
+
+def _says_peer_is_lost(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and is_lost_peer(error)

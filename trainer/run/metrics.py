@@ -33,6 +33,20 @@ from trainer.run.trackers import METRICS
 logger = logging.getLogger(__name__)
 
 
+LEAST_FIRST = [
+    "memory",
+    "data_wait",
+    "step_seconds",
+    "bubble",
+    "lr",
+    "mfu",
+    "grad_norm",
+    "eta",
+    "speed",
+]
+"""Parts of a step's line in the order in which a narrow terminal loses them."""
+
+
 class Startup:
     """Where the time from launch to the first optimizer step goes, in named parts."""
 
@@ -53,7 +67,10 @@ class Startup:
         self._last = now
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        shown = {name: f"{seconds:.1f}" for name, seconds in self.parts.items()}
+        parts = ", ".join(
+            f"{name} {seconds}" for name, seconds in shown.items() if seconds != "0.0"
+        )
         return f"first step after {sum(self.parts.values()):.1f} s: {parts}"
 
 
@@ -240,28 +257,49 @@ class Log:
         return code
 
 
-def step_line(step: int, steps: int, values: Mapping[str, float], unit: str = "tokens") -> str:
-    """The console line of a training record; speed is in `unit`."""
-    parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        f"loss {values['loss']:.4f}",
-        f"grad norm {values['grad_norm']:.3f}",
-        f"lr {values['lr']:.2e}",
-    ]
+def step_line(
+    step: int,
+    steps: int,
+    values: Mapping[str, float],
+    unit: str = "tokens",
+    columns: int | None = None,
+) -> str:
+    """The console line of a training record.
+
+    Args:
+        step: that is done.
+        steps: of the run.
+        values: of the record.
+        unit: of the speed.
+        columns: of the terminal; the line leaves out what has no room there. None: it is no
+            terminal, and the line begins with the time of day.
+    """
+    parts = {
+        "step": f"step {step:>{len(str(steps))}}/{steps}",
+        "loss": f"loss {values['loss']:.4f}",
+        "grad_norm": f"grad norm {values['grad_norm']:.3f}",
+        "lr": f"lr {values['lr']:.2e}",
+    }
     if "tokens_per_second" in values:
-        parts += [
-            f"{values['tokens_per_second']:,.0f} {unit}/s",
-            f"{values['step_seconds_p50'] * 1e3:.0f} ms/step",
-            f"data wait {values['data_wait']:.1%}",
-        ]
+        parts |= {
+            "speed": f"{values['tokens_per_second']:,.0f} {unit}/s",
+            "step_seconds": f"{values['step_seconds_p50'] * 1e3:.0f} ms/step",
+            "data_wait": f"data wait {values['data_wait']:.1%}",
+        }
     if "bubble" in values:
-        parts.append(f"bubble {values['bubble']:.1%}")
+        parts["bubble"] = f"bubble {values['bubble']:.1%}"
     if "mfu" in values:
-        parts.append(f"MFU {values['mfu']:.1%}")
-    parts.append(f"memory {values['peak_memory'] / 1e9:.2f} GB")
+        parts["mfu"] = f"MFU {values['mfu']:.1%}"
+    parts["memory"] = f"memory {values['peak_memory'] / 1e9:.2f} GB"
     if "eta_seconds" in values:
-        parts.append(f"ETA {tqdm.format_interval(values['eta_seconds'])}")
-    return " | ".join(parts)
+        parts["eta"] = f"ETA {tqdm.format_interval(values['eta_seconds'])}"
+    if columns is None:
+        return f"{time.strftime('%H:%M:%S')} {' | '.join(parts.values())}"
+    for name in LEAST_FIRST:
+        if len(" | ".join(parts.values())) <= columns:
+            break
+        parts.pop(name, None)
+    return " | ".join(parts.values())
 
 
 def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:

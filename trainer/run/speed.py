@@ -1,5 +1,6 @@
 """How fast the run is: means over each log interval, and ranks that are slower than the others."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from trainer.run.metrics import step_line
 from trainer.run.state import Run
 from trainer.run.step import StepResult
 from trainer.run.straggler import Pace, compare_ranks
+from trainer.text import terminal_columns
 
 
 class Speed:
@@ -56,7 +58,8 @@ class Speed:
         if self._window.pipeline:
             values["bubble"] = bubble(*pipeline)
         step, steps = run.progress.step, run.recipe.run.steps
-        run.log.record(step, values, step_line(step, steps, values, run.task.unit))
+        columns = terminal_columns(sys.stdout)
+        run.log.record(step, values, step_line(step, steps, values, run.task.unit, columns))
         self._window = Window()
 
     def _name_stragglers(self, seconds: Sequence[float], sequences: Sequence[float]) -> None:
@@ -181,8 +184,7 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     gpu = named_gpu(torch.cuda.get_device_name(device))
-    tflops = peak_tflops(gpu, recipe.precision.dtype) if gpu else None
-    return tflops * 1e12 if tflops else None
+    return peak_tflops(gpu, recipe.precision.dtype) * 1e12 if gpu else None
 
 
 def peak_memory(device: torch.device) -> int:

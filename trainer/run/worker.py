@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -85,6 +86,9 @@ def main(arguments: list[str]) -> NoReturn:
         set_name("rank")  # it was "reserve"
     pulse = Pulse.from_environment()
     watch_signals(pulse)
+    if "RANK" in os.environ and not supervised():
+        # torchrun passes Ctrl-C on: Python's traceback would say where this rank was, not why.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not arguments:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
         leave_world(EXIT_WRONG_INPUT)

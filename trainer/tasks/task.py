@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ from trainer.tasks.own_model import (
 if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
+LARGEST_OWN_VOCABULARY = 65_536
+"""Tokens that a tokenizer for a small model is trained to have; more have those of known models."""
 AfterStep = Callable[["ParallelModel", int], None]
 """Called with the model that is trained, and the samples consumed so far."""
 
@@ -346,6 +349,23 @@ def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
     return {"validation_loss": loss, "validation_perplexity": perplexity, **_named_values(means)}
 
 
+def _how_to_prepare(recipe: Recipe, directory: str) -> str:
+    """The command that makes a data set for a recipe: of a corpus that Perdure knows by name, if
+    the directory is called so, with the model's tokenizer or one of the model's size."""
+    from trainer.data.prepare.corpora import CORPORA  # no run needs it
+
+    name, architecture = Path(directory).name, recipe.model.architecture
+    words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
+    words += ["--out", directory]
+    if recipe.model.init_from:
+        words += ["--tokenizer", recipe.model.init_from]
+    elif architecture and architecture.vocab_size <= LARGEST_OWN_VOCABULARY:
+        words += ["--train-bpe", str(architecture.vocab_size)]
+    else:
+        words += ["--tokenizer", "tokenizer.json"]
+    return shlex.join(words)
+
+
 def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
     """Training and validation data.
 
@@ -358,8 +378,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
         if not (Path(source.path) / "index.json").is_file():
             raise RecipeError(
                 f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
-                "index.json); make one with `perdure data prepare INPUT --out "
-                f"{source.path}`"
+                f"index.json); make one with `{_how_to_prepare(recipe, source.path)}`"
             )
 
     def open_split(split: str, shuffle: bool) -> TokenStream:

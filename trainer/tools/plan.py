@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
@@ -13,25 +14,16 @@ from trainer.plan.search import ROOM, Candidate, Plan
 from trainer.recipe import Strategy
 from trainer.text import table
 
-COLUMNS = {
-    "strategy": "",
-    "recompute": "",
-    "micro-batch": "",
-    "params": "shapes",
-    "grads": "shapes",
-    "optim": "shapes",
+SOURCES = {
     "activ": "trace",
-    "transient": "both",
-    "peak GB": "both",
-    "fits": "",
-    "host GB": "shapes",
-    "comm GB": "shapes",
-    "hidden": "roofline",
+    **dict.fromkeys(("params", "grads", "optim", "host", "comm"), "shapes"),
+    **dict.fromkeys(("peak", "transient"), "both"),
     "bubble": "simulation",
-    "s/step": "roofline",
-    "MFU": "roofline",
+    **dict.fromkeys(("s/step", "MFU", "hours", "cost", "hidden"), "roofline"),
 }
-"""Columns of the table, each with where its figures come from, as `prediction.HOW` says."""
+"""Where the figures of a column come from, as `prediction.HOW` says."""
+WIDTH = 120
+"""Columns of text, but for commands, which are to be pasted."""
 MOMENTS = {
     "forward": "when the loss is computed",
     "head": "in the backward pass of the output head",
@@ -42,32 +34,80 @@ MOMENTS = {
 }
 
 
-def plan_text(plan: Plan, command: str, *, everything: bool = False) -> str:
-    """The table, the recommendation, and what it rests on.
+def plan_text(
+    plan: Plan, command: str, *, everything: bool = False, price: float | None = None
+) -> str:
+    """The tables, the recommendation, and what it rests on.
 
     Args:
         plan: to print.
         command: `perdure train RECIPE …`, to which overrides are added.
         everything: a line for each micro-batch and way to reduce, not for the best ones alone.
+        price: of one GPU for an hour, in any currency.
     """
     shown = plan.tried if everything else plan.candidates
-    own = [] if any(plan.own is candidate for candidate in plan.candidates) else [plan.own]
-    rows = [_row(candidate, plan) for candidate in (*own, *shown)]
-    lines = table([tuple(COLUMNS), tuple(COLUMNS.values()), *rows], right=range(2, len(COLUMNS)))
-    lines.insert(2, "-" * max(map(len, lines[:2])))
-    parts = [_headline(plan), "\n".join(lines), _advice(plan, command), _notes(plan)]
+    rows = _merged(shown)
+    merged = len(rows) < len(shown)
+    if not any(plan.own is candidate for candidate in plan.candidates):
+        rows.insert(0, ([plan.own.label], plan.own))
+    parts = [
+        _headline(plan),
+        _table([_what_it_takes(labels, one, plan, price) for labels, one in rows]),
+        "In GB: memory of a rank, host memory of a node, and what a rank sends in a step:",
+        _table([_where_it_goes(labels, one, plan) for labels, one in rows]),
+        _advice(plan, command, price),
+        _notes(plan, merged=merged),
+    ]
     if plan.refused:
-        parts.insert(2, f"As it is the recipe cannot run there: {plan.refused}.")
+        parts.insert(4, _fill(f"As it is the recipe cannot run there: {plan.refused}."))
     return "\n\n".join(parts)
+
+
+def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]]:
+    """(labels, candidate): those that do and need the same are one, as many are on one GPU."""
+    found: list[tuple[list[str], Candidate]] = []
+    for candidate in candidates:
+        for labels, first in found:
+            if _same(candidate, first):
+                labels.append(_short(candidate.label))
+                break
+        else:
+            found.append(([_short(candidate.label)], candidate))
+    return found
+
+
+def _same(one: Candidate, other: Candidate) -> bool:
+    ways = [
+        (
+            candidate.recipe.strategy.activation_checkpointing,
+            candidate.recipe.strategy.reduce_every_pass,
+            candidate.prediction,
+        )
+        for candidate in (one, other)
+    ]
+    return ways[0] == ways[1]
+
+
+def _short(label: str) -> str:
+    """ "ZeRO-3 +CPU" for ZeRO-3, CPU offload."""
+    return label.replace(", ", " +").removesuffix(" offload")
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Columns in which no row has a figure are left out."""
+    columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+    cells = [columns, *([row[name] for name in columns] for row in rows)]
+    lines = table(cells, right=range(2, len(columns)))
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _headline(plan: Plan) -> str:
     recipe, millions = plan.recipe, plan.blueprint.parameter_count / 1e6
     count = f"{millions:,.1f} M" if millions < 100 else f"{millions / 1e3:.2f} B"
-    return (
+    return _fill(
         f"{count} parameters in {recipe.precision.dtype}, "
         f"{recipe.batch.global_batch} sequences of {recipe.data.seq_len:,} tokens per step, "
-        f"on {_machine(plan)}; per rank, 1 GB = 10^9 bytes:"
+        f"{recipe.run.steps:,} steps, on {_machine(plan)}; 1 GB = 10^9 bytes:"
     )
 
 
@@ -78,38 +118,74 @@ def _machine(plan: Plan) -> str:
     return ranks if machine.nodes == 1 else f"{machine.nodes} nodes of {ranks}"
 
 
-def _row(candidate: Candidate, plan: Plan) -> tuple[str, ...]:
+def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
+    """What both tables begin with."""
     p, strategy = candidate.prediction, candidate.recipe.strategy
+    between = " … " if len(labels) > 2 else ", "
+    return {
+        "strategy": between.join(dict.fromkeys((labels[0], labels[-1]))),
+        "recompute": strategy.activation_checkpointing,
+        "micro-batch": f"{p.micro_batch} x {p.passes}"
+        + (" (r)" if strategy.reduce_every_pass else ""),
+    }
+
+
+def _what_it_takes(
+    labels: Sequence[str], candidate: Candidate, plan: Plan, price: float | None
+) -> dict[str, str]:
+    p = candidate.prediction
     free, fits = candidate.free(plan.machine), candidate.lacking(plan.machine)
     if fits in ("", "over"):
         fits = f"{_gb(abs(free))} {fits or 'free'}"
-    hidden = "-"
+    name, bill = _name(labels, candidate), _bill(candidate, plan, price)
+    if candidate is plan.best:
+        name["strategy"] += " *"
+    return {
+        **name,
+        "peak": _gb(p.peak),
+        "fits": fits,
+        "bubble": f"{p.bubble:.0%}" if candidate.recipe.strategy.pp > 1 else "-",
+        "s/step": f"{p.seconds_per_step:.3g}",
+        "MFU": f"{p.mfu:.0%}",
+        "hours": _count(bill["hours"]),
+        "cost": _count(bill["cost"]) if "cost" in bill else "-",
+    }
+
+
+def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> dict[str, str]:
+    p, hidden = candidate.prediction, "-"
     if moving := (p.communication_seconds or 0.0) + (p.transfer_seconds or 0.0):
         hidden = f"{max(0.0, 1 - (p.exposed_seconds or 0.0) / moving):.0%}"
-    label = candidate.label
-    if strategy.reduce_every_pass:
-        label += " (r)"
-    return (
-        label + (" *" if candidate is plan.best else ""),
-        strategy.activation_checkpointing,
-        f"{p.micro_batch} x {p.passes}",
-        *map(_gb, (p.parameters, p.gradients, p.optimizer_state, p.activations, p.transient)),
-        _gb(p.peak),
-        fits,
-        _gb(p.node_memory),
-        _gb(p.communication_bytes),
-        hidden,
-        f"{p.bubble:.0%}" if strategy.pp > 1 else "-",
-        f"{p.seconds_per_step:.3g}",
-        f"{p.mfu:.0%}",
-    )
+    return {
+        **_name(labels, candidate),
+        "params": _gb(p.parameters),
+        "grads": _gb(p.gradients),
+        "optim": _gb(p.optimizer_state),
+        "activ": _gb(p.activations),
+        "transient": _gb(p.transient),
+        "host": _gb(p.node_memory),
+        "comm": _gb(p.communication_bytes) if plan.machine.world_size > 1 else "-",
+        "hidden": hidden,
+    }
+
+
+def _bill(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
+    """Hours of a whole run without a stop, those of all its GPUs together, and with a price its
+    cost."""
+    hours = plan.recipe.run.steps * (candidate.prediction.seconds_per_step or 0.0) / 3600
+    bill = {"hours": hours, "gpu_hours": hours * plan.machine.world_size}
+    return bill if price is None else bill | {"cost": price * bill["gpu_hours"]}
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.2f}" if count < 10e9 else f"{count / 1e9:.0f}"
 
 
-def _advice(plan: Plan, command: str) -> str:
+def _advice(plan: Plan, command: str, price: float | None) -> str:
     best = plan.best
     if best is None:
         least = min(plan.candidates, key=lambda c: c.prediction.peak)
@@ -123,7 +199,7 @@ def _advice(plan: Plan, command: str) -> str:
             lines.append(_more_nodes(plan))
         else:
             lines.append("Take larger GPUs, shorter sequences (data.seq_len), or a smaller model.")
-        return " ".join(lines)
+        return _fill(" ".join(lines))
     p = best.prediction
     settings = recommended(best)
     yaml = [
@@ -138,18 +214,30 @@ def _advice(plan: Plan, command: str) -> str:
     )
     return "\n".join(
         [
-            f"* Fastest that fits with {ROOM:.0%} room: {best.label}, recompute "
-            f"{best.recipe.strategy.activation_checkpointing}. It needs most "
-            f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:.4g}, and on "
-            f"each node {_node(best)}.",
-            *_pipeline(best),
-            *_remarks(plan),
+            _fill(
+                f"* Fastest that fits with {ROOM:.0%} room: {best.label}, recompute "
+                f"{best.recipe.strategy.activation_checkpointing}. It needs most "
+                f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:.4g}, "
+                f"and on each node {_node(best)}."
+            ),
+            _whole_run(plan, best, price),
+            *map(_fill, _pipeline(best)),
+            *map(_fill, _remarks(plan)),
             "In the recipe:",
             "",
             *(f"    {line}" for line in yaml),
             "",
             f"or: {command} {overrides}",
         ]
+    )
+
+
+def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
+    bill = _bill(best, plan, price)
+    cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
+    return _fill(
+        f"run.steps={plan.recipe.run.steps} then takes {_count(bill['hours'])} hours: "
+        f"{_count(bill['gpu_hours'])} GPU hours{cost}. Starts, validation and failures come on top."
     )
 
 
@@ -203,7 +291,7 @@ def _yaml(value: Any) -> str:
     return value if plain else json.dumps(value)
 
 
-def _notes(plan: Plan) -> str:
+def _notes(plan: Plan, *, merged: bool) -> str:
     p, machine, recipe = plan.own.prediction, plan.machine, plan.recipe
     slots = recipe.checkpoint.slots
     copies = f"checkpoint.slots: up to {slots}, as memory allows" if slots else "while it is saved"
@@ -217,19 +305,32 @@ def _notes(plan: Plan) -> str:
             "strategy.compile: figures are those of eager kernels; compiled ones keep fewer "
             "activations and take less time."
         )
+    if merged:
+        lines.append("A … B: these strategies and those between them are the same there.")
     lines.append(
         "(r): with strategy.reduce_every_pass. host: memory of a node, for what is offloaded and "
         f"a copy of a checkpoint ({_gb(p.slot_bytes)} GB; {copies}). comm: sent by each rank per "
         "step. hidden: share of the time of that, and of transfers to and on the host, that lies "
         "beside computation."
     )
-    return "\n".join(fill(line, 120) for line in lines)
+    return "\n".join(map(_fill, lines))
+
+
+def _fill(text: str) -> str:
+    return fill(text, WIDTH, break_on_hyphens=False)
 
 
 def assumptions(plan: Plan) -> list[str]:
     """What the figures rest on, one sentence each."""
     machine = plan.machine
+    columns = {
+        source: ", ".join(name for name, one in SOURCES.items() if one == source)
+        for source in dict.fromkeys(SOURCES.values())
+    }
     lines = [
+        "Where figures come from: "
+        + "; ".join(f"{names}: {source}" for source, names in columns.items())
+        + ".",
         "shapes: computed from those of the parameters. trace: one pass on fake tensors. both: "
         "what a pass works with is traced, the rest computed. roofline: both, over these speeds:",
         f"{machine.peak_flops / 1e12:g} TFLOP/s and "
@@ -249,14 +350,15 @@ def assumptions(plan: Plan) -> list[str]:
     return lines
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """All figures: bytes, seconds."""
+def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
+    """All figures: bytes, seconds, hours; `cost` with a price of one GPU for an hour."""
 
     def candidate_json(candidate: Candidate) -> dict[str, Any]:
         return {
             "label": candidate.label,
             **recommended(candidate),
             **dataclasses.asdict(candidate.prediction),
+            **_bill(candidate, plan, price),
             "free": candidate.free(plan.machine),
             "fits": candidate.fits(plan.machine),
             "lacking": candidate.lacking(plan.machine),

@@ -4,18 +4,15 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from benchmarks.support import python_path
 from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.tools.local_nodes import children
 
@@ -83,21 +80,28 @@ def listeners(pid: int) -> set[str]:
     return found
 
 
-def test_from_text_to_text(folder):
+def test_from_text_to_text(folder, monkeypatch):
     prepare = ["data", "prepare", "text.jsonl", "--out", "data", "--tokenizer", "bytes"]
     output = perdure(folder, *prepare, "--field", "body", "--validation-fraction", "0.2")
     assert "from 500 documents; 1 bad records left out" in output
     assert "text.jsonl:4: not JSON" in perdure(folder, "data", "inspect", "data", "--verify")
 
-    dry = perdure(folder, "train", "recipe.yaml", "run.steps=6", "schedule={}", "--dry-run")
-    assert "steps: 6" in dry
+    with monkeypatch.context() as environment:
+        environment.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        dry = perdure(folder, "train", "recipe.yaml", "run.steps=6", "schedule={}", "--dry-run")
+    told, _, later = dry.partition("# loading PyTorch\n")
+    assert "steps: 6" in told
+    assert " torch\n" not in told, "a sign of life comes before what takes seconds"
+    assert " torch\n" in later
     assert not (folder / "run").exists()
     command = ["train", "recipe.yaml", "run.steps=6", "schedule={}", "checkpoint.every=3"]
     command += ["run.evaluate_every=3"]
     heard: set[str] = set()
     output = perdure(folder, *command, meanwhile=lambda pid: heard.update(listeners(pid)))
     assert heard == {"0100007F"}, "only this machine, 127.0.0.1, can reach a job of this machine"
+    assert output.startswith("recipe.yaml: 6 steps, in run; loading PyTorch\n")
     assert "FULL_SHARD over 2 rank(s)" in output
+    assert re.search(r"^\d\d:\d\d:\d\d step 6/6 \| loss ", output, flags=re.M)
     assert "first step after" in output
 
     listing = perdure(folder, "ckpt", "ls", "run")
@@ -119,14 +123,16 @@ def test_from_text_to_text(folder):
 
 @pytest.mark.parametrize(
     ("safe", "told"),
-    [("", "would run"), pytest.param("1", "no prepared data set", marks=soak)],
+    [("", "`-m trainer` would run"), pytest.param("1", "no prepared data set", marks=soak)],
 )
 def test_torchrun_is_told_of_a_folder_in_the_way_at_once(tmp_path, safe, told):
-    """`-m trainer` would run it; with PYTHONSAFEPATH=1 nothing is in the way."""
+    """`-m trainer` would run it, under any rendezvous; with PYTHONSAFEPATH=1 nothing is in the
+    way."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     set_traps(tmp_path)
-    command = [Path(sys.executable).parent / "torchrun", "--rdzv-backend", "perdure"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "1"]
+    command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "1"]
+    if safe:
+        command += ["--rdzv-backend", "perdure", "--rdzv-endpoint", "127.0.0.1:0"]
     command += ["-m", "trainer", "recipe.yaml"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     if safe:
@@ -165,36 +171,6 @@ def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):
 )
 def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, arguments, meant):
     assert perdure(tmp_path, *arguments, code=2).endswith(f"did you mean '{meant}'?\n")
-
-
-def test_the_wheel_holds_recipes_and_schema(tmp_path):
-    """Who has installed the package, and no checkout, starts from one of its recipes."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("trainer", "elastic", "checkpointing", "recipes"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True)
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    build += ["--disable-pip-version-check", "--wheel-dir", tmp_path, source]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    assert (tmp_path / "installed" / "trainer" / "recipes" / "schema.json").is_file()
-    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path / "installed")}
-    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    command = [sys.executable, "-P", "-m", "trainer.cli"]
-    missing = subprocess.run([*command, "train", "recipes/quickstart.yaml"], check=False, **run)
-    assert missing.returncode == 2
-    assert missing.stderr.endswith("perdure recipe copy quickstart recipes/quickstart.yaml\n")
-    for _ in range(2):
-        copied = subprocess.run([*command, "recipe", "copy", "quickstart"], check=False, **run)
-    assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
-    shipped = (ROOT / "recipes" / "quickstart.yaml").read_text()
-    assert (tmp_path / "quickstart.yaml").read_text() == shipped
-    listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
-    assert len(listed.stdout.splitlines()) == len(list((ROOT / "recipes").glob("*.yaml")))
 
 
 def test_the_image_has_the_torch_of_make_train():

@@ -139,7 +139,8 @@ def _say(line: str) -> None:
 def _check_options(settings: PrepareOptions, workers: int) -> None:
     if (settings.tokenizer is None) == (settings.train_bpe is None):
         raise DataError(
-            "give one of --tokenizer FILE, --tokenizer bytes and --train-bpe VOCABULARY"
+            "give one of --tokenizer FILE, --tokenizer bytes and --train-bpe VOCABULARY, such as "
+            "--train-bpe 4096"
         )
     if not 0 <= (settings.validation_fraction or 0.0) < 1:
         raise DataError(f"--validation-fraction {settings.validation_fraction}: must be in [0, 1)")

@@ -1,0 +1,111 @@
+"""The console command `perdure`, and the entry point of torchrun.
+
+Other distributions have packages called trainer or elastic, too, and pip installs one over the
+other. So this module, whose name is Perdure's alone, looks whether the packages are its own before
+any of them is imported.
+"""
+
+import base64
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
+
+PACKAGES = "trainer", "elastic", "checkpointing"
+HOME = Path(__file__).resolve().parent
+EXIT_WRONG_INPUT = 2  # of elastic.exits, which may be another's
+
+
+def main() -> None:
+    """Run the console command."""
+    _leave_if(foreign())
+    from trainer.cli.main import main as run
+
+    run()
+
+
+def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
+    """What torch registers under the name `perdure`. torch calls this in every torchrun, so that
+    `-m trainer` is looked at under any rendezvous."""
+    if _is_torchrun() and ("-m", "trainer") in zip(sys.argv, sys.argv[1:], strict=False):
+        _leave_if(foreign())
+        from elastic.node.facts import in_the_way
+
+        _leave_if(in_the_way("trainer"))
+    from elastic.handler import torchrun_handler as handler
+
+    return handler()
+
+
+def foreign() -> str:
+    """Which of the PACKAGES is not Perdure's, and what to do about it; empty if all are."""
+    for name in PACKAGES:
+        expected, spec = HOME / name / "__init__.py", find_spec(name)
+        if spec and spec.origin and not _same_file(Path(spec.origin), expected):
+            return (
+                f"Python imports {name} from {spec.origin}, and not {expected} of Perdure: take "
+                f"the other one off PYTHONPATH{_uninstall(name)}, or give Perdure an environment "
+                "of its own"
+            )
+        if not spec or not spec.origin or not _as_installed(expected):
+            return (
+                f"{expected} is not Perdure's: another distribution has a package of this name. "
+                f"Install each in an environment of its own{_uninstall(name)}, and then Perdure "
+                "again (pip install --force-reinstall --no-deps)"
+            )
+    return ""
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()  # also where a folder is a link
+
+
+def _as_installed(file: Path) -> bool:
+    """Whether a file is what pip has written; that of a checkout is."""
+    written = f"{file.relative_to(HOME).as_posix()},sha256="
+    for record in HOME.glob("perdure-*.dist-info/RECORD"):
+        for line in record.read_text(encoding="utf-8").splitlines():
+            if line.startswith(written):
+                digest = hashlib.sha256(file.read_bytes()).digest()
+                return line[len(written) :].startswith(
+                    base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+                )
+    return True
+
+
+def _uninstall(name: str) -> str:
+    """The way out where other distributions have brought a package of this name."""
+    others = sorted(set(_others(name)))
+    return f", or pip uninstall {' '.join(others)}" if others else ""
+
+
+def _others(name: str) -> Iterator[str]:
+    from importlib.metadata import distributions
+
+    for one in distributions():
+        brought = f"\n{name}/__init__.py," in f"\n{one.read_text('RECORD') or ''}"
+        if brought and one.name != "perdure":
+            yield one.name
+
+
+def _is_torchrun() -> bool:
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    return os.path.basename(sys.argv[0]) == "torchrun" or (
+        module is not None and module.name == "torch.distributed.run"
+    )
+
+
+def _leave_if(problem: str) -> None:
+    if problem:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_WRONG_INPUT)
+
+
+if __name__ == "__main__":
+    main()
