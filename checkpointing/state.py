@@ -6,7 +6,7 @@ another module begin with what it is called. The state of an optimizer is `<para
 so on.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.errors import WrongModel
-from checkpointing.format.tensors import optimizer_tensors
+from checkpointing.format.tensors import optimizer_tensors, place_of
 from checkpointing.format.values import from_json, to_json
 
 OF_VALUES = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -125,9 +125,9 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
         for name, value in model.items()
         if isinstance(value, nn.Parameter) and value.requires_grad
     )
-    shared: dict[Tensor, list[str]] = {}
+    shared: dict[Hashable, list[str]] = {}
     for name, value in model.items():
-        shared.setdefault(value, []).append(name)
+        shared.setdefault(place_of(value), []).append(name)
     tied = [sorted(names) for names in shared.values() if len(names) > 1]
     return Parts(live, optimizer, values, groups, kinds, buffers, trained, tied)
 

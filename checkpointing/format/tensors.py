@@ -1,6 +1,6 @@
 """torch's side of the plan: tensors and DTensors → specs, and the bytes of a box."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,16 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, _TORCH_NAMES[name]) for name in DTYPE_BYTES
 }
 """torch dtype by safetensors' name."""
-_STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def place_of(tensor: Tensor) -> Hashable:
+    """Equal for two tensors that are one: tied weights, which `state_dict` has under each of their
+    names. DTensors must be the same object, as a rank may have nothing of them to compare."""
+    dense = tensor.layout == torch.strided and not tensor.is_meta
+    if isinstance(tensor, DTensor) or not dense or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, TensorSpec]:
@@ -40,9 +49,9 @@ def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, T
     layouts: dict[Any, tuple[Layout, ...]] = {}
     specs = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in _STORED_DTYPES:
+        if tensor.dtype not in STORED_DTYPES:
             raise ValueError(f"{name}: safetensors does not store {tensor.dtype}")
-        meta = TensorMeta(_STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
+        meta = TensorMeta(STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
         spread: tuple[Layout, ...] = (whole,)
         if isinstance(tensor, DTensor):
             key = id(tensor.device_mesh), tensor.placements

@@ -30,13 +30,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain
 from checkpointing.format.layout import DCP_METADATA, StoredTensor, TensorMeta
 from checkpointing.format.plan import Box, TensorSpec, local_boxes
-from checkpointing.format.tensors import TORCH_DTYPES, box_view
+from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES, box_view
 from checkpointing.format.untrusted import count, is_plain, printable
 from checkpointing.load.segments import Target
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.reading import reading
 
-_STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izer)?s?\.(?:.*\.)?(?:state\.(?P<fqn>.+)\.(?P<leaf>\w+)|param_groups\..*)"
 )
@@ -121,7 +120,7 @@ class DcpCheckpoint:
 
     def _stored(self, name: str) -> StoredTensor:
         entry = self._tensors[name]
-        dtype = _STORED_DTYPES.get(entry.properties.dtype)
+        dtype = STORED_DTYPES.get(entry.properties.dtype)
         if dtype is None:
             raise StorageError(f"{self.path}: {name} is {entry.properties.dtype}; unsupported")
         return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
@@ -218,7 +217,7 @@ def _check(metadata: Metadata) -> None:
         if not name.isprintable():
             raise ValueError(f"{name!a} is no name of a tensor")
         if isinstance(entry, TensorStorageMetadata):
-            _STORED_DTYPES.get(entry.properties.dtype)
+            STORED_DTYPES.get(entry.properties.dtype)
             boxes = [(entry.size, entry.size), *((c.offsets, c.sizes) for c in entry.chunks)]
             if any(len(box) != len(entry.size) for pair in boxes for box in pair):
                 raise ValueError(f"{name}: chunks of other dimensions")

@@ -99,9 +99,9 @@ def without_copies(
         first = found.setdefault(name, second)
         if first is not second and not _equal(first, second, read):
             raise WrongModel(
-                f"the files hold {copy} and {name} with different numbers, but the config ties the "
-                'two: write "tie_word_embeddings": false into config.json to train both, or take '
-                f"{copy} out of the files"
+                f"the files hold {copy} and {name} with different numbers, but the model ties the "
+                'two: load into one that does not ("tie_word_embeddings": false in config.json), '
+                f"or take {copy} out of the files"
             )
     return found
 

@@ -1,6 +1,6 @@
 """The model of a checkpoint → tensors of any world size and strategy."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.numbers import not_finite
 from checkpointing.format.plan import TensorSpec
-from checkpointing.format.tensors import TORCH_DTYPES, tensors_not_finite
+from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_finite
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.published import by_model_names, cure, without_copies
 from checkpointing.load.segments import Files
@@ -55,7 +55,7 @@ def load_model(
         verify: check the checksums of the blocks that are read (checkpoints of ours have them).
         optional: names that a checkpoint may hold besides the targets.
         tied: name of the copy of a tied weight → name of the target. A checkpoint may hold either,
-            or both with equal numbers.
+            or both with equal numbers. So it is with targets that are one tensor.
         finite: names of tensors that must not hold NaN or infinity.
         group: carries CPU tensors; called on all its ranks, which then read every byte once per
             node. None: this process reads what it needs, and asks nobody.
@@ -67,11 +67,14 @@ def load_model(
         StorageError: there is no model at `path`, or it cannot be read.
     """
     path, ranks = Path(path), Ranks(group)
+    copies = _copies(tensors)
+    tied = {**copies, **(tied or {})}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
     with failing_alike():
         (specs,) = ranks.specs(tensors)
 
         def fit(stored: Mapping[str, StoredTensor], read: ReadPieces) -> dict[str, StoredTensor]:
-            return _fit(path, stored, specs, optional, tied or {}, read)
+            return _fit(path, stored, specs, optional, tied, read)
 
         look = ranks.on_main(lambda: _look(path, fit, verify=verify))
         if look is None:
@@ -79,6 +82,13 @@ def load_model(
         else:
             files = Files(path, lambda name: storage_of(path).open(path / name), *look)
             read_tensors(files, specs, tensors, group, finite=finite)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name of a target → the first name of the same tensor."""
+    first: dict[Hashable, str] = {}
+    found = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
+    return {name: known for name, known in found.items() if known != name}
 
 
 ReadPieces = Callable[[StoredTensor], Iterable[Tensor]]

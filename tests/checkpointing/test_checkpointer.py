@@ -16,6 +16,7 @@ from checkpointing import (
     CheckpointError,
     StorageError,
     WrongModel,
+    load_model,
     tensor_checkpointer,
 )
 from checkpointing.format.values import from_json, to_json
@@ -476,6 +477,17 @@ def test_weights_that_were_apart_are_not_loaded_into_tied_ones(tmp_path):
         with pytest.raises(WrongModel, match=why):
             checkpointer.load({"model": target})
         assert same(bits(target), before)
+    names = target.state_dict()
+    for tied in (None, {"head.weight": "embed.weight"}):
+        with pytest.raises(WrongModel, match=r"different numbers, but the model ties the two"):
+            load_model(tmp_path / "False" / "step-00000001", names, tied=tied)
+        assert same(bits(target), before)
+    load_model(tmp_path / "True" / "step-00000001", names)
+    with Checkpointer(tmp_path / "tensors") as checkpointer:
+        checkpointer.save(1, {"a": torch.zeros(2), "b": torch.ones(2)}, wait=True)
+        one = torch.zeros(2)
+        with pytest.raises(WrongModel, match="a and b are one tensor here"):
+            checkpointer.load({"a": one, "b": one.detach()})
     for tied in (True, False):
         target = model(tied)
         with Checkpointer(tmp_path / "True") as checkpointer:

@@ -48,6 +48,8 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                 ("pp2-full", 4, [*PP, "strategy.activation_checkpointing=full"], ()),
                 ("pp2-zero-bubble-full", 4,
                  [*PP, *ZERO_BUBBLE, "strategy.activation_checkpointing=full"], ()),
+                ("pp2-zero-bubble-selective", 4,
+                 [*PP, *ZERO_BUBBLE, "strategy.activation_checkpointing=selective"], ()),
                 ("pp2-selective", 4, [*PP, "strategy.activation_checkpointing=selective"], ()),
                 ("pp2-compile", 2, [*PP, "strategy.compile=true"], ()),
                 ("pp2-every", 4, [*PP, "strategy.reduce_every_pass=true"], ()),

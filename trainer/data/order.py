@@ -86,7 +86,12 @@ def _mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArr
 
 
 class Order:
-    """The endless order of samples drawn from one or several sources.
+    """The endless order of samples drawn from one or several sources: which sample stands at which
+    position.
+
+    It is a pure function of the sizes, the weights and the seed. A loop has done what it should if
+    it trains, in whatever way, on the samples at positions 0, 1, 2, …; "how many positions are
+    done" is all that it has to save.
 
     One source runs through epoch after epoch, each in a permutation of its own. Several are mixed
     in blocks of BLOCK positions that hold exact counts of each source, by weight; each source runs
@@ -97,13 +102,16 @@ class Order:
         """
         Args:
             sizes: samples in each source, at least 1.
-            weights: share of the positions that each source takes, relative to the others.
+            weights: share of the positions that each source takes, relative to the others; as many
+                as there are sources, and [1.0] for a single one.
             seed: of the run.
 
         Raises:
-            ValueError: an empty source, or a weight that is no positive number or too small for a
-                place in a block.
+            ValueError: no source, an empty one, or a weight that is missing, no positive number, or
+                too small for a place in a block.
         """
+        if not sizes or len(sizes) != len(weights):
+            raise ValueError(f"{len(sizes)} source(s) with {len(weights)} weight(s); give as many")
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"weights {list(weights)} must be positive numbers")
         self._seed, self._sizes = seed, list(sizes)
@@ -125,10 +133,21 @@ class Order:
         return Order, (self._sizes, [float(count) for count in self._counts], self._seed)
 
     def locate(
-        self, positions: NDArray
+        self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(source, epoch, sample) of each position, as int64 arrays of the same shape (N,)."""
-        positions = np.asarray(positions, dtype=np.int64)
+        """(source, epoch, sample) of each position, as int64 arrays of the same shape (N,).
+
+        Args:
+            positions: (N,) whole numbers, not negative.
+
+        Raises:
+            ValueError: they are something else.
+        """
+        positions = np.asarray(positions)
+        whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
+        if not whole or (positions < 0).any():
+            raise ValueError(f"positions {positions!r} are no array of whole numbers from 0 on")
+        positions = positions.astype(np.int64, copy=False)
         if len(self._sizes) == 1:
             sources, ranks = np.zeros_like(positions), positions
         else:

@@ -18,7 +18,7 @@ from trainer.recipe.factory import failure
 from trainer.recipe.seeds import stable_seed
 
 Batch = dict[str, Any]
-Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
+Collate = Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]]
 
 
 class SampleStream:
@@ -45,18 +45,8 @@ class SampleStream:
         self._name, name = name, f"data.factory: {name}"
         if collate is not None and not callable(collate):
             raise DataError(f"{name}: collate is of type {type(collate).__name__}, no function")
-        for method in ("__len__", "__getitem__"):
-            if not hasattr(dataset, method):
-                raise DataError(
-                    f"{name} is a {type(dataset).__name__} without {method}; it should be a "
-                    "map-style data set, as torch.utils.data.Dataset is"
-                )
-        if isinstance(dataset, Mapping):
-            parts = ", ".join(map(str, dataset))
-            raise DataError(
-                f"{name} is a {type(dataset).__name__} of {parts}; choose, as in "
-                "trainer.Samples(train=…, validation=…)"
-            )
+        if problem := _unlike_a_data_set(dataset):
+            raise DataError(f"{name} is a {type(dataset).__name__} {problem}")
         self._dataset, self._collate = dataset, collate or stack
         self._seed, self._shuffle = seed, shuffle
         try:
@@ -72,6 +62,9 @@ class SampleStream:
         """Set by whoever knows where it is from."""
         self.shifted = False
         """Whether the model predicts each label from what is before it; set by who knows that."""
+        self.arguments: Sequence[str] = ()
+        """Names of the arguments of `forward`, in order: what stands in tuples goes to them. Set by
+        who knows the model."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample) of each position, (N,) int64 each; there is one source, 0."""
@@ -91,7 +84,7 @@ class SampleStream:
         pairs = zip(numbers.tolist(), samples.tolist(), strict=True)
         items = [self._item(position, sample) for position, sample in pairs]
         try:
-            batch = _checked(self._collate(items))
+            batch = _checked(_by_name(self._collate(items), self.arguments))
         except _TRANSIENT:
             raise
         except (Exception, SystemExit) as error:
@@ -136,22 +129,72 @@ _TRANSIENT = (OSError, MemoryError)
 """Errors that another start may not meet."""
 
 
-def stack(items: Sequence[Any]) -> Batch:
-    """Mappings of arrays, tensors and numbers → tensors of one more dim, by name. Numbers of double
-    precision, Python's among them, become float32.
+def _unlike_a_data_set(dataset: Any) -> str | None:
+    """What is wrong with something that should be a map-style data set, as messages go on after its
+    type."""
+    if isinstance(dataset, Mapping):
+        parts = ", ".join(map(str, dataset))
+        return f"of {parts}; choose, as in trainer.Samples(train=…, validation=…)"
+    # What tables of pandas, polars and pyarrow have in common, and what series of pandas have.
+    if hasattr(dataset, "__dataframe__") or hasattr(dataset, "iloc"):
+        return (
+            "of columns, where [0] is no row; give its rows, as pandas' frame.to_dict('records') "
+            "and polars' frame.to_dicts() do, or datasets.Dataset.from_pandas(frame)"
+        )
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        return "that has its own order and batches; give its data set"
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        missing = ["samples by number"]
+    if missing:
+        return (
+            f"without {missing[0]}; it should be a map-style data set, as "
+            "torch.utils.data.Dataset is, or a list"
+        )
+    return None
+
+
+def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
+    """A batch by the names of `forward`'s arguments, if it is a tuple or a list in their order."""
+    if not isinstance(batch, tuple | list):
+        return batch
+    if hasattr(batch, "_asdict"):
+        return batch._asdict()
+    if len(batch) > len(arguments):
+        taken = ", ".join(arguments) or "no arguments that have names"
+        raise DataError(
+            f"an item has {len(batch)} parts, which go to forward in this order, but forward takes "
+            f"{taken}; give mappings of names to parts"
+        )
+    return dict(zip(arguments, batch, strict=False))
+
+
+def stack(items: Sequence[Any]) -> Batch | tuple[torch.Tensor, ...]:
+    """Mappings, or tuples, of arrays, tensors and numbers → tensors of one more dim, by name, or in
+    order. Numbers of double precision, Python's among them, become float32.
 
     Raises:
         DataError: what is in the way.
     """
+    items = [item._asdict() if hasattr(item, "_asdict") else item for item in items]
     for item in items:
-        if not isinstance(item, Mapping):
+        if type(item) is not type(items[0]) or not isinstance(item, Mapping | tuple):
+            others = "" if type(item) is type(items[0]) else f" and a {type(items[0]).__name__}"
             raise DataError(
-                f"an item is a {type(item).__name__}, no mapping of names to arrays, tensors or "
-                "numbers, which go to forward by these names; give a collate function, or wrap it"
+                f"an item is a {type(item).__name__}{others}, no mapping of names to arrays, "
+                "tensors or numbers, which go to forward by these names, and no tuple of such, "
+                "which go to it in order; give a collate function, or wrap it"
             )
-        if item.keys() != items[0].keys():
-            raise DataError(f"items have {', '.join(items[0])}, and {', '.join(item)}")
-    return {name: _stacked(name, [item[name] for item in items]) for name in items[0]}
+    first = items[0]
+    if isinstance(first, tuple):
+        if len({len(item) for item in items}) > 1:
+            raise DataError(f"items are tuples of {_some({len(item): 0 for item in items})} parts")
+        columns = enumerate(zip(*items, strict=True))
+        return tuple(_stacked(f"part {place}", column) for place, column in columns)
+    for item in items:
+        if item.keys() != first.keys():
+            raise DataError(f"items have {', '.join(first)}, and {', '.join(item)}")
+    return {name: _stacked(name, [item[name] for item in items]) for name in first}
 
 
 def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:

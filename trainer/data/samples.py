@@ -13,15 +13,16 @@ class Samples:
     """Data of the user's own: what `data.factory` returns, unless it is the training set alone.
 
     A data set has `__len__` and `__getitem__`, by whole numbers from 0 on: a torch `Dataset`, a
-    Hugging Face `datasets.Dataset`, a list.
+    Hugging Face `datasets.Dataset`, a list. A table of pandas is none: its `[0]` is a column.
     """
 
     train: Any
     """Data set that is trained on, in an order that the run decides."""
 
-    collate: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
-    """Items → one batch: tensors by the names of `forward`'s arguments, one sample a row. Unless
-    set, items are mappings of arrays, tensors or numbers of one shape, and are stacked."""
+    collate: Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]] | None = None
+    """Items → one batch, one sample a row: tensors by the names of `forward`'s arguments, or a
+    tuple of tensors in their order. Unless set, items are mappings or tuples of arrays, tensors or
+    numbers of one shape, and are stacked."""
 
     validation: Any = None
     """Data set of validation passes, taken whole and in its own order."""

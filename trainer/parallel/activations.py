@@ -3,14 +3,22 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _detach_helper,
+    _VersionWrapper,
+    create_selective_checkpoint_contexts,
+)
 
 _EXPENSIVE = {
     "aten.mm.default",
@@ -39,23 +47,66 @@ def apply_activation_checkpointing(
     blocks: Sequence[nn.Module],
     mode: Literal["full", "selective"],
     compiled: Literal["no", "whole", "pieces"] = "no",
+    again: bool = False,
 ) -> list[nn.Module]:
     """Wrap each block in place; returns the wrapped blocks, in order. They may be `compiled`
-    afterwards as a whole; what is in them, in pieces. Of a piece attention alone is kept."""
-    contexts: dict[str, Any] = {}
-    if mode == "selective":
-        contexts["context_fn"] = partial(_selective, compiled)
-    replaced: dict[nn.Module, nn.Module] = {
+    afterwards as a whole; what is in them, in pieces. Of a piece attention alone is kept. `again`:
+    a block that is not compiled has several backward passes, and is recomputed in each."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for block in blocks:
+        contexts: dict[str, Any] = {}
+        # A compiler knows what changes buffers, and does it once.
+        counting = compiled == "no" and bool(_persistent_buffers(block))
+        if mode == "selective" or counting:
+            selective = partial(_kept if again else _selective, compiled)
+            contexts["context_fn"] = partial(
+                _contexts, selective if mode == "selective" else None, block if counting else None
+            )
         # Nothing in a step draws random numbers that recomputation would have to replay, unless a
         # user's own model has dropout; torch's default of keeping the RNG state covers both.
-        block: checkpoint_wrapper(block, **contexts)
-        for block in blocks
-    }
+        replaced[block] = checkpoint_wrapper(block, **contexts)
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in parent._modules.items():  # one block may have several names
             if child in replaced and parent is not replaced[child]:
-                setattr(parent, name, replaced[child])
+                parent._modules[name] = replaced[child]
     return [replaced[block] for block in blocks]
+
+
+def _contexts(
+    selective: Callable[[], Sequence[TorchDispatchMode]] | None, counting: nn.Module | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Those of the forward pass, and of its repetition. `selective` makes those that keep results.
+    `counting`: a block whose passes change buffers."""
+    forward, again = selective() if selective else (nullcontext(), nullcontext())
+    return forward, _Uncounted(counting, again) if counting else again
+
+
+def _persistent_buffers(block: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [
+        (module, name, buffer)
+        for module in block.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+class _Uncounted:
+    """Persistent buffers are after a repetition what they were before it: a batch norm counts each
+    batch once."""
+
+    def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
+        self._block, self._inner = block, inner
+
+    def __enter__(self) -> None:
+        self._kept = [(*found, found[-1].clone()) for found in _persistent_buffers(self._block)]
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        for module, name, buffer, before in self._kept:
+            module._buffers[name] = buffer
+            buffer.data.copy_(before)  # past autograd: backward does not need what it holds
+        del self._kept
 
 
 def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
@@ -66,9 +117,13 @@ def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
     return tuple(_Only(mode, seen) for mode in modes)
 
 
-class _Only(TorchDispatchMode):
-    """Shows one of torch's modes what may be kept, and nothing else. It counts operators, and those
-    by which FSDP gathers what lies inside of a block are not as many in recomputation."""
+def _kept(_compiled: str) -> tuple[TorchDispatchMode, ...]:
+    results: list[Any] = []
+    return _Keeping(results), _Repeating(results)
+
+
+class _Mode(TorchDispatchMode):
+    """A mode for what a block does eagerly."""
 
     supports_higher_order_operators = True  # flex_attention is one
 
@@ -76,6 +131,44 @@ class _Only(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """As torch's: what a block calls compiled, such as FlexAttention, stays so."""
         return True
+
+
+class _Keeping(_Mode):
+    """Keeps the results of expensive operators, in their order."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func) in _EXPENSIVE:
+            self._results.append(tree_map(lambda x: _VersionWrapper(_detach_helper(x)), result))
+        return result
+
+
+class _Repeating(_Mode):
+    """Gives the results that `_Keeping` has kept, in each repetition of a block. torch's own mode
+    gives them in one."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results = results
+
+    def __enter__(self) -> Any:
+        self._left = iter(self._results)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) not in _EXPENSIVE:
+            return func(*args, **(kwargs or {}))
+        # Autograd writes to the tensor that it gets, so each repetition has one of its own.
+        return tree_map(lambda x: _detach_helper(x.get_val(False)), next(self._left))
+
+
+class _Only(_Mode):
+    """Shows one of torch's modes what may be kept, and nothing else. It counts operators, and those
+    by which FSDP gathers what lies inside of a block are not as many in recomputation."""
 
     def __init__(self, mode: Any, seen: Collection[str]) -> None:
         super().__init__()

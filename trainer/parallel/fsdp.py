@@ -1,5 +1,6 @@
 """FSDP2: parameters as DTensors, gathered block by block (ZeRO-2, ZeRO-3, HSDP)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise, repeat
 from typing import cast
@@ -29,9 +30,11 @@ def apply_fsdp(
     dtype: torch.dtype,
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
-) -> None:
+) -> list[nn.Module]:
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone), one unit per
-    block and one for the rest; `experts` are units of their own, over `expert_mesh`.
+    block and one for the rest; `experts` are units of their own, over `expert_mesh`. A block that
+    has a parameter in common with other parts of the model belongs to the rest. Returns the blocks
+    that are units.
 
     Works on the meta device. `dtype` is that of gathered parameters; gradients are reduced in
     float32, summed rather than averaged: the loss is already divided by the global number of
@@ -50,6 +53,7 @@ def apply_fsdp(
         # them (rotary tables) is meant to stay so.
         cast_forward_inputs=False,
     )
+    blocks = without_ties(model, blocks)
     free = recipe.gathers_twice
     inner, outer = zip(experts, repeat(expert_mesh)), zip((*blocks, model), repeat(mesh))
     for unit, over in (*inner, *outer):
@@ -73,6 +77,23 @@ def apply_fsdp(
         if over and over.size() > 1:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    return blocks
+
+
+def without_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks of a model whose parameters are in no other part of it: FSDP would untie weights
+    that lie in two of its units. A block may have several names itself."""
+
+    def uses(part: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(parameter for _, parameter in part.named_parameters(remove_duplicate=False))
+
+    everywhere = uses(model)
+    names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    return [
+        block
+        for block in blocks
+        if all(everywhere[key] == count * names[block] for key, count in uses(block).items())
+    ]
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:

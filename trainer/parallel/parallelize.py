@@ -242,6 +242,9 @@ def parallelize(
     stacks = getattr(model, "stacks", ())
     if recipe.exact:
         use_exact_kernels(device)
+    if sharded_by_fsdp or recipe.sharding == "OPTIMIZER_STATE":
+        for parameter in model.parameters():  # parts are rows, one after the other in memory
+            parameter.data = parameter.data.contiguous()
     stages: dict[int, Decoder] = {}
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
@@ -361,8 +364,9 @@ def _apply(
     compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
-            model, blocks, strategy.activation_checkpointing, how
-        )
+            model, blocks, strategy.activation_checkpointing, how,
+            again=strategy.pp_schedule == "zero_bubble",
+        )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
         # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
@@ -374,7 +378,8 @@ def _apply(
         for part in (*(compiled or [model]), *getattr(model, "compiled_beside_blocks", ())):
             part.compile()
     if SHARD in (mesh.device_mesh.mesh_dim_names or ()):
-        apply_fsdp(model, blocks, mesh.data_mesh, recipe, dtype, experts, mesh.expert_data_mesh)
+        over = mesh.data_mesh, recipe, dtype, experts, mesh.expert_data_mesh
+        return apply_fsdp(model, blocks, *over)
     return blocks
 
 

@@ -14,8 +14,10 @@ from trainer.models import Decoder
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
 from trainer.recipe import Recipe
+from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Optimizer
-from trainer.tasks.task import bare_model, documents_for, repeated_blocks
+from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.task import bare_model, documents_for
 
 DEPTH = 2
 """Blocks that are traced where all are alike: the last one, and one whose output another block
@@ -109,6 +111,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     model, blocks, flops = bare_model(recipe)
     model = model.to("meta")
     traced = model
+    if recipe.model.factory:  # each trace changes a copy
+        what = f"a copy of {type(model).__name__}, which planning needs,"
+        with refusing("model.factory", what):
+            copy.deepcopy(model)
     if isinstance(model, Decoder) and len(blocks) > DEPTH:
         with torch.device("meta"):
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)

@@ -22,7 +22,7 @@ from trainer.plan.blueprint import Blueprint, Stage
 from trainer.plan.kernels import cuda_kernels
 from trainer.plan.tape import Tape, Trace
 from trainer.recipe import RecipeError
-from trainer.tasks.task import repeated_blocks
+from trainer.tasks.blocks import repeated_blocks
 
 USUAL_GPU = 80e9
 """Bytes of a GPU of which nothing is said."""

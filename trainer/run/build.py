@@ -6,6 +6,7 @@ A restart takes the same path as a start: it only finds state to load.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from trainer.recipe import Recipe
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.micro_batch import settled
-from trainer.run.preflight import slow_arithmetic
+from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
 from trainer.run.saves import UNWRITTEN, restore
 from trainer.run.speed import peak_flops
@@ -63,6 +64,9 @@ def build(
         given_up(checkpointer, recall),
     ):
         checkpointer.start_early()
+        # FSDP renames the classes of blocks.
+        notes = use_of_blocks(recipe, task, world.world_size)
+        task = replace(task, notes=(*task.notes, *notes))
         model = parallelize(
             task.model, task.blocks, mesh, recipe, world.device, task.fill,
             cores=max(1, usable_cores() // world.local_world_size),

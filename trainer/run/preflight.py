@@ -16,6 +16,7 @@ from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.batch_plan import plan_batch
 from elastic.world import drop_world
+from trainer.parallel.fsdp import without_ties
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import check_parallel
 from trainer.recipe import Recipe, RecipeError
@@ -24,6 +25,7 @@ from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
+from trainer.tasks.blocks import name_blocks
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
 
@@ -94,7 +96,8 @@ def check_launch(
         with refusals:
             _check_pass(recipe, task, world_size)
     refusals.tell()
-    return [*(task.notes if task else ()), *slow_arithmetic(recipe)]
+    notes = (*task.notes, *use_of_blocks(recipe, task, world_size)) if task else ()
+    return [*notes, *slow_arithmetic(recipe)]
 
 
 def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
@@ -126,6 +129,7 @@ def check_optimizer(recipe: Recipe, task: Task, world_size: int) -> None:
     parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
     state_of(parameters, options)
     if is_sharded_by_fsdp(recipe, world_size):
+        _check_units(task)
         _check_sharded(parameters, options)
 
 
@@ -243,6 +247,45 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
         build_optimizer(sharded, options)
     finally:
         drop_world()
+
+
+def _check_units(task: Task) -> None:
+    """That what FSDP gathers at a time is of one format.
+
+    Raises:
+        RecipeError: with two parameters that are not.
+    """
+    names = {parameter: name for name, parameter in task.model.named_parameters()}
+    blocks = [list(block.parameters()) for block in without_ties(task.model, task.blocks)]
+    inside = {parameter for block in blocks for parameter in block}
+    for unit in (*blocks, [parameter for parameter in names if parameter not in inside]):
+        firsts = {one.dtype: one for one in reversed(unit) if one.requires_grad}
+        if len(firsts) > 1:
+            one, other = list(firsts.values())[:2]
+            raise RecipeError(
+                f"strategy.sharding: FSDP gathers {names[one]} ({one.dtype}) and {names[other]} "
+                f"({other.dtype}) together, which takes one dtype; convert one of them in "
+                "the factory, or use strategy.name=ddp"
+            )
+
+
+def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
+    """What the strategy does with the blocks of a model of the user's, or that it has none."""
+    how = recipe.strategy.activation_checkpointing
+    sharded, recomputed = is_sharded_by_fsdp(recipe, world_size), how != "none"
+    if not recipe.model.factory or not (sharded or recomputed):
+        return []
+    if not task.blocks:
+        effects = ["FSDP gathers all weights at once"] * sharded
+        effects += [f"activation_checkpointing={how} recomputes nothing"] * recomputed
+        return [
+            f"{task.name} has no blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of "
+            f"modules), so {' and '.join(effects)}"
+        ]
+    effects = ["sharded one by one"] * sharded + [f"recomputed ({how})"] * recomputed
+    tied = len(task.blocks) - len(without_ties(task.model, task.blocks)) if sharded else 0
+    tail = f"; FSDP gathers {tied} with tied weights beside the rest of the model" if tied else ""
+    return [f"{name_blocks(task.blocks)}: {' and '.join(effects)}{tail}"]
 
 
 def slow_arithmetic(recipe: Recipe) -> list[str]:

@@ -1,6 +1,10 @@
 """`data.factory`: the user's own data sets, as streams."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+import torch
 
 from trainer.data import Samples
 from trainer.data.sample_stream import SampleStream, fingerprint
@@ -22,6 +26,11 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
     """
     data, name = recipe.data, recipe.data.factory or ""
     found = call_factory("data.factory", name, data.factory_options)
+    if type(found) is tuple and all(map(_is_data_set, found)):
+        raise RecipeError(
+            f"data.factory: {name} returned {len(found)} data sets; return trainer.Samples("
+            "train, validation=…)"
+        )
     samples = found if isinstance(found, Samples) else Samples(found)
 
     def stream(dataset: Any, part: str, shuffle: bool) -> SampleStream:
@@ -44,6 +53,12 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
             "train, validation=…), or set run.evaluate_every=0"
         )
     return train, stream(samples.validation, "validation", False)
+
+
+def _is_data_set(value: Any) -> bool:
+    """And no sample, which may be a mapping or a tuple."""
+    both = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return both and not isinstance(value, Mapping | tuple | str | torch.Tensor | np.ndarray)
 
 
 def first_batch(stream: SampleStream) -> dict[str, Any]:

@@ -8,11 +8,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from checkpointing.format.tensors import STORED_DTYPES
 from elastic import Pulse
 from elastic.world import is_lost_peer
 from trainer.data.shards import DataError
@@ -50,6 +53,129 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
             f"{given} {type(model).__name__}, whose forward{signature} is called with "
             f"{', '.join(f'{name}=' for name in names)}: {error}"
         ) from error
+
+
+def arguments_of(model: nn.Module) -> list[str]:
+    """Names of the arguments of `forward` that can be given in order, and by name."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # it has no signature that Python knows
+        return []
+    given = takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)
+    return [one.name for one in given]
+
+
+_NO_SPARSE = "which no strategy can reduce; leave sparse=False"
+
+
+def check_tensors(model: nn.Module, what: str) -> None:
+    """Refuse parameters and buffers that cannot be trained, sharded or saved.
+
+    Args:
+        model: of the user's, as its factory returned it.
+        what: made it, for the message.
+
+    Raises:
+        RecipeError: with the name of the first of them, and the cure.
+    """
+    persistent = model.state_dict(keep_vars=True).keys()
+    named: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        if problem := _problem(tensor, kind == "parameter" or name in persistent):
+            raise RecipeError(f"model.factory: {kind} {name} of {what} {problem}")
+        named.append((f"{kind} {name}", tensor))
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse and module.weight.requires_grad:
+            raise RecipeError(
+                f"model.factory: {name or type(module).__name__} of {what} is an embedding with "
+                f"sparse gradients, {_NO_SPARSE}"
+            )
+    if pair := _in_one_memory(named):
+        raise RecipeError(
+            f"model.factory: {' and '.join(pair)} of {what} lie in the same memory, but are no "
+            "tied weights; assign one nn.Parameter to both names, or clone() one of the two"
+        )
+
+
+def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
+    """Why a parameter or buffer cannot be used, and what to do; `saved`: checkpoints hold it."""
+    trained = tensor.requires_grad
+    if is_lazy(tensor):
+        return (
+            "is lazy and has no shape yet; name the size of its input, as nn.Linear does, or call "
+            "the model once in the factory"
+        )
+    if tensor.device.type == "meta":
+        return (
+            "is on the meta device and has no values; build the model on the CPU, or give it "
+            "values there in the factory"
+        )
+    if type(tensor.data) is not torch.Tensor:  # torchao and others look after their own
+        return None
+    if saved and tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; {_elsewhere(tensor, 'make it dense')}"
+    if saved and (tensor.is_quantized or tensor.dtype not in STORED_DTYPES):
+        return (
+            f"is in {_short(tensor.dtype)}, which checkpoints do not hold; "
+            f"{_elsewhere(tensor, 'convert it')}"
+        )
+    if trained and not tensor.numel():
+        return f"has no element (its shape is {tuple(tensor.shape)}); leave it out, or freeze it"
+    if trained and tensor.is_complex():
+        return (
+            f"is in {_short(tensor.dtype)}, which the optimizers do not train; make it a real one "
+            "of shape (..., 2), and call torch.view_as_complex in forward"
+        )
+    if tensor.layout == torch.strided and _span(tensor) < tensor.numel():
+        if trained:
+            return (
+                "is expanded: several of its elements share memory; clone() it, or make it "
+                "smaller and expand it in forward"
+            )
+        tensor.data = tensor.data.contiguous()  # loading writes to each element
+    return None
+
+
+def _elsewhere(tensor: torch.Tensor, cure: str) -> str:
+    if isinstance(tensor, nn.Parameter):
+        return cure
+    return f"{cure}, or register it with persistent=False"
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one of a tensor in its memory."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
+
+
+def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+    """Two that share an element, and of which one is trained. DDP would train them as one, FSDP
+    as two."""
+    places = sorted(
+        (
+            (tensor.data_ptr(), name, tensor)
+            for name, tensor in named
+            if tensor.layout == torch.strided and type(tensor.data) is torch.Tensor
+            if tensor.numel()
+        ),
+        key=lambda place: place[0],
+    )
+    whole: tuple[int, str, torch.Tensor] | None = None  # the contiguous one that reaches furthest
+    for before, (start, name, tensor) in zip([None, *places], places, strict=False):
+        # Columns of one matrix lie between each other, and share nothing.
+        begins = before if before and before[0] == start else None
+        inside = whole if whole and tensor.is_contiguous() and start < _end(whole) else None
+        if (other := begins or inside) and (tensor.requires_grad or other[2].requires_grad):
+            return other[1], name
+        if tensor.is_contiguous() and not (whole and _end(whole) > start + tensor.nbytes):
+            whole = start, name, tensor
+    return None
+
+
+def _end(place: tuple[int, str, torch.Tensor]) -> int:
+    return place[0] + place[2].nbytes
 
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -205,11 +331,15 @@ def check_forward(
     if failed:
         return []
     trained = {name: fakes[name] for name, one in model.named_parameters() if one.requires_grad}
+    gradients: dict[str, torch.Tensor | None] = {}
     with suppress(Exception), mode:  # a backward pass may have reasons of its own, too
         loss = means(result)["loss"]
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        return [name for name, one in zip(trained, found, strict=True) if one is None]
-    return []
+        gradients = dict(zip(trained, found, strict=True))
+    for name, gradient in gradients.items():
+        if gradient is not None and gradient.is_sparse:
+            raise RecipeError(f"model.factory: {name} gets a sparse gradient, {_NO_SPARSE}")
+    return [name for name, one in gradients.items() if one is None]
 
 
 def _fails_anywhere(error: Exception) -> bool:

@@ -26,9 +26,12 @@ from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory, refusing
 from trainer.recipe.kgat_options import GraphData, Kgat
+from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import (
+    arguments_of,
     check_signature,
+    check_tensors,
     give_next_tokens,
     keep_in_float32,
     shifts_labels,
@@ -202,9 +205,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
 def _build_on_samples(recipe: Recipe) -> Task:
     """A model on the user's own data. No speed in FLOPs: what a sample costs is not known."""
     stream, held_out = open_samples(recipe)
-    tried = [inputs_of(first_batch(one)) for one in (stream, held_out) if one]
-    inputs = tried[0]
-    rows = max(1, len(next(iter(inputs.values()), ())))
+    streams = [one for one in (stream, held_out) if one]
     files: dict[str, bytes] = {}
     notes: list[str] = []
     blocks: Sequence[nn.Module]
@@ -214,10 +215,14 @@ def _build_on_samples(recipe: Recipe) -> Task:
     if recipe.model.factory:
         model, blocks, notes = _call_factory(recipe)
         name = type(model).__name__
-        for one in filter(None, (stream, held_out)):
-            one.shifted = shifts_labels(model)
     else:
         model, fill, of_formats = _decoder(recipe)
+    for one in streams:
+        one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
+    tried = [inputs_of(first_batch(one)) for one in streams]
+    inputs = tried[0]
+    rows = max(1, len(next(iter(inputs.values()), ())))
+    if isinstance(model, Decoder) and not recipe.model.factory:
         architecture, family = model.model.architecture, model.family
         strategy = recipe.strategy
         multiple = strategy.tp if strategy.sequence_parallel else 1
@@ -269,12 +274,6 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
     architecture, length = decoder.model.architecture, recipe.data.seq_len
     flops = decoder.family.flops_per_token(architecture, parameters, length)
     return decoder, list(decoder.blocks), flops
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: of its lists of modules the one with most parameters."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=lambda m: sum(p.numel() for b in m for p in b.parameters()), default=[])
 
 
 def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
@@ -453,6 +452,7 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], list[str]
     model = call_factory("model.factory", name, recipe.model.factory_options)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
+    check_tensors(model, name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError(
             f"model.factory: {type(model).__name__}, which {name} returned, has no parameter that "

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+import trainer
 from tests.distributed.jobs import soak
 from trainer.data.order import BLOCK, Order, Permutation
+from trainer.data.sample_stream import SampleStream
 
 SIZES = [2**10, 10_007, 2**17, *(pytest.param(size, marks=soak) for size in (10**6, 2**20))]
 seeds = st.integers(-(2**63), 2**63)
@@ -154,3 +156,17 @@ def test_mixture(sources, seed):
 def test_refuses_what_cannot_be_mixed(sizes, weights):
     with pytest.raises(ValueError, match=r"source|positive"):
         Order(sizes, weights, 0)
+
+
+def test_a_loop_of_one_s_own_has_the_order_of_the_trainer():
+    numbers = [{"number": number} for number in range(50)]
+    stream = SampleStream("it", numbers, None, seed=7, shuffle=True)
+    _, epochs, samples = trainer.Order([50], [1.0], seed=7).locate(range(80, 120))
+    assert stream.fetch(range(80, 120))["number"].tolist() == samples.tolist()
+    assert epochs.tolist() == [1] * 20 + [2] * 20
+
+
+@pytest.mark.parametrize("positions", [[-1], [0.5], [[0]], 3, ["a"]])
+def test_what_is_no_position_is_refused(positions):
+    with pytest.raises(ValueError, match="no array of whole numbers from 0 on"):
+        Order([10], [1.0], 0).locate(positions)

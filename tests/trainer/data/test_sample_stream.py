@@ -2,10 +2,15 @@
 
 import random
 import sys
+from collections import namedtuple
 
+import datasets
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from trainer.data.loader import load
 from trainer.data.sample_stream import SampleStream, count_of, fingerprint, size_in, stack
@@ -30,6 +35,12 @@ class Noisy:
 
 def stream(dataset, shuffle=True, collate=None, seed=7):
     return SampleStream("the set", dataset, collate, seed=seed, shuffle=shuffle)
+
+
+def for_forward(arguments, dataset, collate=None):
+    made = stream(dataset, shuffle=False, collate=collate)
+    made.arguments = arguments
+    return made
 
 
 def fetched(made, cuts):
@@ -72,10 +83,31 @@ def test_a_validation_set_comes_in_its_own_order():
     assert batch["number"].tolist() == list(range(SIZE))
 
 
+class Counted(IterableDataset):
+    """Says how much it gives, and gives no sample by its number."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([{"x": 1}] * 4)
+
+
 @pytest.mark.parametrize(
     ("dataset", "what"),
     [
-        ([(np.zeros(3), 1)] * 4, "an item is a tuple, no mapping .*samples 0, 1, 2"),
+        ([[0.0, 1]] * 4, "an item is a list, no mapping .*samples 0, 1, 2"),
+        ([{"x": 1}, (1,), (2,)], "an item is a tuple and a dict, no mapping"),
+        ([(1, 2), (1,), (1, 2)], "items are tuples of 2, 1 parts"),
+        ([(1, 2, 3)] * 4, "an item has 3 parts, .* but forward takes x, y; give mappings"),
+        ([(1.0, "word")] * 4, "'part 1' is a str, no array"),
+        (pandas.DataFrame({"x": [1.0], "y": [2]}), "DataFrame of columns, where .*to_dict"),
+        (pandas.DataFrame([[1.0]])[0], "Series of columns, where"),
+        (pyarrow.table({"x": [1.0]}), "Table of columns, where"),
+        (DataLoader([1]), "DataLoader that has its own order and batches; give its data set"),
+        (Counted(), "Counted without samples by number; it should be a map-style data set"),
+        (np.zeros((4, 2)), "an item is a ndarray, no mapping"),
+        ("rows.csv", "an item is a str, no mapping"),
         ([{"x": [0.0] * n} for n in range(1, 5)], r"'x' has no one shape \(\(1,\), \(2,\), \(3,\)"),
         ([{"x": np.zeros(n)} for n in range(1, 5)], r"'x' has no one shape .*collate function"),
         ([{"x": torch.zeros(n)} for n in range(1, 5)], r"'x' has no one shape .*collate function"),
@@ -93,14 +125,35 @@ def test_a_validation_set_comes_in_its_own_order():
 )
 def test_what_is_no_such_data_is_told_in_a_line(dataset, what):
     with pytest.raises(DataError, match=what) as found:
-        stream(dataset, shuffle=False).fetch(range(3))
+        for_forward(["x", "y"], dataset).fetch(range(3))
     assert "\n" not in str(found.value)
     assert str(found.value).startswith("data.factory: the set")
 
 
+Pair = namedtuple("Pair", ["y", "x"])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [
+        ([(np.full(3, n), n) for n in range(4)], None),
+        ([(torch.full((3,), n), n) for n in range(4)], default_collate),
+        (TensorDataset(torch.arange(4).expand(3, 4).t(), torch.arange(4)), None),
+        ([Pair(n, [n] * 3) for n in range(4)], None),
+        (datasets.Dataset.from_list([{"x": [n] * 3, "y": n} for n in range(4)]), None),
+        (pandas.DataFrame({"x": range(4), "y": range(4)}).to_dict("records"), None),
+    ],
+)
+def test_what_stands_in_tuples_goes_to_forward_in_order(dataset, collate):
+    batch = for_forward(["x", "y", "weights"], dataset, collate).fetch([1, 2])
+    assert batch.keys() == {"x", "y", COUNTED}
+    assert batch["y"].tolist() == [1, 2]
+    assert batch["x"].view(2, -1)[:, 0].tolist() == [1, 2]
+
+
 def test_what_collate_gives_is_looked_at():
-    with pytest.raises(DataError, match="collate gives a list, no mapping"):
-        stream([1, 2], collate=list).fetch([0])
+    with pytest.raises(DataError, match="collate gives a str, no mapping"):
+        stream([1, 2], collate=str).fetch([0])
     with pytest.raises(DataError, match="collate gives 'x' as a list, not as a tensor"):
         stream([1, 2], collate=lambda items: {"x": items}).fetch([0])
 

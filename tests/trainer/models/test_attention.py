@@ -1,5 +1,6 @@
 """Attention inside documents: every way against a dense reference, and what none of them holds."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -228,6 +229,19 @@ def test_attention_is_kept_by_selective_recomputation(
     with Operators() as seen:
         decoder(*packed(64)).backward()
     assert seen.count("perdure.varlen_attention.default") == times * len(layers)
+
+
+def test_selective_recomputation_serves_several_backward_passes(decoder: Decoder) -> None:
+    """Such as those of zero bubble: of what a stage is given, and of its weights."""
+    twin = copy.deepcopy(decoder)
+    expected = torch.autograd.grad(twin(*packed(64)), list(twin.parameters()))
+    apply_activation_checkpointing(decoder, list(decoder.blocks), "selective", again=True)
+    loss = decoder(*packed(64))
+    with Operators() as seen:
+        for parameter, gradient in zip(decoder.parameters(), expected, strict=True):
+            (found,) = torch.autograd.grad(loss, [parameter], retain_graph=True)
+            assert torch.equal(found, gradient)
+    assert not seen.count("perdure.varlen_attention.default"), "it is kept"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

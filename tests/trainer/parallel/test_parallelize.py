@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 
 from elastic import World
@@ -20,6 +21,7 @@ from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import load_recipe
+from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -121,6 +123,119 @@ def test_buffers_of_replicas_are_those_of_the_first(recipe, tmp_path, ranks, ove
     for buffers, _ in found:
         assert buffers.keys() == first.keys()
         assert all(torch.equal(buffers[name], first[name]) for name in first)
+
+
+class Residual(nn.Module):
+    """Adds a layer to what it gets."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4) if norm else nn.Tanh()
+
+    def forward(self, x):
+        return x + self.norm(self.layer(x))
+
+
+def shared():
+    """One block under three names."""
+    block = Residual()
+    return nn.Sequential(nn.Linear(3, 4), block, block, block)
+
+
+def tied():
+    """Of two blocks a weight is one."""
+    model = nn.Sequential(nn.Linear(3, 4), *(Residual() for _ in range(3)))
+    model[1].layer.weight = model[3].layer.weight
+    return model
+
+
+def transposed():
+    model = nn.Sequential(nn.Linear(3, 4), *(Residual() for _ in range(2)))
+    model[1].layer.weight = nn.Parameter(torch.randn(4, 4).t())
+    return model
+
+
+def counting():
+    return nn.Sequential(nn.Linear(3, 4), *(Residual(norm=True) for _ in range(2)))
+
+
+FULL = "strategy.activation_checkpointing=full"
+SELECTIVE = "strategy.activation_checkpointing=selective"
+
+
+@pytest.mark.parametrize(
+    ("make", "blocks", "units"),
+    [(shared, 1, 1), (tied, 3, 1), (transposed, 2, 2), (counting, 2, 2)],
+)
+def test_odd_blocks_in_a_sequential_learn_what_one_process_does(
+    recipe, tmp_path, make, blocks, units
+):
+    own = ["model.architecture=null", "model.factory=a:model"]
+    strategies = [
+        recipe(*own, *strategy)
+        for strategy in (
+            ["strategy.name=ddp", FULL],
+            ["strategy.sharding=OPTIMIZER_STATE"],
+            ["strategy.sharding=FULL_SHARD"],
+            ["strategy.sharding=FULL_SHARD", FULL],
+            ["strategy.sharding=SHARD_GRAD_OP", SELECTIVE],
+        )
+    ]
+    torch.manual_seed(0)
+    model, inputs = make(), torch.randn(3, 4, 5, 3)  # (steps, micro-batches, batch, size)
+
+    def work(rank):
+        world = World(
+            rank=rank, local_rank=rank, world_size=2, local_world_size=2, nodes=1, round=0,
+            generation=0, cause=None, device=CPU,
+        )  # fmt: skip
+        found = []
+        for one in strategies:
+            mine = copy.deepcopy(model)
+            mesh = build_mesh(one, world)
+            made = parallelize(mine, repeated_blocks(mine), mesh, one, CPU, None)
+            optimizer = torch.optim.SGD(made.optimized.values(), lr=0.1)
+            for step in inputs:
+                batches = [{"input": batch} for batch in step[2 * rank :][:2]]
+                made.run(
+                    batches, lambda _, batch, call: call.module(**batch).square().mean(), train=True
+                )
+                made.collect_gradients()
+                optimizer.step()
+                made.publish_weights()
+                made.zero_gradients()
+            wrapped = {module for module in mine.modules() if isinstance(module, CheckpointWrapper)}
+            whole = {
+                name: one.full_tensor() if isinstance(one, DTensor) else one
+                for name, one in made.parameters.items()
+            }
+            found.append((len(wrapped), len(fsdp_units(mine)), whole, made.buffers()))
+        return found
+
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    seen = []  # by the first rank, whose buffers count
+    for step in inputs:
+        before = [buffer.clone() for buffer in alone.buffers()]
+        for number, batch in enumerate(step):
+            alone(batch).square().mean().backward()
+            if number == 1:
+                seen = [buffer.clone() for buffer in alone.buffers()]
+        assert not before or not torch.equal(before[0], seen[0])
+        for buffer, value in zip(alone.buffers(), seen, strict=True):
+            buffer.data.copy_(value)
+        optimizer.step()
+        optimizer.zero_grad()
+    results = run_ranks(2, work, tmp_path)
+    for found in results:
+        assert [wrapped for wrapped, *_ in found] == [blocks, 0, 0, blocks, blocks]
+        assert [count for _, count, *_ in found] == [0, 0, *[units + 1] * 3]
+        for _, _, whole, buffers in found:
+            assert list(whole) == [name for name, _ in alone.named_parameters()]
+            for name, parameter in alone.named_parameters():
+                torch.testing.assert_close(whole[name].detach(), parameter.detach())
+            for name, buffer in alone.named_buffers():
+                torch.testing.assert_close(buffers[name], buffer)
 
 
 def test_offload_to_the_host_leaves_buffers_on_the_device(world, recipe):

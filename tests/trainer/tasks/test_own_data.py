@@ -6,12 +6,16 @@ import pytest
 
 from tests.distributed.jobs import ROOT
 from trainer.cli.main import main
+from trainer.plan.blueprint import read_blueprint
 from trainer.recipe import RecipeError, load_recipe, resolved
 from trainer.run.identity import identify, with_data
+from trainer.run.preflight import check_launch
 from trainer.run.provenance import check_resume
 from trainer.tasks.task import build_task, check_plannable
 
 MODULE = """
+from threading import Lock
+
 import torch
 from torch import nn
 from trainer.data import Samples
@@ -36,8 +40,21 @@ def wide_validation():
 def stream():
     return iter(ROWS)
 
-def nameless():
-    return [(1.0, n) for n in range(40)]
+def lists():
+    return [[1.0, n] for n in range(40)]
+
+def tuples():
+    return [([1.0, n], n) for n in range(40)]
+
+def triples():
+    return [([1.0, n], n, 0) for n in range(40)]
+
+def pair():
+    return ROWS, ROWS[:9]
+
+def frame():
+    import pandas
+    return pandas.DataFrame({"x": [1.0] * 40, "y": range(40)})
 
 def words():
     return [{"x": "word", "y": n} for n in range(40)]
@@ -69,6 +86,59 @@ class Plane(Line):
     def forward(self, x, z):
         return x.mean()
 
+class Deep(Line):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def forward(self, *given, **named):
+        return (self.weight(self.layers(named["x"])).squeeze(1) - named["y"]).square().mean()
+
+class Odd(Line):
+    def __init__(self, kind):
+        super().__init__()
+        one, frozen, change = torch.ones(2), {"requires_grad": False}, None
+        self.table, self.kind = nn.Embedding(9, 2, sparse=kind == "sparse"), kind
+        if kind == "lazy":
+            self.layer = nn.LazyLinear(2)
+        if kind == "meta":
+            self.layer = nn.Linear(2, 2, device="meta")
+        if kind == "expanded":
+            self.odd = nn.Parameter(torch.ones(1).expand(3))
+        if kind == "complex":
+            self.odd = nn.Parameter(one + 0j)
+        if kind == "empty":
+            self.odd = nn.Parameter(one[:0])
+        if kind == "quantized":
+            self.odd = nn.Parameter(torch.quantize_per_tensor(one, 1, 0, torch.qint8), **frozen)
+        if kind == "sparse_buffer":
+            self.register_buffer("odd", torch.eye(2).to_sparse())
+        if kind == "complex128_buffer":
+            self.register_buffer("odd", (one + 0j).to(torch.complex128))
+        if kind == "one_memory":
+            self.odd = nn.Parameter(self.weight.weight.data)
+        if kind == "in_one_memory":
+            flat = torch.zeros(6)
+            self.odd, self.other = nn.Parameter(flat[:4]), nn.Parameter(flat[3:])
+        if kind == "locked":
+            self.lock = Lock()
+        if kind == "float64":
+            self.odd = nn.Parameter(one.double())
+        if kind == "fine":
+            halves = torch.ones(4, 2).chunk(2, dim=1)
+            self.left, self.right = map(nn.Parameter, halves)
+            self.tied = self.left
+            self.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+            self.register_buffer("rotary", one + 0j)
+            self.register_buffer("mask", torch.ones(1, 1).expand(2, 2))
+            self.number = nn.Parameter(torch.arange(3), **frozen)
+
+    def forward(self, x, y):
+        number, table = y.long() % 9, self.table.weight
+        x = x + nn.functional.embedding(number, table, sparse=self.kind == "functional_sparse")
+        used = sum(one.sum() for one in self.parameters() if one is not table)
+        return super().forward(x, y) + used * 0
+
 class Each(Line):
     def forward(self, x, y):
         return (self.weight(x).squeeze(1) - y) ** 2
@@ -99,6 +169,7 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
+ODD = ["model.factory=mine:Odd"]
 WRONG = [
     (["data.factory=mine:absent"], "mine.py has no absent; it has ROWS, rows, with_validation"),
     (
@@ -109,7 +180,11 @@ WRONG = [
     (["data.factory_options={size: 3}"], "data.factory_options: mine:rows is called with size="),
     (["data.factory_options={count: 5}"], "holds 5 sample(s), fewer than one global batch of 8"),
     (["data.factory=mine:stream"], "list_iterator without __len__"),
-    (["data.factory=mine:nameless"], "an item is a tuple, no mapping"),
+    (["data.factory=mine:lists"], "an item is a list, no mapping"),
+    (["data.factory=mine:triples"], "an item has 3 parts, which go to forward in this order, but"),
+    (["data.factory=mine:tuples", "model.factory=mine:Deep"], "forward takes no arguments that"),
+    (["data.factory=mine:pair"], "mine:pair returned 2 data sets; return trainer.Samples("),
+    (["data.factory=mine:frame"], "is a DataFrame of columns, where [0] is no row; give its rows"),
     (["data.factory=mine:words"], "'x' is a str, no array, tensor or number"),
     (["data.factory=mine:ragged"], "'x' has no one shape"),
     (
@@ -120,11 +195,32 @@ WRONG = [
         ["data.factory=mine:wide_validation", "run.evaluate_every=2"],
         "mine:Line, given a batch of the validation set, fails at ",
     ),
-    (["data.factory=mine:missing"], "mine.py:33: FileNotFoundError: "),
-    (["data.factory=mine:unready"], "mine.py:36: RuntimeError: Dataset not found"),
+    (["data.factory=mine:missing"], "mine.py:48: FileNotFoundError: "),
+    (["data.factory=mine:unready"], "mine.py:51: RuntimeError: Dataset not found"),
     (["run.evaluate_every=2"], "run.evaluate_every: mine:rows gives no validation set"),
     (["model.factory=mine:Plane"], "whose forward(x, z) is called with x=, y=: "),
     (["model.factory=mine:Each"], "returns a tensor of shape (8,); it should be the mean loss"),
+    *(
+        ([*ODD, f"model.factory_options.kind={kind}"], what)
+        for kind, what in (
+            ("lazy", "parameter layer.weight of mine:Odd is lazy and has no shape yet; name"),
+            ("meta", "parameter layer.weight of mine:Odd is on the meta device and has no values"),
+            ("sparse", "table of mine:Odd is an embedding with sparse gradients, which no strat"),
+            ("functional_sparse", "model.factory: table.weight gets a sparse gradient, which no"),
+            ("expanded", "parameter odd of mine:Odd is expanded: several of its elements share"),
+            ("complex", "parameter odd of mine:Odd is in complex64, which the optimizers do not"),
+            ("empty", "parameter odd of mine:Odd has no element (its shape is (0,)); leave it out"),
+            ("quantized", "parameter odd of mine:Odd is in qint8, which checkpoints do not hold"),
+            ("sparse_buffer", "buffer odd of mine:Odd has the layout torch.sparse_coo; make it"),
+            ("complex128_buffer", "buffer odd of mine:Odd is in complex128, which checkpoints do"),
+            ("one_memory", "parameter odd and parameter weight.weight of mine:Odd lie in the same"),
+            ("in_one_memory", "parameter odd and parameter other of mine:Odd lie in the same mem"),
+            (
+                "float64",
+                "strategy.sharding: FSDP gathers weight.weight (torch.float32) and odd",
+            ),
+        )
+    ),
     (["data.seq_len=8"], "data.factory: excludes data.sources, data.seq_len and data.graph"),
     (["batch.micro_batch=auto"], "batch.micro_batch: data.factory cannot be planned"),
     ([DECODER], "samples have no input_ids and no labels"),
@@ -153,11 +249,41 @@ def test_what_is_wrong_is_told_in_a_line_with_code_2(overrides, what, mine, monk
 
 
 def test_what_is_right_passes(mine, monkeypatch, capsys):
-    for overrides in ([], ["data.factory=mine:with_validation", "run.evaluate_every=2"]):
+    for overrides in (
+        [],
+        ["data.factory=mine:with_validation", "run.evaluate_every=2"],
+        ["data.factory=mine:tuples"],
+    ):
         monkeypatch.setattr(sys, "argv", ["perdure", "train", "mine.yaml", "--dry-run", *overrides])
         with pytest.raises(SystemExit) as end:
             main()
         assert end.value.code == 0, capsys.readouterr()
+
+
+def test_what_is_odd_and_can_be_trained_passes(mine):
+    recipe = load_recipe("mine.yaml", [*ODD, "model.factory_options.kind=fine"])
+    notes = check_launch(recipe, 2, 2)
+    assert notes == ["Odd has no blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of "
+                     "modules), so FSDP gathers all weights at once"]  # fmt: skip
+    mask = build_task(recipe).model.mask
+    mask[0, 0] = 2  # as loading does
+    assert mask.tolist() == [[2, 1], [1, 1]]
+
+
+def test_what_becomes_of_blocks_is_told(mine):
+    recomputed = "strategy.activation_checkpointing=full"
+    for overrides, notes in (
+        ((), ["2 blocks of class Linear: sharded one by one"]),
+        ((recomputed,), ["2 blocks of class Linear: sharded one by one and recomputed (full)"]),
+        (("strategy.name=ddp",), []),
+        (
+            ("strategy.name=ddp", recomputed, "model.factory=mine:Line"),
+            ["Line has no blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of modules), "
+             "so activation_checkpointing=full recomputes nothing"],
+        ),
+    ):  # fmt: skip
+        recipe = load_recipe("mine.yaml", ["model.factory=mine:Deep", *overrides])
+        assert check_launch(recipe, 2, 2) == notes
 
 
 def test_it_resumes_on_the_same_data_alone(mine):
@@ -183,6 +309,14 @@ def test_it_resumes_on_the_same_data_alone(mine):
 def test_it_is_not_planned(mine):
     with pytest.raises(RecipeError, match="only prepared tokens can be planned"):
         check_plannable(load_recipe("mine.yaml"))
+
+
+def test_a_model_that_cannot_be_copied_trains_and_is_not_planned(mine):
+    locked = [*ODD, "model.factory_options.kind=locked"]
+    check_launch(load_recipe("mine.yaml", locked), 2, 2)
+    tokens = ["data={sources: [{path: x}], seq_len: 2}"]
+    with pytest.raises(RecipeError, match=r"a copy of Odd, which planning needs, fails: TypeErr"):
+        read_blueprint(load_recipe("mine.yaml", [*locked, *tokens]))
 
 
 def test_the_example_is_a_right_recipe(monkeypatch):
