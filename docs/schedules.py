@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from trainer.parallel.schedules import COST, schedule, simulate
+from trainer.parallel.schedules import COST, arranged, schedule, simulate
 from trainer.tools.svg import SOFT, bar, document, label
 
 IMAGE = Path(__file__).parent / "images/schedules.svg"
@@ -20,7 +20,10 @@ def picture() -> str:
     body = []
     for number, (name, per_rank) in enumerate(SHOWN):
         cost = {kind: seconds / per_rank for kind, seconds in COST.items()}
-        found, top = simulate(schedule(name, RANKS, per_rank, COUNT), cost), number * PANEL + 10
+        found, top = (
+            simulate(arranged(schedule(name, RANKS, per_rank, COUNT)), cost),
+            number * PANEL + 10,
+        )
         title = f"{name}: idle for {found.bubble:.1%}"
         held = ", ".join(f"{held / per_rank:g}" for held in found.held)
         body.append(label(LEFT, top + 12, f"{title}; micro-batches held at most: {held}"))

@@ -23,6 +23,7 @@ import torch
 import yaml
 from safetensors.torch import save
 
+from benchmarks import published_plans
 from docs import api, included, rooms, schedules
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
@@ -111,6 +112,17 @@ def test_examples_are_shown_as_they_are(page):
 
 def test_the_public_names_are_those_of_today():
     assert api.page() == api.PAGE.read_text(encoding="utf-8"), "make docs"
+
+
+def test_published_runs_are_beside_what_the_plan_says_today():
+    """Those on one node; the table has the others, and the first choices, too."""
+    for number, row in enumerate(published_plans.TABLE, start=1):
+        if row.gpus == 8:
+            blueprint, found = published_plans.estimate(row)
+            theirs = published_plans.published_speed(row, blueprint)
+            said = published_plans.cell(published_plans.speed_of(found), theirs)
+            (shown,) = re.findall(rf"^\| {number}\. .*", PAGES["docs/plan.md"], flags=re.M)
+            assert f"| {said} " in shown, "python -m benchmarks.published_plans"
 
 
 def test_rooms_in_a_circle_are_refused():

@@ -103,24 +103,51 @@ class Span(NamedTuple):
     ended: float
 
 
+class Arrangement(NamedTuple):
+    """What orders come to: all actions, each after what it needs."""
+
+    steps: list[tuple[int, Action, int]]
+    """The rank, the action, and the place of that of another stage whose message it needs, or -1:
+    what it needs of its own stage its rank has done."""
+    held: list[int]
+    """Most forwards of which a rank holds the activations at once, over all its stages."""
+
+
 class Simulation(NamedTuple):
     """What orders cost, see `simulate`."""
 
-    spans: list[list[Span]]
-    """What each rank does, and when."""
-    held: list[int]
-    """Most forwards of which a rank holds the activations at once, over all its stages."""
+    arrangement: Arrangement
+    began: list[float]
+    """When each of its steps begins."""
+    ended: list[float]
+    """When it is done."""
+    busy: list[float]
+    """How long each rank has something to do."""
+
+    @property
+    def spans(self) -> list[list[Span]]:
+        """What each rank does, and when."""
+        spans: list[list[Span]] = [[] for _ in self.busy]
+        for (rank, action, _), began, ended in zip(
+            self.arrangement.steps, self.began, self.ended, strict=True
+        ):
+            spans[rank].append(Span(action, began, ended))
+        return spans
+
+    @property
+    def held(self) -> list[int]:
+        """Most forwards that each rank holds, as the arrangement says."""
+        return self.arrangement.held
 
     @property
     def seconds(self) -> float:
         """Until the last rank is done."""
-        return max(spans[-1].ended for spans in self.spans)
+        return max(self.ended)
 
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in which they have nothing to do."""
-        busy = sum(span.ended - span.began for spans in self.spans for span in spans)
-        return 1 - busy / (len(self.spans) * self.seconds)
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
 def needs(action: Action, stages: int) -> list[Action]:
@@ -134,41 +161,62 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action("F", stage, number), *above]
 
 
-def simulate(
-    orders: Sequence[Order],
-    cost: Mapping[Kind, float] = COST,
-    stages: Sequence[Mapping[Kind, float]] = (),
-) -> Simulation:
-    """What happens when each rank follows its order, and messages take no time.
-
-    Args:
-        orders: of all ranks.
-        cost: of an action.
-        stages: by stage, if they do not cost the same.
+def arranged(orders: Sequence[Order]) -> Arrangement:
+    """Let each rank follow its order.
 
     Raises:
         ValueError: ranks would wait for each other for ever.
     """
     count = 1 + max(action.stage for order in orders for action in order)
-    costs = stages or [cost] * count
-    ended: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
+    place: dict[Action, int] = {}
+    steps: list[tuple[int, Action, int]] = []
     ahead, held = [0] * len(orders), [0] * len(orders)
     waiting = [deque(order) for order in orders]
     while any(waiting):
-        before = len(ended)
+        before = len(steps)
         for rank, order in enumerate(waiting):
-            while order and all(need in ended for need in needs(order[0], count)):
+            while order:
+                needed = needs(order[0], count)
+                if not all(need in place for need in needed):
+                    break
                 action = order.popleft()
-                free = spans[rank][-1].ended if spans[rank] else 0.0
-                began = max([free, *(ended[need] for need in needs(action, count))])
-                ended[action] = began + costs[action.stage][action.kind]
-                spans[rank].append(Span(action, began, ended[action]))
+                apart = [place[need] for need in needed if need.stage != action.stage]
+                place[action] = len(steps)
+                steps.append((rank, action, apart[0] if apart else -1))
                 ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 held[rank] = max(held[rank], ahead[rank])
-        if len(ended) == before:
+        if len(steps) == before:
             raise ValueError(f"ranks wait for each other before {[o[0] for o in waiting if o]}")
-    return Simulation(spans, held)
+    return Arrangement(steps, held)
+
+
+def simulate(
+    arrangement: Arrangement,
+    cost: Mapping[Kind, float] = COST,
+    stages: Sequence[Mapping[Kind, float]] = (),
+    message: float = 0.0,
+) -> Simulation:
+    """What happens when each rank follows its order.
+
+    Args:
+        arrangement: of all ranks.
+        cost: of an action.
+        stages: by stage, if they do not cost the same.
+        message: from one rank to another; nobody computes less for it.
+    """
+    free, busy = [0.0] * len(arrangement.held), [0.0] * len(arrangement.held)
+    starts: list[float] = []
+    ended: list[float] = []
+    for rank, (kind, stage, _), needed in arrangement.steps:
+        began = free[rank]
+        if needed >= 0 and ended[needed] + message > began:
+            began = ended[needed] + message
+        seconds = (stages[stage] if stages else cost)[kind]
+        free[rank] = began + seconds
+        busy[rank] += seconds
+        starts.append(began)
+        ended.append(free[rank])
+    return Simulation(arrangement, starts, ended, busy)
 
 
 def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:

@@ -78,6 +78,8 @@ class Shape:
 class Blueprint:
     """What a recipe trains, without weights and data."""
 
+    recipe: Recipe
+    """As it was read."""
     model: nn.Module
     """On the meta device."""
     traced: nn.Module
@@ -120,6 +122,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
             traced = Decoder(shallow, recipe.model.attention, model.family)
     return Blueprint(
+        recipe=recipe,
         model=model,
         traced=traced,
         block_count=len(blocks),
@@ -234,6 +237,14 @@ def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | 
 def gathered_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
     """Bytes of all slices that a rank gathers."""
     return sum(shape.gathered(ranks) * itemsize for shape in shapes)
+
+
+def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
+    """Different units of some stages, and how often they are there: blocks are mostly alike."""
+    counts: dict[int, tuple[tuple[Shape, ...], int]] = {}
+    for unit in (unit for stage in stages for unit in stage.units):
+        counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
+    return [*counts.values()]
 
 
 def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:

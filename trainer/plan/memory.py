@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
-from trainer.plan.blueprint import Shape, Stage, bytes_of
+from trainer.plan.blueprint import Shape, Stage, bytes_of, counted
 from trainer.plan.layout import Layout
 from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
 from trainer.plan.tape import Trace
@@ -65,12 +65,13 @@ def memory_of(
         messages: bytes of those that are there beside each of its actions.
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
-    whole = bytes_of(shapes)
-    slices = bytes_of(shapes, layout.shards)
+    units = counted(stages)
+    whole = sum(count * bytes_of(unit) for unit, count in units)
+    slices = sum(count * bytes_of(unit, layout.shards) for unit, count in units)
     to_disk = recipe.strategy.offload == "nvme"
     to_host = recipe.strategy.offload == "cpu" and device != "cpu"
     offloaded = to_disk or to_host
-    state = sum(shape.state_bytes(layout.shards) for shape in shapes)
+    state = _state_bytes(units, layout.shards)
     activations = traces[0].saved
     if layout.by_fsdp or order:
         parameters, gradients = slices, slices
@@ -95,7 +96,7 @@ def memory_of(
         parameters, gradients = whole, whole
         gathered = 0
         if recipe.sharding == "OPTIMIZER_STATE":
-            state = sum(shape.state_bytes(layout.replicas) for shape in shapes)
+            state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(shapes, layout.replicas)
         moments = ddp_moments(stages[0], layout, traces[0], gathered)
     standing = buffers + (0 if offloaded else parameters + state)
@@ -191,6 +192,10 @@ def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
                 below = action._replace(stage=action.stage - 1)
                 sent.setdefault(below.stage % len(orders), deque()).append(place[below])
     return found
+
+
+def _state_bytes(units: Sequence[tuple[Sequence[Shape], int]], ranks: int) -> int:
+    return sum(count * sum(shape.state_bytes(ranks) for shape in unit) for unit, count in units)
 
 
 def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:

@@ -50,7 +50,7 @@ from typing import NamedTuple
 from trainer.parallel.ddp import buckets
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind
-from trainer.plan.blueprint import Shape, Stage, bytes_of, gathered_bytes, parts_of
+from trainer.plan.blueprint import Shape, Stage, bytes_of, counted, gathered_bytes, parts_of
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
@@ -127,10 +127,12 @@ class Held:
         self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
         self._root = self._padded(self._units[0])
         self._root_flat = self._flat_of(self._units[0]) if self._units[0] else 0
-        self._gathered = sum(map(self._padded, self._units[: 1 if self._free else None]))
-        reduced = 0 if offloaded else sum(bytes_of(unit, layout.shards) for unit in self._units)
-        self._slices = reduced  # the gradients of a step on the device
-        self._whole = sum(map(self._accumulated, self._units))
+        units = counted([stage])
+        whole_units = sum(count * self._padded(unit) for unit, count in units)
+        self._gathered = self._root if self._free else whole_units
+        reduced = sum(count * bytes_of(unit, layout.shards) for unit, count in units)
+        self._slices = 0 if offloaded else reduced  # the gradients of a step on the device
+        self._whole = sum(count * self._accumulated(unit) for unit, count in units)
         # Of the root, which is reduced last; without one of a block.
         last = (*parts_of(self._units[0]), *self._parts)[:1]
         self._last_buffer = sum(self._padded(part, self._reduced) for part in last)

@@ -3,30 +3,30 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 import torch
 
 from trainer.parallel.parallelize import DTYPES, check_parallel
-from trainer.parallel.schedules import Order, bubble_formula, schedule
-from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of
-from trainer.plan.costs import (
-    Machine,
-    Pieces,
-    Times,
-    collectives_of,
-    messages_of,
-    simulated,
-    tied_gradients_of,
-    times_of,
+from trainer.parallel.schedules import (
+    Arrangement,
+    Order,
+    arranged,
+    bubble_formula,
+    schedule,
 )
+from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of
+from trainer.plan.costs import Machine
 from trainer.plan.layout import Layout, layout_of
 from trainer.plan.memory import Memory, memory_of, messages_beside
 from trainer.plan.moments import adds_gradients
 from trainer.plan.tape import Trace
+from trainer.plan.times import Pieces, Times, simulated, times_of
 from trainer.plan.trace import USUAL_GPU, Cut, trace
-from trainer.recipe import Recipe
+from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
+from trainer.recipe import Recipe, Strategy
+from trainer.recipe.sections import PipelineSchedule
 
 HOW = {
     "shapes": (
@@ -68,8 +68,8 @@ class Prediction(Memory):
     slot_bytes: int
     """Size of one slot, on one node."""
     bubble: float
-    """Share of the time in which a pipeline's ranks wait for each other, by its schedule and what
-    its stages cost; messages take none."""
+    """Share of the time in which a pipeline's ranks wait for each other, by its schedule, what its
+    stages cost, and messages, if a machine is given."""
     bubble_formula: float
     """The same if all stages cost as much, and backward twice as much as forward."""
     checkpoint_seconds: float | None = None
@@ -117,7 +117,7 @@ def predict(
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
-    check_parallel(recipe, blueprint.model, layout.shards)
+    runs = _runs(blueprint, _parallel_part(strategy), layout.shards)
     if gpu_memory is None:
         gpu_memory = machine.gpu.memory if machine else USUAL_GPU
     traced = partial(
@@ -134,12 +134,15 @@ def predict(
             else world_size == layout.passes == 1
         ),
     )
-    pieces = _pieces(blueprint, recipe, layout, traced)
+    orders, arrangement, messages = _orders(
+        strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, layout.passes
+    )
+    pieces = _pieces(blueprint, recipe, layout, runs, orders, traced)
     ranks = [pieces.of_rank(rank) for rank in range(strategy.pp)]
-    memory = _memory(ranks, pieces.orders, recipe, layout, device, blueprint)
+    memory = _memory(ranks, orders, messages, recipe, layout, device, blueprint)
     on_host = memory.host + (memory.peak if device == "cpu" else 0)
     of_node = _of_node(recipe, blueprint, world_size, local_world_size, on_host, memory.disk)
-    simulation = simulated(pieces, recipe, machine) if pieces.orders else None
+    simulation = simulated(pieces, arrangement, recipe, layout, machine) if arrangement else None
     seconds = {}
     if machine:
         times = times_of(pieces, recipe, layout, machine, simulation)
@@ -161,17 +164,46 @@ def predict(
     )
 
 
+def _parallel_part(strategy: Strategy) -> Strategy:
+    """What says how ranks compute together."""
+    keys = "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "cp", "ep"
+    return Strategy(**{key: getattr(strategy, key) for key in keys})
+
+
+@cache
+def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range, ...]:
+    """The blocks of each stage, if the model can be cut so."""
+    recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
+    check_parallel(recipe, blueprint.model, shards)
+    if strategy.pp == 1:
+        return (range(blueprint.block_count),)
+    from trainer.parallel.pipeline import runs_of  # others get by without
+
+    return tuple(runs_of(blueprint.model, recipe))
+
+
+@lru_cache(maxsize=128)
+def _orders(
+    name: PipelineSchedule, ranks: int, per_rank: int, passes: int
+) -> tuple[Sequence[Order], Arrangement | None, list[list[int]]]:
+    """What each rank of a pipeline does when, that arranged, and `messages_beside` it; nothing
+    without one."""
+    if ranks == 1:
+        return [], None, []
+    orders = schedule(name, ranks, per_rank, passes)
+    return orders, arranged(orders), messages_beside(orders)
+
+
 def _pieces(
-    blueprint: Blueprint, recipe: Recipe, layout: Layout, traced: Callable[..., Trace]
+    blueprint: Blueprint,
+    recipe: Recipe,
+    layout: Layout,
+    runs: Sequence[range],
+    orders: Sequence[Order],
+    traced: Callable[..., Trace],
 ) -> Pieces:
     """What each stage computes; `traced` gives a trace, told what is not the layout's."""
-    strategy, runs = recipe.strategy, [range(blueprint.block_count)]
-    orders: Sequence[Order] = ()
-    if strategy.pp > 1:
-        from trainer.parallel.pipeline import runs_of  # others get by without
-
-        runs, per_rank = runs_of(blueprint.model, recipe), strategy.pp_stages_per_rank
-        orders = schedule(strategy.pp_schedule, strategy.pp, per_rank, layout.passes)
+    strategy = recipe.strategy
     stages = [stage_of(blueprint, run, strategy.tp, strategy.ep) for run in runs]
     traces = {
         stage: traced(
@@ -181,6 +213,7 @@ def _pieces(
             cut=Cut(strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.ep),
             stage=stage,
             in_two=strategy.pp_schedule == "zero_bubble",
+            compiled=strategy.compile,
         )
         for stage in dict.fromkeys(stages)
     }
@@ -190,13 +223,15 @@ def _pieces(
 def _memory(
     ranks: Sequence[tuple[Sequence[Stage], Sequence[Trace]]],
     orders: Sequence[Order],
+    counts: Sequence[Sequence[int]],
     recipe: Recipe,
     layout: Layout,
     device: Literal["cpu", "cuda"],
     blueprint: Blueprint,
 ) -> Memory:
-    """The moment of the rank with the largest peak, and of each kind the most that a rank has."""
-    memories, counts = [], messages_beside(orders)
+    """The moment of the rank with the largest peak, and of each kind the most that a rank has;
+    `counts` as `messages_beside`."""
+    memories = []
     each: Sequence[Order | None] = orders or [None]
     for rank, ((stages, traces), order) in enumerate(zip(ranks, each, strict=True)):
         buffers, messages = blueprint.buffers, []
@@ -256,7 +291,7 @@ def _sent(
     stages: Sequence[Stage], traces: Sequence[Trace], recipe: Recipe, layout: Layout
 ) -> float:
     """Bytes that a rank sends in a step."""
-    shared = sum(c.sent for c in collectives_of(stages, recipe, layout))
+    shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)
     messages = messages_of(stages, traces, recipe, layout).sent
     tied = tied_gradients_of(stages, recipe, layout).sent
     together = sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)

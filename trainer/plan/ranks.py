@@ -6,7 +6,7 @@ the ranks that divide experts gets as many rows as any other.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,8 +17,9 @@ from torch.distributed.tensor import Placement, Shard
 from trainer.parallel import context, expert, tensor
 from trainer.plan.kernels import loss_of_gpu
 
-Note = Callable[[Literal["tp", "cp", "ep"], float], None]
-"""Called with whom a rank sends to, and how many bytes."""
+Note = Callable[..., None]
+"""Called with whom a rank sends to ("tp", "cp" or "ep"), how many bytes, and in how many rounds of
+a ring, if not in one."""
 
 
 class Ranks:
@@ -122,7 +123,7 @@ def _silent(note: Note) -> SimpleNamespace:
 
     def all_reduce(x: Tensor, _op: Any = None, group: Ranks | None = None) -> None:
         if group:
-            note("tp", 2 * x.nbytes * (group.count - 1) / group.count)
+            note("tp", 2 * x.nbytes * (group.count - 1) / group.count, 2)
 
     return SimpleNamespace(
         ReduceOp=dist.ReduceOp,

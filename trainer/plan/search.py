@@ -11,9 +11,10 @@ from typing import Literal
 
 from trainer.parallel.schedules import bubble_formula
 from trainer.plan.blueprint import Blueprint, read_blueprint
-from trainer.plan.costs import PEAK_SHARE, Collective, Machine
+from trainer.plan.costs import PEAK_SHARE, Machine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Recompute
+from trainer.plan.traffic import Collective
 from trainer.recipe import Recipe, RecipeError, Strategy
 from trainer.recipe.rules import contradictions
 

@@ -11,16 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.plan.live import LiveTensors
 from trainer.plan.storages import storage_of
-from trainer.plan.work import Work, work_of
+from trainer.plan.work import Fused, Kernel, Work, is_kernel, kernel_of
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends in rings, or of rows to the ranks of their experts (ep), and what
-    hides them."""
+    """Bytes that a rank sends in rings, or of rows to the ranks of their experts (ep), in how many
+    calls, and what hides them."""
 
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
+    tp_calls: float = 0.0
+    cp_calls: float = 0.0
+    ep_calls: float = 0.0
     attention: float = 0.0
     """Operations of attention, beside which those of cp travel."""
 
@@ -78,6 +81,11 @@ class Trace:
     """The part of `backward` that does."""
 
 
+_IN_BLOCKS = {
+    "first", "others", "last back", "others back", "first back", "first weights", "others weights",
+}  # fmt: skip
+
+
 @dataclass
 class _Phase:
     peak: int = 0
@@ -85,22 +93,26 @@ class _Phase:
     """When the backward pass of divided experts is over."""
     rest: int = 0
     """Peak after that."""
-    work: list[tuple[float, float]] = field(default_factory=list)
+    work: list[Kernel] = field(default_factory=list)
+    fused: Fused | None = None
+    """Operators of which the compiled kernel is not complete."""
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Sent._fields, 0.0))
 
 
 class Tape(LiveTensors):
     """Notes live bytes and work while a pass goes through its phases."""
 
-    def __init__(self, depth: int, seq_len: int) -> None:
+    def __init__(self, depth: int, seq_len: int, compiled: bool) -> None:
+        """`compiled`: what is in blocks."""
         super().__init__()
-        self._depth, self._seq_len = depth, seq_len
+        self._depth, self._seq_len, self._compiled = depth, seq_len, compiled
         names = (
             "start", "first", "others", "head",
             "head back", "last back", "others back", "first back", "tail",
             "first weights", "others weights", "head weights",
         )  # fmt: skip
         self._phases = {name: _Phase() for name in names}
+        self._phase = self._phases["start"]
         self._part_of: dict[nn.Parameter, str] = {}
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
@@ -140,9 +152,16 @@ class Tape(LiveTensors):
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(_drop)
 
-    def send(self, whom: str, nbytes: float) -> None:
+    def send(self, whom: str, nbytes: float, calls: int = 1) -> None:
         """In the phase that is under way."""
+        self._end_kernel()
         self._phase.sent[whom] += nbytes
+        self._phase.sent[f"{whom}_calls"] += calls
+
+    def _end_kernel(self) -> None:
+        if self._phase.fused:
+            self._phase.work.append(self._phase.fused.kernel())
+            self._phase.fused = None
 
     def _watch(self, blocks: list[nn.Module], in_two: bool) -> None:
         last = len(blocks) - 1
@@ -195,6 +214,7 @@ class Tape(LiveTensors):
         self._first_alive = self.total("first")
 
     def _enter(self, phase: str) -> None:
+        self._end_kernel()
         self.label = phase
         self._phase = self._phases[phase]
 
@@ -207,12 +227,17 @@ class Tape(LiveTensors):
 
     def forward_ends(self) -> None:
         """The loss is there; what autocast has kept is gone."""
+        self._end_kernel()
         self._saved = self.total()
         self._first_saved, self._head_saved = self.total("first"), self.total("head")
         if len(self._ends) == 2:
             self._kept = self._ends[0]() is not None, self._ends[1]() is not None
         self._in_backward = True
         self._enter("head back")
+
+    def backward_ends(self) -> None:
+        """The gradients are there."""
+        self._end_kernel()
 
     def backward_in_two(self, loss: torch.Tensor, model: nn.Module) -> None:
         """As a pipeline does it that puts off the gradients of weights."""
@@ -251,12 +276,21 @@ class Tape(LiveTensors):
         self._phase.peak = max(self._phase.peak, self.alive)
         if self._phase.experts:
             self._phase.rest = max(self._phase.rest, self.alive)
-        work = work_of(operator, args, kwargs or {}, result, self._seq_len)
-        if any(work):
-            self._phase.work.append(work)
-        if "attention" in operator.overloadpacket.__name__:
-            self._phase.sent["attention"] += work[0]
+        if is_kernel(operator, result):
+            self._note_kernel(operator, args, kwargs or {}, result)
         return result
+
+    def _note_kernel(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        kernel = kernel_of(operator, args, kwargs, result, self._seq_len)
+        if self._compiled and not kernel.operations and self.label in _IN_BLOCKS:
+            self._phase.fused = self._phase.fused or Fused()
+            self._phase.fused.add(args, kwargs, result)
+            return
+        self._end_kernel()
+        if kernel.operations or kernel.traffic:
+            self._phase.work.append(kernel)
+        if kernel.attention:
+            self._phase.sent["attention"] += kernel.operations
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Fake tensors know grouped products in bf16 only."""
@@ -323,7 +357,11 @@ class Tape(LiveTensors):
                     left += begin[place + 1] - begin[place]
 
         def work(half: list[str]) -> Work:
-            return tuple(one for name in half for one in self._phases[name].work * times[name])
+            return tuple(
+                kernel.repeated(times[name])
+                for name in half
+                for kernel in (self._phases[name].work if times[name] else ())
+            )
 
         def sent(half: list[str]) -> Sent:
             return Sent(

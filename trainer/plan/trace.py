@@ -57,6 +57,7 @@ def trace(
     cut: Cut = WHOLE,
     stage: Stage | None = None,
     in_two: bool = False,
+    compiled: bool = False,
 ) -> Trace:
     """Trace a pass. What of it a stage does is told from a pass of a whole model.
 
@@ -76,6 +77,7 @@ def trace(
         cut: with which other ranks.
         stage: which blocks; all of them unless said.
         in_two: the gradients of weights are put off, but where nobody waits for those of the input.
+        compiled: blocks are, for their work; their activations are those of eager kernels.
 
     Raises:
         RecipeError: the model does not run on fake tensors.
@@ -86,7 +88,7 @@ def trace(
     # On two stages a tied embedding is two weights, and neither's gradient waits for the other's.
     untied = stage is not None and not (stage.first and stage.last)
     tape = _taped(
-        blueprint, micro_batch, recompute, dtype, autocast, gpu, keep, cut, in_two, untied
+        blueprint, micro_batch, recompute, dtype, autocast, gpu, keep, cut, in_two, untied, compiled
     )
     if stage is None:
         return tape.result(blueprint.block_count, True, True)
@@ -105,6 +107,7 @@ def _taped(
     cut: Cut,
     in_two: bool,
     untied: bool,
+    compiled: bool,
 ) -> Tape:
     """See `trace`; `gpu`: whether it has flash attention, and its bytes; `untied`: a tied output
     head is a weight of its own."""
@@ -114,7 +117,7 @@ def _taped(
         model.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False, device="meta")
     blocks = repeated_blocks(model)
     depth = len(blocks)
-    tape = Tape(depth, blueprint.seq_len)
+    tape = Tape(depth, blueprint.seq_len, compiled)
     shape = (micro_batch, blueprint.seq_len)
     experts: Sequence[nn.Module] = ()
     call: Callable[..., Any] = lambda inputs: model(**inputs)  # noqa: E731
@@ -169,6 +172,7 @@ def _taped(
                 tape.backward_in_two(loss, model)
             else:
                 loss.backward()
+            tape.backward_ends()
     except Exception as error:  # whatever a user's own model may raise
         first_line = (str(error).splitlines() or [""])[0]
         raise RecipeError(

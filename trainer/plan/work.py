@@ -1,34 +1,82 @@
 """Operations and bytes of what operators do."""
 
-from typing import Any, TypeAlias
+import weakref
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-Work: TypeAlias = tuple[tuple[float, float], ...]
-"""(floating-point operations, bytes read and written) of each operator."""
+from trainer.plan.storages import storage_of
+
+
+class Kernel(NamedTuple):
+    """What one operator does, or one compiled kernel, each time it is launched in a pass."""
+
+    operations: float
+    """On floating-point numbers, of all launches."""
+    traffic: float
+    """Bytes read and written, of all launches."""
+    attention: bool = False
+    """Whether it is attention: slower than other products."""
+    launches: int = 1
+
+    def repeated(self, times: int) -> "Kernel":
+        """So many times of it."""
+        operations, traffic = times * self.operations, times * self.traffic
+        return Kernel(operations, traffic, self.attention, times * self.launches)
+
+
+Work: TypeAlias = tuple[Kernel, ...]
+"""That of a pass."""
 
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 _NAMESPACES = ("aten", "torch_attn", "perdure")
 
 
-def work_of(
-    operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
-) -> tuple[float, float]:
-    """Operations and bytes of an operator; none for one that only makes another view."""
+class Fused:
+    """Element-wise operators that a compiler makes one kernel of: it reads what was there before,
+    and writes what is there after. What lives within it only is never in memory."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, int] = {}
+        self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def add(self, args: Any, kwargs: Any, result: Any) -> None:
+        """One more operator."""
+        made = _tensors(result)
+        for place, tensor in _tensors((args, kwargs)).items():
+            own = self._written.get(place)
+            if own is None or own[0]() is None:
+                self._read[place] = max(self._read.get(place, 0), tensor.nbytes)
+        for place, tensor in made.items():
+            self._written[place] = (weakref.ref(storage_of(tensor)), tensor.nbytes)
+
+    def kernel(self) -> Kernel:
+        """All of them, now that another operator comes."""
+        written = sum(nbytes for storage, nbytes in self._written.values() if storage() is not None)
+        return Kernel(0.0, float(sum(self._read.values()) + written))
+
+
+def is_kernel(operator: Any, result: Any) -> bool:
+    """Whether an operator does anything, and does not only make another view."""
     if operator.namespace not in _NAMESPACES or operator.overloadpacket.__name__ in _NO_TRAFFIC:
-        return 0.0, 0.0
-    given = {_place(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-    made = {_place(t): t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
-    if operator.is_view or not made:
-        return 0.0, 0.0
-    traffic = sum(t.numel() * t.element_size() for t in (*given.values(), *made.values()))
-    return _operations(operator, args, kwargs, result, seq_len), float(traffic)
+        return False
+    return bool(_tensors(result)) and not operator.is_view
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def kernel_of(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> Kernel:
+    """Operations and bytes of an operator that `is_kernel`."""
+    touched = (*_tensors((args, kwargs)).values(), *_tensors(result).values())
+    traffic = sum(tensor.numel() * tensor.element_size() for tensor in touched)
+    operations = _operations(operator, args, kwargs, result, seq_len)
+    name = operator.overloadpacket.__name__
+    return Kernel(operations, float(traffic), "attention" in name or "varlen" in name)
+
+
+def _tensors(tree: Any) -> dict[int, torch.Tensor]:
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return {storage_of(tensor)._cdata: tensor for tensor in leaves}
 
 
 def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> float:

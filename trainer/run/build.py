@@ -197,13 +197,18 @@ def describe(run: Run) -> str:
 
 def pipeline(recipe: Recipe, passes: int, costs: Sequence[float]) -> str:
     """What is to be known of the pipeline of a recipe before it runs. `costs`: of its stages."""
-    from trainer.parallel.schedules import COST, schedule, simulate  # others get by without
+    from trainer.parallel.schedules import (
+        COST,
+        arranged,
+        schedule,
+        simulate,
+    )  # others get by without
 
     strategy = recipe.strategy
     name, per_rank = strategy.pp_schedule, strategy.pp_stages_per_rank
     stages_cost = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
     orders = schedule(name, strategy.pp, per_rank, passes)
-    bubble = simulate(orders, stages=stages_cost).bubble
+    bubble = simulate(arranged(orders), stages=stages_cost).bubble
     stages = f" x {per_rank}" if per_rank > 1 else ""
     return f"pp={strategy.pp}{stages} {name} (ranks idle for {bubble:.0%} of a step)"
 

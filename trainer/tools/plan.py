@@ -302,8 +302,8 @@ def _notes(plan: Plan, *, merged: bool) -> str:
     lines += assumptions(plan)
     if recipe.strategy.compile:
         lines.append(
-            "strategy.compile: figures are those of eager kernels; compiled ones keep fewer "
-            "activations and take less time."
+            "strategy.compile: activations are those of eager kernels; compiled ones keep fewer. "
+            "Seconds are those of blocks whose element-wise kernels are fused."
         )
     if merged:
         lines.append("A … B: these strategies and those between them are the same there.")
@@ -335,14 +335,20 @@ def assumptions(plan: Plan) -> list[str]:
         "what a pass works with is traced, the rest computed. roofline: both, over these speeds:",
         f"{machine.peak_flops / 1e12:g} TFLOP/s and "
         f"{machine.gpu.bandwidth / 1e12:g} TB/s per GPU (matrix products reach "
-        f"{costs.PEAK_SHARE:.0%}, other kernels {costs.BANDWIDTH_SHARE:.0%}), "
+        f"{costs.PEAK_SHARE:.0%}, attention {machine.gpu.attention:.0%}, other kernels "
+        f"{costs.BANDWIDTH_SHARE:.0%}), "
         f"{machine.gpu.link / 1e9:g} GB/s to a GPU of the same node"
         + (f", {machine.net / 1e9:g} GB/s between nodes" if machine.nodes > 1 else "")
-        + f" (rings reach {costs.NETWORK_SHARE:.0%}), {machine.gpu.pcie / 1e9:g} GB/s to the host "
-        f"({costs.PAGEABLE_SHARE:.0%} of it where memory is not pinned); a node updates offloaded "
-        f"state at {costs.HOST_BANDWIDTH / 1e9:g} GB/s; its disk reads and writes "
+        + f" (collectives reach {costs.NETWORK_SHARE:.0%}), {machine.gpu.pcie / 1e9:g} GB/s to the "
+        f"host ({costs.PAGEABLE_SHARE:.0%} of it where memory is not pinned); a node updates "
+        f"offloaded state at {costs.HOST_BANDWIDTH / 1e9:g} GB/s; its disk reads and writes "
         f"{costs.DISK_BANDWIDTH / 1e9:g} GB/s, none of it cached in memory; nothing "
-        "waits for data or launches.",
+        "waits for data.",
+        f"A collective costs {machine.call * 1e6:g} us and {machine.hop * 1e6:g} us for each step "
+        f"inside a node"
+        + (f", {machine.hop_between * 1e6:g} us between nodes" if machine.nodes > 1 else "")
+        + f"; what is computed beside it is {costs.TAKEN_SHARE:.0%} slower. A kernel costs its "
+        f"host {machine.launch * 1e6:g} us.",
         "Peaks leave out what torch, CUDA and NCCL take for themselves, and fragmentation.",
     ]
     if machine.note:

@@ -8,7 +8,7 @@ import torch
 
 from trainer.parallel import pipeline
 from trainer.parallel.pipeline import turns_of
-from trainer.parallel.schedules import COST, Action, schedule, simulate
+from trainer.parallel.schedules import COST, Action, arranged, schedule, simulate
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -30,7 +30,7 @@ def test_neighbours_make_groups_at_the_same_time(ranks, around):
 def test_a_receive_that_is_posted_ahead_holds_up_nothing(monkeypatch, name, ranks, per_rank, count):
     orders = schedule(name, ranks, per_rank, count)
     queues = [queue_of(monkeypatch, rank, orders, per_rank > 1) for rank in range(ranks)]
-    assert seconds(queues) == simulate(orders).seconds
+    assert seconds(queues) == simulate(arranged(orders)).seconds
 
 
 def queue_of(monkeypatch, rank, orders, around):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.parallel.schedules import (
     Action,
+    arranged,
     bubble_formula,
     cut,
     incoming,
@@ -43,7 +44,7 @@ def test_orders(pipeline):
     assert Counter(chain(*orders)) == Counter(every)
     assert all(action.stage % ranks == rank for rank, o in enumerate(orders) for action in o)
 
-    found = simulate(orders)  # raises if they wait for ever
+    found = simulate(arranged(orders))  # raises if they wait for ever
     formula = bubble_formula(*pipeline)
     if name in ("gpipe", "1f1b") or count >= ranks:
         assert found.bubble == pytest.approx(formula, abs=5e-4)
@@ -75,7 +76,7 @@ def test_each_message_is_received_in_the_order_of_sending(pipeline):
         for stage in (stages[1:] if kind == "F" else stages[:-1])
         for number in range(count)
     )
-    done = {span.action: span.ended for spans in simulate(orders).spans for span in spans}
+    done = {span.action: span.ended for spans in simulate(arranged(orders)).spans for span in spans}
     for rank in range(ranks):
         for messages in incoming(orders)[rank].values():
             sent = [
@@ -87,7 +88,7 @@ def test_each_message_is_received_in_the_order_of_sending(pipeline):
 def test_ranks_that_wait_for_each_other_are_found():
     first, second = schedule("1f1b", 2, 1, 2)
     with pytest.raises(ValueError, match="wait for each other before"):
-        simulate([first, second[::-1]])
+        arranged([first, second[::-1]])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

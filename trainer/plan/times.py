@@ -1,0 +1,280 @@
+"""Seconds of a step on a machine that is described, not there: a roofline of what is computed, and
+latency and bandwidth of what is sent."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainer.parallel.schedules import Arrangement, Kind, Order, Simulation, simulate
+from trainer.plan.blueprint import Stage, counted
+from trainer.plan.costs import (
+    ADDITION_TRAFFIC,
+    BANDWIDTH_SHARE,
+    DISK_BANDWIDTH,
+    HOST_BANDWIDTH,
+    NETWORK_SHARE,
+    PAGEABLE_SHARE,
+    PEAK_SHARE,
+    TAKEN_SHARE,
+    UPDATE_ON_DISK,
+    UPDATE_TRAFFIC,
+    Machine,
+)
+from trainer.plan.layout import Layout
+from trainer.plan.tape import Trace
+from trainer.plan.traffic import (
+    Collective,
+    elements,
+    gathering_passes,
+    messages_of,
+    tied_gradients_of,
+    traffic_of,
+)
+from trainer.plan.work import Work
+from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step."""
+
+    compute: float
+    """Forward and backward passes of the rank with most, recomputation included."""
+    update: float
+    """Norm, clipping and optimizer; with offload also the sums of gradients on the host."""
+    transfers: float
+    """Between host and device, with strategy.offload, as if nothing overlapped."""
+    communication: float
+    """As if nothing overlapped."""
+    network: float
+    """What of it is between nodes."""
+    exposed: float
+    """What of communication and transfers no computation hides, and what they take from it."""
+    waiting: float = 0.0
+    """For other stages of a pipeline."""
+
+    @property
+    def step(self) -> float:
+        """All together."""
+        return self.compute + self.update + self.exposed + self.waiting
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What the ranks of a pipeline compute; without one, what every rank does."""
+
+    stages: Sequence[Stage]
+    """All of them, in order."""
+    traces: Sequence[Trace]
+    """A pass of each stage."""
+    orders: Sequence[Order]
+    """What each rank does when; empty without a pipeline."""
+
+    def of_rank(self, rank: int) -> tuple[Sequence[Stage], Sequence[Trace]]:
+        """Its stages."""
+        ranks = len(self.orders) or 1
+        return self.stages[rank::ranks], self.traces[rank::ranks]
+
+
+def times_of(
+    pieces: Pieces,
+    recipe: Recipe,
+    layout: Layout,
+    machine: Machine,
+    simulation: Simulation | None,
+) -> Times:
+    """Estimate a step; `simulation` is that of the pipeline, if there is one.
+
+    Kernels run one after another, each as fast as arithmetic or memory allows, and no faster than
+    the host launches them. What is moved lies beside the half of a pass that needs it, as far as
+    that reaches, but for the share of one unit: what the first one needs is waited for, and nothing
+    follows the last. Gradients that are reduced once have the last backward pass for that. Tensor
+    and expert parallelism wait for all that they send, and a ring for what attention does not hide.
+    """
+    ranks = range(len(pieces.orders) or 1)
+    each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
+    if simulation is None:
+        return each[0]
+    slowest = max(each, key=lambda times: times.step)
+    within = layout.passes * max(
+        sum(sum(_together_seconds(trace, recipe, machine)) for trace in pieces.of_rank(rank)[1])
+        for rank in ranks
+    )
+    busy = slowest.compute + within
+    return replace(slowest, waiting=max(0.0, simulation.seconds - busy))
+
+
+def _times_of_rank(
+    stages: Sequence[Stage],
+    traces: Sequence[Trace],
+    recipe: Recipe,
+    layout: Layout,
+    machine: Machine,
+) -> Times:
+    forward, backward = (
+        sum(work_seconds(work, machine) for work in works)
+        for works in zip(*((trace.forward, trace.backward) for trace in traces), strict=True)
+    )
+    traffic = traffic_of(stages, recipe, layout)
+    gathered, again, reduced, late = (
+        sum(c.seconds(machine) for c in collectives) for collectives in traffic
+    )
+    transfers, update = _offload(stages, recipe, layout, machine)
+    gathers = gathering_passes(recipe, layout)
+    backs = layout.passes if recipe.gathers_twice else 0
+    share = transfers / max(1, gathers + backs + layout.reductions)  # of each time, up or down
+    units = sum(len(stage.units) for stage in stages)
+
+    def waits(times: int, moved: float, moving: float, computing: float) -> float:
+        """What so many halves of passes wait for, each with so much moved by collectives, and so
+        much in all."""
+        if recipe.strategy.offload != "none" and layout.shards == 1:
+            return times * moving  # FSDP's all-gather is a copy then, before what computes with it
+        if not moving:
+            return 0.0
+        exposed = max(moving / units, moving - computing)
+        return times * (exposed + TAKEN_SHARE * moved * (1 - exposed / moving))
+
+    first, second, third = gathered / gathers, again / max(1, backs), reduced / layout.reductions
+    up = share if backs else 0.0
+    exposed = late
+    exposed += waits(gathers, first, first + share, forward)
+    exposed += waits(layout.passes - layout.reductions, second, second + up, backward)
+    moved = second + third
+    exposed += waits(layout.reductions, moved, moved + up + share, backward)
+    messages = messages_of(stages, traces, recipe, layout)
+    tied = tied_gradients_of(stages, recipe, layout)
+    crossing = sum(c.seconds(machine) for c in (*traffic.all, messages, tied) if c.crosses(machine))
+    for half in (half for trace in traces for half in trace.sent):
+        crossing += layout.passes * exchange_seconds(half.ep, recipe.strategy.ep, machine)[1]
+    together = layout.passes * sum(sum(_together_seconds(t, recipe, machine)) for t in traces)
+    after = tied.seconds(machine)  # after the last backward pass, before the norm
+    shared = gathered + again + reduced + late
+    return Times(
+        compute=layout.passes * (forward + backward),
+        update=update,
+        transfers=transfers,
+        communication=shared
+        + layout.passes * sum(sum(_sent_seconds(t, recipe, machine)) for t in traces)
+        + messages.seconds(machine)
+        + after,
+        network=crossing,
+        exposed=exposed + together + after,
+    )
+
+
+def _offload(
+    stages: Sequence[Stage], recipe: Recipe, layout: Layout, machine: Machine
+) -> tuple[float, float]:
+    """Seconds of transfers between host and device in a step, and of the update."""
+    cut = layout.replicas if recipe.sharding == "OPTIMIZER_STATE" else layout.shards
+    owned, units = elements(stages, cut), counted(stages)
+    state = sum(count * sum(shape.moment_bytes(cut) for shape in unit) for unit, count in units)
+    traffic, on_disk = UPDATE_TRAFFIC * owned + 2 * state, UPDATE_ON_DISK * owned + 2 * state
+    if recipe.strategy.offload == "none":
+        return 0.0, traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
+    sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
+    update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
+    often = gathering_passes(recipe, layout)
+    gathers = 2 * layout.passes if recipe.gathers_twice else often
+    moved = 4 * owned * (gathers + layout.reductions)  # float32, as the shards are
+    transfers = moved / machine.gpu.pcie
+    if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
+        from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
+        transfers = max(transfers / PAGEABLE_SHARE, from_disk)
+        update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)
+    return transfers, update
+
+
+def _link(machine: Machine) -> float:
+    """Bytes/s of a ring inside a node."""
+    return machine.gpu.link * NETWORK_SHARE
+
+
+def exchange_seconds(nbytes: float, ranks: int, machine: Machine) -> tuple[float, float]:
+    """How long each of `ranks` neighbours sends so many bytes, as many to any other: those within
+    nodes, and those between them. All GPUs of a node do so, and share its network."""
+    inside = math.gcd(ranks, machine.gpus_per_node)
+    across = nbytes * (ranks - inside) / max(1, ranks - 1)
+    network = machine.net * NETWORK_SHARE / machine.gpus_per_node
+    return (nbytes - across) / _link(machine), across / network
+
+
+def _together_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
+    """What tensor, context and expert parallelism wait for in a pass: forward, backward."""
+    attending = (
+        half.attention / (machine.peak_flops * machine.gpu.attention) for half in trace.sent
+    )
+    forward, backward = (
+        tp + ep + max(0.0, cp - hidden)
+        for (tp, cp, ep), hidden in zip(_sent(trace, recipe, machine), attending, strict=True)
+    )
+    return forward, backward
+
+
+def _sent_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
+    """The same as if nothing overlapped."""
+    forward, backward = map(sum, _sent(trace, recipe, machine))
+    return forward, backward
+
+
+def _sent(trace: Trace, recipe: Recipe, machine: Machine) -> list[tuple[float, float, float]]:
+    """Seconds that tensor, context and expert parallelism send, in each half of a pass. Each call
+    of the first is a ring of all its ranks; messages of the others go one step."""
+    tp, ep = recipe.strategy.tp, recipe.strategy.ep
+    step = machine.call + (machine.hop if ep <= machine.gpus_per_node else machine.hop_between)
+    return [
+        (
+            half.tp_calls * (machine.call + (tp - 1) * machine.hop) + half.tp / _link(machine),
+            half.cp_calls * (machine.call + machine.hop) + half.cp / _link(machine),
+            half.ep_calls * step + max(exchange_seconds(half.ep, ep, machine)),
+        )
+        for half in trace.sent
+    ]
+
+
+def simulated(
+    pieces: Pieces,
+    arrangement: Arrangement,
+    recipe: Recipe,
+    layout: Layout,
+    machine: Machine | None,
+) -> Simulation:
+    """A step of a pipeline whose stages cost what was traced: seconds, or on a machine of which
+    nothing is known operations, and messages nothing."""
+    costs: dict[int, dict[Kind, float]] = {}
+    for trace in pieces.traces:
+        if id(trace) in costs:
+            continue
+        works = trace.forward, trace.backward, trace.weights
+        if machine:
+            forward, backward, weights = (work_seconds(w, machine) for w in works)
+            waits = _together_seconds(trace, recipe, machine)
+        else:
+            forward, backward, weights = (sum(w.operations for w in work) for work in works)
+            waits = 0.0, 0.0
+        costs[id(trace)] = {
+            "F": forward + waits[0],
+            "B": backward + waits[1],
+            "I": backward - weights + waits[1],
+            "W": weights,
+        }
+    message = 0.0
+    if machine:
+        apart = recipe.strategy.tp * layout.shards
+        message = Collective(pieces.traces[0].hidden, 2, 2, apart).seconds(machine)
+    stages = [costs[id(trace)] for trace in pieces.traces]
+    return simulate(arrangement, stages=stages, message=message)
+
+
+def work_seconds(work: Work, machine: Machine) -> float:
+    """Operators take so long, one after another (Williams et al. 2009, "Roofline"), and no less
+    than launching them."""
+    products = machine.peak_flops * PEAK_SHARE
+    attention = machine.peak_flops * machine.gpu.attention
+    bandwidth = machine.gpu.bandwidth * BANDWIDTH_SHARE
+    busy = sum(
+        max(one.operations / (attention if one.attention else products), one.traffic / bandwidth)
+        for one in work
+    )
+    return max(busy, machine.launch * sum(one.launches for one in work))
