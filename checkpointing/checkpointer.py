@@ -22,6 +22,7 @@ from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
+from checkpointing.save.replicas import refuse_different, replicas, tell
 from checkpointing.state import Parts, State, put_back, refuse_ties, refuse_values, take_apart
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import list_steps, newest_checkpoint
@@ -307,13 +308,19 @@ class Checkpointer:
         parameter groups. Buffers become those of the first rank.
 
         Raises:
-            ValueError: ranks save different steps.
+            ValueError: ranks save different steps, or hold different replicas.
         """
-        told = self._ranks.together(lambda: (step, digest, buffers, parts.tied))
+        weights = {name: one for name, one in parts.model.items() if name not in parts.buffers}
+        whole = replicas(weights, parts.optimizer, step) if len(self._ranks.all) > 1 else {}
+        with failing_alike():
+            told = self._ranks.together(
+                lambda: (step, digest, buffers, parts.tied, tell(whole, step))
+            )
         if len(steps := sorted({number for number, *_ in told})) > 1:
             raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
-        self._ranks.share(parts.buffers.values(), [held for _, _, held, _ in told])
-        tied = [list(names) for names in {tuple(names) for *_, own in told for names in own}]
+        refuse_different(self._ranks, whole, step, [held for *_, held in told])
+        self._ranks.share(parts.buffers.values(), [buffers for _, _, buffers, *_ in told])
+        tied = [list(names) for names in {tuple(one) for *_, own, _ in told for one in own}]
         same = {"kinds": parts.kinds, "tied": sorted(tied)}
         if len({of_values for _, of_values, *_ in told}) == 1:
             return {"values": parts.values, "groups": parts.groups, **same}
