@@ -23,7 +23,15 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
 from checkpointing.save.replicas import refuse_different, replicas, tell
-from checkpointing.state import Parts, State, put_back, refuse_ties, refuse_values, take_apart
+from checkpointing.state import (
+    Parts,
+    State,
+    put_back,
+    refuse_ties,
+    refuse_values,
+    take_apart,
+    unwrapped,
+)
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
@@ -113,8 +121,9 @@ class Checkpointer:
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
+        state = {key: unwrapped(value) for key, value in state.items()}
         parts = self.on_all(lambda: take_apart(state))
-        wanted = self._main(lambda: None if step is None else _whole(step))
+        wanted = self.on_main(lambda: None if step is None else _whole(step))
 
         def refuse(saved: Mapping[str, Any]) -> None:
             told = saved.get("groups", {}), saved.get("kinds", {})
@@ -147,7 +156,7 @@ class Checkpointer:
         returns before they are, if all optimizers of its state are guarded; else it waits. The
         writer process starts meanwhile."""
         self._tensors.start_early()
-        for optimizer in optimizers:
+        for optimizer in map(unwrapped, optimizers):
             if optimizer not in self._guarded:
                 self._guarded.add(optimizer)
                 optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
@@ -182,6 +191,7 @@ class Checkpointer:
                 step, and it was neither loaded nor saved here.
             SaveFailed: with `wait`.
         """
+        state = {key: unwrapped(value) for key, value in state.items()}
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
@@ -247,7 +257,7 @@ class Checkpointer:
         def newest() -> int | None:
             return next((parse_step(path.name) for path in list_steps(self.directory)), None)
 
-        return self._main(newest)
+        return self.on_main(newest)
 
     def move(self, directory: str | Path) -> None:
         """Save and load in another directory from now on, with the memory and the writer processes
@@ -261,6 +271,18 @@ class Checkpointer:
         and no rank waits for another that has failed."""
         with failing_alike():
             return self._ranks.each(work)
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """work() on the first rank; its result, or its error, on all. The result is a plain value:
+        None, a number, text, bytes, and lists, tuples and mappings of such."""
+        with failing_alike():
+            return self._ranks.on_main(work)
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """work() on every rank; the results of all, in order of ranks, on all. Results as of
+        `on_main`; an error of one rank is one of all."""
+        with failing_alike():
+            return self._ranks.together(work)
 
     def close(self) -> None:
         """Wait for the save that is being written, and end the writer processes."""
@@ -299,7 +321,7 @@ class Checkpointer:
             path = newest_checkpoint(self.directory)
             return parse_step(path.name) if path else None
 
-        self._newest, self._looked = self._main(newest), True
+        self._newest, self._looked = self.on_main(newest), True
 
     def _agreed(
         self, step: int, parts: Parts, digest: bytes, buffers: tuple[int, bytes]
@@ -356,11 +378,6 @@ class Checkpointer:
                 )
             values[key] = of_ranks[self._ranks.place]
         return values
-
-    def _main(self, work: Callable[[], T]) -> T:
-        """work() on the first rank; its result, or its error, on all."""
-        with failing_alike():
-            return self._ranks.on_main(work)
 
 
 def _whole(step: Any) -> int:
