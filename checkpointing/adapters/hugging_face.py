@@ -106,8 +106,8 @@ class CheckpointCallback(TrainerCallback):
         before, now = self._global_batch, _global_batch(args)
         if before not in (None, now) and state.is_world_process_zero:
             logger.warning(
-                "a step of the checkpoint has %s sequences, and one has %s now, so the Trainer goes on "
-                "elsewhere in the data: keep the product of per_device_train_batch_size, "
+                "a step of the checkpoint has %s sequences, and one has %s now, so the Trainer "
+                "goes on elsewhere in the data: keep the product of per_device_train_batch_size, "
                 "gradient_accumulation_steps and the number of processes",
                 before,
                 now,
