@@ -16,7 +16,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import split_step, step_name
 from checkpointing.format.values import from_json, to_json
 from checkpointing.load.reader import load_model
-from checkpointing.storage.steps import newest_checkpoint
+from checkpointing.storage.steps import newest_checkpoint, read_state
 
 __all__ = [
     "Checkpointed",
@@ -109,7 +109,7 @@ class Checkpointed(WithCheckpointers):
         if path is None:
             raise CheckpointError(f"{directory} has no checkpoint; save one first")
         load_model(str(path), dict(module.state_dict(keep_vars=True)))
-        return {"state_dict": {}}
+        return dict(from_json(read_state(path)["values"]["values"]))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Nothing: `keep` decides."""
