@@ -9,7 +9,6 @@ from pytorch_lightning.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from pytorch_lightning.trainer.states import TrainerFn
 
 from checkpointing.adapters.strategies import WithCheckpointers
 from checkpointing.errors import CheckpointError
@@ -99,7 +98,7 @@ class Checkpointed(WithCheckpointers):
         module: Any = self.lightning_module  # type: ignore[attr-defined]
         values = _Values({})
         checkpointer.wait()  # what this program has just saved can be loaded
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        if module.trainer.state.fn.value == "fit":
             if checkpointer.load(self._state(values), step) is None:
                 raise CheckpointError(f"{directory} has no checkpoint; save one first")
             return values.values
