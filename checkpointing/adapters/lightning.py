@@ -130,6 +130,7 @@ class Checkpointed(WithCheckpointers):
                 checkpointer.__exit__(type(self._exception))
             self.close_checkpoints()
         finally:
+            self._exception = None
             super().teardown()  # type: ignore[misc]
 
     def _state(self, values: "_Values") -> dict[str, Any]:

@@ -39,7 +39,8 @@ def trainer(folder, steps, *callbacks):
 def test_a_trainer_saves_by_its_own_callback_and_tests_what_it_saved(tmp_path):
     data = torch.utils.data.DataLoader(torch.randn(4, 2), 2)
     best = ModelCheckpoint(tmp_path / "run", monitor="better", mode="max", every_n_train_steps=2)
-    trainer(tmp_path, 7, best).fit(Line(), data)
+    also = ModelCheckpoint(tmp_path / "run", every_n_epochs=1)  # saves the same steps once more
+    trainer(tmp_path, 6, best, also).fit(Line(), data)
     steps = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert steps == ["step-00000004", "step-00000006"], "keep decides, not save_top_k"
 
