@@ -186,7 +186,8 @@ class Checkpointer:
             or the writer process is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the step or the state cannot be saved, on whatever rank; says what and why.
+            ValueError: the step or the state cannot be saved, on whatever rank, or plain tensors
+                differ by rank; says what and why.
             CheckpointError: storage has a newer step, which the next `load` would take; or this
                 step, and it was neither loaded nor saved here.
             SaveFailed: with `wait`.
