@@ -22,7 +22,16 @@ from checkpointing.format.layout import parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
-from checkpointing.state import Parts, State, put_back, refuse_ties, refuse_values, take_apart
+from checkpointing.save.replicas import refuse_different, replicas, tell
+from checkpointing.state import (
+    Parts,
+    State,
+    put_back,
+    refuse_ties,
+    refuse_values,
+    take_apart,
+    unwrapped,
+)
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
@@ -112,8 +121,9 @@ class Checkpointer:
             CheckpointError: there is no such step.
             ValueError: the state cannot be loaded into.
         """
+        state = {key: unwrapped(value) for key, value in state.items()}
         parts = self.on_all(lambda: take_apart(state))
-        wanted = self._main(lambda: None if step is None else _whole(step))
+        wanted = self.on_main(lambda: None if step is None else _whole(step))
 
         def refuse(saved: Mapping[str, Any]) -> None:
             told = saved.get("groups", {}), saved.get("kinds", {})
@@ -146,7 +156,7 @@ class Checkpointer:
         returns before they are, if all optimizers of its state are guarded; else it waits. The
         writer process starts meanwhile."""
         self._tensors.start_early()
-        for optimizer in optimizers:
+        for optimizer in map(unwrapped, optimizers):
             if optimizer not in self._guarded:
                 self._guarded.add(optimizer)
                 optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
@@ -176,11 +186,13 @@ class Checkpointer:
             or the writer process is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the step or the state cannot be saved, on whatever rank; says what and why.
+            ValueError: the step or the state cannot be saved, on whatever rank, or plain tensors
+                differ by rank; says what and why.
             CheckpointError: storage has a newer step, which the next `load` would take; or this
                 step, and it was neither loaded nor saved here.
             SaveFailed: with `wait`.
         """
+        state = {key: unwrapped(value) for key, value in state.items()}
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
@@ -246,7 +258,7 @@ class Checkpointer:
         def newest() -> int | None:
             return next((parse_step(path.name) for path in list_steps(self.directory)), None)
 
-        return self._main(newest)
+        return self.on_main(newest)
 
     def move(self, directory: str | Path) -> None:
         """Save and load in another directory from now on, with the memory and the writer processes
@@ -260,6 +272,18 @@ class Checkpointer:
         and no rank waits for another that has failed."""
         with failing_alike():
             return self._ranks.each(work)
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """work() on the first rank; its result, or its error, on all. The result is a plain value:
+        None, a number, text, bytes, and lists, tuples and mappings of such."""
+        with failing_alike():
+            return self._ranks.on_main(work)
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """work() on every rank; the results of all, in order of ranks, on all. Results as of
+        `on_main`; an error of one rank is one of all."""
+        with failing_alike():
+            return self._ranks.together(work)
 
     def close(self) -> None:
         """Wait for the save that is being written, and end the writer processes."""
@@ -298,7 +322,7 @@ class Checkpointer:
             path = newest_checkpoint(self.directory)
             return parse_step(path.name) if path else None
 
-        self._newest, self._looked = self._main(newest), True
+        self._newest, self._looked = self.on_main(newest), True
 
     def _agreed(
         self, step: int, parts: Parts, digest: bytes, buffers: tuple[int, bytes]
@@ -307,13 +331,19 @@ class Checkpointer:
         parameter groups. Buffers become those of the first rank.
 
         Raises:
-            ValueError: ranks save different steps.
+            ValueError: ranks save different steps, or hold different replicas.
         """
-        told = self._ranks.together(lambda: (step, digest, buffers, parts.tied))
+        weights = {name: one for name, one in parts.model.items() if name not in parts.buffers}
+        whole = replicas(weights, parts.optimizer, step) if len(self._ranks.all) > 1 else {}
+        with failing_alike():
+            told = self._ranks.together(
+                lambda: (step, digest, buffers, parts.tied, tell(whole, step))
+            )
         if len(steps := sorted({number for number, *_ in told})) > 1:
             raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
-        self._ranks.share(parts.buffers.values(), [held for _, _, held, _ in told])
-        tied = [list(names) for names in {tuple(names) for *_, own in told for names in own}]
+        refuse_different(self._ranks, whole, step, [held for *_, held in told])
+        self._ranks.share(parts.buffers.values(), [buffers for _, _, buffers, *_ in told])
+        tied = [list(names) for names in {tuple(one) for *_, own, _ in told for one in own}]
         same = {"kinds": parts.kinds, "tied": sorted(tied)}
         if len({of_values for _, of_values, *_ in told}) == 1:
             return {"values": parts.values, "groups": parts.groups, **same}
@@ -349,11 +379,6 @@ class Checkpointer:
                 )
             values[key] = of_ranks[self._ranks.place]
         return values
-
-    def _main(self, work: Callable[[], T]) -> T:
-        """work() on the first rank; its result, or its error, on all."""
-        with failing_alike():
-            return self._ranks.on_main(work)
 
 
 def _whole(step: Any) -> int:

@@ -61,6 +61,20 @@ class Parts:
     """Names in `model` that are of one tensor, for each such tensor."""
 
 
+def unwrapped(value: Any) -> Any:
+    """The optimizer that an object stands for, as that of accelerate's `prepare` does, whose groups
+    and state are those of an optimizer in it; any other object as it is. A Lookahead, which has a
+    state of its own, is another."""
+    inner = getattr(value, "optimizer", None)
+    if (
+        isinstance(inner, torch.optim.Optimizer)
+        and getattr(value, "param_groups", None) is inner.param_groups
+        and getattr(value, "state", None) is inner.state
+    ):
+        return unwrapped(inner)
+    return value
+
+
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> Parts:
     """The tensors and values of a state. A tensor that no optimizer of `guarded` updates is no
     `nn.Parameter` here, so that `save` copies it before it returns.

@@ -11,7 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 PACKAGES = ("trainer", "checkpointing", "elastic")
-ADAPTERS = tuple(f"checkpointing.adapters.{name}" for name in ("dcp", "fabric", "hugging_face"))
+ADAPTERS = tuple(
+    f"checkpointing.adapters.{name}" for name in ("dcp", "fabric", "hugging_face", "lightning")
+)
 """Each needs the library that it adapts to."""
 PAGE = Path(__file__).parent / "api.md"
 

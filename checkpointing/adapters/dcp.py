@@ -1,11 +1,13 @@
-"""`save` and `load` in the shape of torch.distributed.checkpoint: a nested state_dict and a
-directory of its own for each checkpoint. In place of `import torch.distributed.checkpoint as dcp`:
+"""`save`, `async_save` and `load` in the shape of torch.distributed.checkpoint: a nested state_dict
+and a directory of its own for each checkpoint. In place of
+`import torch.distributed.checkpoint as dcp`:
 
     from checkpointing.adapters import dcp
 """
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.checkpointer import Checkpointer
-from checkpointing.errors import CheckpointError, WrongModel
+from checkpointing.errors import CheckpointError, SaveFailed, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
 
-__all__ = ["load", "save"]
+__all__ = ["async_save", "load", "save"]
 VALUES = "values"
 """What stands for all that is no tensor."""
 
@@ -27,6 +29,7 @@ def save(
     *,
     checkpoint_id: str | Path,
     process_group: dist.ProcessGroup | None = None,
+    **others: Any,
 ) -> None:
     """Save, and return when the checkpoint is in storage. On all ranks of the group.
 
@@ -36,19 +39,36 @@ def save(
         checkpoint_id: a path or a URL. DIRECTORY/step-00000100 is that step of the directory, and
             is written once. In any other the checkpoint takes the place of one that is there.
         process_group: carries CPU tensors; None: all ranks.
+        others: none of DCP's other arguments, such as planner.
 
     Raises:
+        TypeError: there is one of `others`.
         ValueError: something cannot be saved; says what and why.
         CheckpointError: that step, or a newer one of its directory, is there already.
         SaveFailed: it could not be written.
     """
-    checkpointer, step = _opened(checkpoint_id, process_group)
-    newest = checkpointer.newest()
-    if step is not None and step == newest:
-        raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
-    if step is None:
-        step = 0 if newest is None else newest + 1
-    checkpointer.save(step, checkpointer.on_all(lambda: _state(_plain(state_dict))), wait=True)
+    _refuse("save", others)
+    _begin(state_dict, checkpoint_id, process_group, wait=True)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: str | Path,
+    process_group: dist.ProcessGroup | None = None,
+    **others: Any,
+) -> "Future[None]":
+    """Save, and return when the state_dict is copied and may change. Arguments and errors are those
+    of `save`, but for SaveFailed.
+
+    Returns:
+        What is done when the checkpoint is in storage. `result()` waits for that, and raises
+        SaveFailed if it could not be written. The next save waits for it, too.
+    """
+    _refuse("async_save", others)
+    checkpointer = _begin(state_dict, checkpoint_id, process_group, wait=False)
+    _PENDING[checkpointer] = _Saving(checkpointer)
+    return _PENDING[checkpointer]
 
 
 def load(
@@ -56,6 +76,7 @@ def load(
     *,
     checkpoint_id: str | Path,
     process_group: dist.ProcessGroup | None = None,
+    **others: Any,
 ) -> None:
     """Load what `save` saved: tensors in place, other values into the dictionaries and lists that
     hold them. On all ranks of the group, from whatever number of ranks it was saved.
@@ -64,11 +85,19 @@ def load(
         WrongModel: the state_dict has other names or shapes than were saved, or dtypes that do not
             convert; floating point numbers do. Unlike DCP, no part of a checkpoint is loaded alone.
         CheckpointError: there is no checkpoint, or no good one.
+        TypeError: there is one of `others`, as for `save`.
     """
+    _refuse("load", others)
     checkpointer, step = _opened(checkpoint_id, process_group)
     plain = checkpointer.on_all(lambda: _plain(state_dict))
     state = checkpointer.on_all(lambda: _state(plain))
-    if checkpointer.load(state, step) is None:
+    try:
+        found = checkpointer.load(state, step)
+    except WrongModel as error:
+        raise WrongModel(
+            f"{error}; dcp.load takes all that was saved, and checkpointing.load_model some tensors"
+        ) from error
+    if found is None:
         raise CheckpointError(f"{checkpointer.directory} has no checkpoint; save one first")
 
     def put_back() -> None:
@@ -88,12 +117,85 @@ each group, by an empty name, serves all names that are no steps. One slot is en
 is waited for."""
 
 
+_PENDING: dict[Checkpointer, "_Saving"] = {}
+"""By what saves: its last save, if that was not waited for."""
+
+
+class _Saving(Future[None]):
+    """A save that goes on. Each rank waits for it where it asks: there is no thread."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        super().__init__()
+        self._checkpointer = checkpointer
+
+    def settle(self) -> None:
+        """Wait until it has ended."""
+        if super().done():
+            return
+        try:
+            self._checkpointer.wait()
+            self.set_result(None)
+        except SaveFailed as failed:
+            self.set_exception(failed)
+
+    def done(self) -> bool:
+        """Whether it has ended. Does not wait."""
+        if not super().done() and self._checkpointer.outcomes():
+            self.settle()
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is in storage, whatever the timeout.
+
+        Raises:
+            SaveFailed: it could not be written.
+        """
+        self.settle()
+        super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until it has ended; why there is no checkpoint, or None."""
+        self.settle()
+        return super().exception()
+
+
+def _refuse(name: str, others: Mapping[str, Any]) -> None:
+    given = [key for key, value in others.items() if value not in (None, False)]
+    if given:
+        raise TypeError(
+            f"dcp.{name}({given[0]}=…): only whole state_dicts are saved and loaded here, to a "
+            "checkpoint_id; leave it out"
+        )
+
+
+def _begin(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | Path,
+    group: dist.ProcessGroup | None,
+    *,
+    wait: bool,
+) -> Checkpointer:
+    """Begin to save, or save; returns what does it."""
+    checkpointer, step = _opened(checkpoint_id, group)
+    newest = checkpointer.newest()
+    if step is not None and step == newest:
+        raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
+    if step is None:
+        step = 0 if newest is None else newest + 1
+    state = checkpointer.on_all(lambda: _state(_plain(state_dict)))
+    checkpointer.save(step, state, wait=wait)
+    return checkpointer
+
+
 def _opened(path: str | Path, group: dist.ProcessGroup | None) -> tuple[Checkpointer, int | None]:
     """(what saves and loads, the step if it names one) of a checkpoint_id."""
     directory, step = split_step(str(path))
     key = os.getpid(), "" if step is None else directory, group
     if key not in _KEPT:
         _KEPT[key] = Checkpointer(directory, group=group, keep=int(step is None), slots=1)
+    if pending := _PENDING.pop(_KEPT[key], None):
+        pending.settle()
+    _KEPT[key].outcomes()  # of saves before: what comes now is the next one's
     if step is None:
         _KEPT[key].move(directory)
     return _KEPT[key], step

@@ -12,7 +12,7 @@ import torch
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from checkpointing.checkpointer import Checkpointer
+from checkpointing.adapters.strategies import WithCheckpointers
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
@@ -27,24 +27,13 @@ VALUES = "values"
 """What stands for all that is no object."""
 
 
-class Checkpointed:
+class Checkpointed(WithCheckpointers):
     """Stands before a strategy of Fabric among the bases of a class.
 
     A path that `fabric.save` gets is DIRECTORY/step-00000100. It returns when the state may change
     again; a process of each node writes. `fabric.load` takes such a path, or DIRECTORY: the newest
     good checkpoint, from whatever number of ranks it was saved.
-
-    Args:
-        checkpoint: options of `Checkpointer`, such as {"keep": 2}.
-        args, kwargs: those of the strategy.
     """
-
-    def __init__(
-        self, *args: Any, checkpoint: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._options = dict(checkpoint or {})
-        self._checkpointers: dict[str, Checkpointer] = {}
 
     def save_checkpoint(
         self,
@@ -100,23 +89,6 @@ class Checkpointed:
             raise CheckpointError(f"{directory} has no checkpoint; save one first")
         state.update(objects[VALUES].values)
         return {}
-
-    def close_checkpoints(self) -> None:
-        """Wait until all is written. The end of the program does so, too.
-
-        Raises:
-            SaveFailed: a last save failed.
-        """
-        while self._checkpointers:
-            _, checkpointer = self._checkpointers.popitem()
-            with checkpointer:
-                checkpointer.wait()
-
-    def checkpointer(self, directory: str) -> Checkpointer:
-        """That of a directory: `outcomes` tells how saves ended, `wait` when."""
-        if directory not in self._checkpointers:
-            self._checkpointers[directory] = Checkpointer(directory, **self._options)
-        return self._checkpointers[directory]
 
 
 class CheckpointedSingleDevice(Checkpointed, SingleDeviceStrategy):

@@ -1,6 +1,7 @@
 """Code that was written for torch.distributed.checkpoint: one line is another."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -105,20 +106,55 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert target["c"] == {"d": "text"}
     assert target["a"].tolist() == [1, 1]
     empty = {"a": torch.zeros(2), "more": [{"b": torch.ones(3), "k": None}], "c": {"d": ""}}
-    with pytest.raises(WrongModel, match=r"this state_dict has e$"):
+    with pytest.raises(WrongModel, match=r"this state_dict has e; dcp\.load takes all"):
         ours.load({**empty, "e": 1}, checkpoint_id=tmp_path / "it")
     assert empty["a"].tolist() == [0, 0]
     file = r"model-00001-of-00001\.safetensors"
     with pytest.raises(WrongModel, match=rf"a \[3\] \(checkpoint \[2\], {file}\)"):
         ours.load({**empty, "a": torch.zeros(3)}, checkpoint_id=tmp_path / "it")
     assert empty["more"][0]["b"].tolist() == [1, 1, 1]
-    with pytest.raises(WrongModel):
+    with pytest.raises(WrongModel, match=r"and checkpointing\.load_model some"):
         ours.load({"a": torch.zeros(2)}, checkpoint_id=tmp_path / "it")
+    for call in ours.save, ours.async_save, ours.load:
+        with pytest.raises(TypeError, match=r"\(planner=…\): only whole .* leave it out"):
+            call(state, checkpoint_id=tmp_path / "it", planner=object())
     with pytest.raises(CheckpointError, match="no checkpoint"):
         ours.load(target, checkpoint_id=tmp_path / "other")
     twice = {"x.y": torch.ones(1), "x": {"y": torch.ones(1)}}
     with pytest.raises(ValueError, match=r"called x\.y"):
         ours.save(twice, checkpoint_id=tmp_path / "twice")
+
+
+def test_a_save_goes_on_while_the_state_changes_and_its_failure_is_told_once_asked(tmp_path):
+    def work(rank):
+        values = torch.zeros(3)
+        state = {"a": values, "n": 0}
+        savings = []
+        for n in range(3):  # the next waits for the one before, also where it is of another name
+            values.fill_(n)
+            state["n"] = n
+            savings.append(ours.async_save(state, checkpoint_id=tmp_path / f"{n % 2}"))
+            values.fill_(-1)
+        assert savings[0].done()
+        assert savings[1].done()
+        deadline = time.monotonic() + 30
+        while not savings[2].done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [one.result() for one in savings] == [None] * 3
+        found = []
+        for name in "01":
+            ours.load(state, checkpoint_id=tmp_path / name)
+            found.append((state["n"], values.tolist()))
+        state["a"] = torch.full((3,), float("nan"))
+        model = {"a": nn.Parameter(state["a"]), "n": 0}
+        failed = ours.async_save(model, checkpoint_id=tmp_path / "0")
+        ours.load(state, checkpoint_id=tmp_path / "1")
+        told = str(failed.exception())
+        return found, told
+
+    for found, told in run_ranks(2, work, tmp_path / "ranks"):
+        assert found == [(2, [2.0] * 3), (1, [1.0] * 3)]
+        assert "NaN or infinity in model/a" in told
 
 
 class Odd:

@@ -8,8 +8,9 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from checkpointing import CheckpointError, WrongModel
+from checkpointing import Checkpointer, CheckpointError, WrongModel
 from checkpointing.adapters import fabric as ours
+from checkpointing.state import unwrapped
 from tests.checkpointing.worlds import run_ranks
 
 STEPS, GLOBAL_BATCH = 9, 12
@@ -117,6 +118,33 @@ def test_what_does_not_fit_is_refused(tmp_path):
     torch.save(model.state_dict(), tmp_path / "raw.pt")
     fabric.load_raw(tmp_path / "raw.pt", model)
     fabric.strategy.close_checkpoints()
+
+
+class Slow(torch.optim.Optimizer):
+    """An optimizer in another with a state of its own, as Lookahead is."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.optimizer, self.param_groups = inner, inner.param_groups
+
+
+def test_an_optimizer_that_stands_for_another_is_saved_as_that_one(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert unwrapped(wrapped) is optimizer
+    for other in Slow(optimizer), schedule, model:
+        assert unwrapped(other) is other
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.guard(wrapped)
+        model(torch.ones(1, 2)).sum().backward()
+        wrapped.step()
+        checkpointer.save(1, {"model": model, "optimizer": wrapped}, wait=True)
+        moments = optimizer.state[model.weight]["exp_avg"].clone()
+        wrapped.step()
+        assert checkpointer.load({"model": model, "optimizer": optimizer}) == 1
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], moments)
 
 
 def test_an_error_of_one_rank_is_one_of_all(tmp_path):

@@ -75,6 +75,8 @@ def test_a_trainer_stops_and_goes_on_as_if_it_had_not(tmp_path):
 
 
 def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
+    arguments = transformers.TrainingArguments(tmp_path / "out", use_cpu=True, report_to=[])
+
     def begin(rank, step):
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -84,13 +86,13 @@ def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
         if rank == 0:  # the folder of the other is on a disk of its own, perhaps
             callback.resume()
         parts = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule}
-        callback.on_train_begin(None, state, None, **parts)
+        callback.on_train_begin(arguments, state, None, **parts)
         return callback, state
 
     def work(rank):
         callback, state = begin(rank, 0)
         state.global_step = 4
-        callback.on_step_end(None, state, transformers.TrainerControl())
+        callback.on_step_end(arguments, state, transformers.TrainerControl())
         callback.on_train_end(None, state, None)
         with pytest.raises(CheckpointError, match="has step 4, and the Trainer begins at step 0"):
             begin(rank, 4 - 4 * rank)
