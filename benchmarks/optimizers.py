@@ -57,7 +57,8 @@ def main() -> int:
         chosen = asked if words else name not in known
         if chosen:
             with tempfile.TemporaryDirectory() as folder:
-                known[name] = measured(name, Path(folder))
+                found = measured(name, Path(folder))
+            known[name] = {layout: _short(said) for layout, said in found.items()}
             print(f"{name}: {json.dumps(known[name])}", flush=True)
             known = keep(out, name, known[name])
     path = out / "optimizers.md"
@@ -172,6 +173,9 @@ def launch(ranks: int, overrides: list[str], log: Path, **environment: str) -> l
     codes: dict[int, int] = {}
     until = time.monotonic() + SECONDS
     while len(codes) < ranks:
+        if time.monotonic() > until and len(codes) < ranks:
+            with log.open("a") as file:
+                file.write(f"error: not done within {SECONDS} s\n")
         for pid in children:
             if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[pid] = os.waitstatus_to_exitcode(ended[1])
@@ -249,13 +253,14 @@ def table(known: dict[str, dict[str, str]]) -> str:
             for layout in LAYOUTS
         ]
         shown = [cells[0], "as DDP" if cells[1] == cells[0] != "trained" else cells[1]]
-        lines.append(f"| `{name}` | {' | '.join(_short(cell) for cell in shown)} |")
+        lines.append(f"| `{name}` | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
-def _short(cell: str) -> str:
+def _short(said: str) -> str:
     """Without folders of the machine."""
-    words = (word.rpartition("site-packages/")[2] for word in cell.split())
+    home = f"{Path(__file__).parents[1]}{os.sep}"
+    words = (word.rpartition("site-packages/")[2].removeprefix(home) for word in said.split())
     return " ".join(words)
 
 
