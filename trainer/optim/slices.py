@@ -25,7 +25,7 @@ Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 @dataclass(frozen=True)
 class _Slices:
     optimizer: torch.optim.Optimizer
-    """Of the slices."""
+    """The optimizer of the slices."""
     slices: dict[nn.Parameter, nn.Parameter]
     """By sharded parameter."""
 
