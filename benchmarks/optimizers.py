@@ -220,7 +220,7 @@ def in_a_fork(work: Any, told: Path) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Of what ranks have printed."""
+    """The last error that ranks have printed, else their last line."""
     with contextlib.suppress(OSError):
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         errors = [line for line in lines if "rror" in line]
