@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         StorageError,
         WrongModel,
     )
-    from checkpointing.format.tensors import optimizer_tensors
+    from checkpointing.format.optimizers import optimizer_tensors
     from checkpointing.load.reader import load_model
     from checkpointing.options import CheckpointOptions
     from checkpointing.save.link import Spare
@@ -32,7 +32,7 @@ _NAMES = {
     "options": "CheckpointOptions",
     "load.reader": "load_model",
     "storage.steps": "newest_checkpoint read_state",
-    "format.tensors": "optimizer_tensors",
+    "format.optimizers": "optimizer_tensors",
     "errors": "CheckpointError WrongModel DamagedCheckpoint SaveFailed StorageError",
     "save.messages": "SaveOutcome",
     "save.link": "Spare",

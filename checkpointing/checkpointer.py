@@ -8,7 +8,7 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -16,9 +16,11 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from checkpointing.errors import CheckpointError, WrongModel
-from checkpointing.format.layout import parse_step
+from checkpointing.format.layout import TensorMeta, parse_step
+from checkpointing.format.optimizers import OptimizerTargets
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
@@ -30,6 +32,7 @@ from checkpointing.state import (
     refuse_ties,
     refuse_values,
     take_apart,
+    targets_of,
     unwrapped,
 )
 from checkpointing.storage.place import Place
@@ -130,13 +133,21 @@ class Checkpointer:
             refuse_values(state, self._own(saved), parts.groups, *told)
             refuse_ties(parts.tied, saved.get("tied"))
 
+        made: dict[str, OptimizerTargets] = {}
+
+        def targets(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict[str, Tensor]:
+            made.update(targets_of(state, parts, saved.get("trees", {}), metas))
+            return {name: one for of in made.values() for name, one in of.tensors.items()}
+
         def restore(saved: Mapping[str, Any]) -> None:
             refuse(saved)  # of other ranks than the first
             put_back(state, self._own(saved))
+            for of in made.values():
+                of.put()
 
         found = self._tensors.load(
             model=parts.model,
-            optimizer=parts.optimizer,
+            optimizer=targets,
             step=wanted,
             finite=parts.trained,
             refuse=refuse,
@@ -201,7 +212,7 @@ class Checkpointer:
             parts = take_apart(state, self._guarded if guarded else ())
             buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
             nbytes = sum(one.nbytes for one in parts.buffers.values())
-            digest = _digest([parts.values, parts.groups])
+            digest = _digest([parts.values, parts.groups, parts.trees])
             return number, parts, digest, (nbytes, _digest(buffers))
 
         step, parts, digest, buffers = self.on_all(take)
@@ -346,20 +357,21 @@ class Checkpointer:
         tied = [list(names) for names in {tuple(one) for *_, own, _ in told for one in own}]
         same = {"kinds": parts.kinds, "tied": sorted(tied)}
         if len({of_values for _, of_values, *_ in told}) == 1:
-            return {"values": parts.values, "groups": parts.groups, **same}
-        ranks = self._ranks.together(lambda: (parts.values, parts.groups))
+            return {"values": parts.values, "groups": parts.groups, "trees": parts.trees, **same}
+        ranks = self._ranks.together(lambda: (parts.values, parts.groups, parts.trees))
         first = ranks[0][0]
-        differing = {key for key in first if any(one[key] != first[key] for one, _ in ranks)}
+        differing = {key for key in first if any(one[key] != first[key] for one, *_ in ranks)}
         return {
             "values": {key: one for key, one in first.items() if key not in differing},
-            "values_by_rank": {key: [one[key] for one, _ in ranks] for key in sorted(differing)},
+            "values_by_rank": {key: [one[key] for one, *_ in ranks] for key in sorted(differing)},
             "groups": {
                 key: [
                     list(dict.fromkeys(chain(*of_ranks)))
-                    for of_ranks in zip_longest(*(one[key] for _, one in ranks), fillvalue=())
+                    for of_ranks in zip_longest(*(one[key] for _, one, _ in ranks), fillvalue=())
                 ]
                 for key in parts.groups
             },
+            "trees": {key: _united(key, [one[key] for *_, one in ranks]) for key in parts.trees},
             **same,
         }
 
@@ -379,6 +391,23 @@ class Checkpointer:
                 )
             values[key] = of_ranks[self._ranks.place]
         return values
+
+
+def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What ranks keep of an optimizer, by FQN.
+
+    Raises:
+        ValueError: they keep other numbers for the same parameter.
+    """
+    found: dict[str, Any] = {}
+    for rank, trees in enumerate(of_ranks):
+        for name, tree in trees.items():
+            if found.setdefault(name, tree) != tree:
+                raise ValueError(
+                    f"{key}: the state of {name} on rank {rank} has other numbers, or another "
+                    "form, than on a rank before: an optimizer keeps the same on all ranks"
+                )
+    return found
 
 
 def _whole(step: Any) -> int:

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.errors import WrongModel
-from checkpointing.format.tensors import optimizer_tensors, place_of
+from checkpointing.format.layout import TensorMeta
+from checkpointing.format.optimizers import OptimizerTargets, optimizer_state, optimizer_targets
+from checkpointing.format.tensors import place_of
 from checkpointing.format.values import from_json, to_json
 
 OF_VALUES = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -51,6 +53,10 @@ class Parts:
     """JSON, by what the object is called: all that is not in tensors."""
     groups: dict[str, list[list[str]]]
     """Names of the parameters in each group of an optimizer, by what that is called."""
+    trees: dict[str, dict[str, Any]]
+    """See `OptimizerState`, by what the optimizers are called."""
+    parameters: dict[str, dict[str, nn.Parameter]]
+    """What each optimizer updates, by FQN, by what it is called."""
     kinds: dict[str, str]
     """Class names of the optimizers, by what they are called."""
     buffers: dict[str, Tensor]
@@ -115,9 +121,12 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
         model |= {name: tensor for name, tensor in tensors.items() if tensor not in names}
         names |= {tensor: name for name, tensor in tensors.items() if tensor not in names}
     optimizer: dict[str, Tensor] = {}
+    trees: dict[str, dict[str, Any]] = {}
+    parameters: dict[str, dict[str, nn.Parameter]] = {}
     kept: set[Tensor] = set()
     for key, value in optimizers.items():
-        own = _of_optimizer(key, value, names)
+        parameters[key] = _named(key, value, names)
+        own, trees[key] = _of_optimizer(key, value, parameters[key])
         if value in guarded:
             kept.update(_parameters(value))
         groups[key] = [[names[one] for one in group["params"]] for group in value.param_groups]
@@ -143,7 +152,9 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
     for name, value in model.items():
         shared.setdefault(place_of(value), []).append(name)
     tied = [sorted(names) for names in shared.values() if len(names) > 1]
-    return Parts(live, optimizer, values, groups, kinds, buffers, trained, tied)
+    return Parts(
+        live, optimizer, values, groups, trees, parameters, kinds, buffers, trained, tied
+    )  # fmt: skip
 
 
 def _not_to_be_held(tensor: Tensor) -> str | None:
@@ -304,26 +315,55 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _of_optimizer(
+def _named(
     key: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
-) -> dict[str, Tensor]:
+) -> dict[str, nn.Parameter]:
+    """What the optimizer updates, by FQN."""
     parameters = _parameters(optimizer)
     if any(parameter not in names for parameter in parameters):
         raise ValueError(
             f"{key} trains a parameter that is in no module of this state: add the module. After "
             "fully_shard or .to(), make the optimizer anew"
         )
+    return {names[one]: one for one in parameters}
+
+
+def _of_optimizer(
+    key: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(optimizer, OF_VALUES):
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             raise ValueError(
                 f"{key}: {type(optimizer).__name__} keeps more than tensors, which can be saved of "
                 "whole parameters only, and these are sharded; use another optimizer, or DDP"
             )
-        return {}
+        return {}, {}
     try:
-        return optimizer_tensors(optimizer, {names[one]: one for one in parameters})
+        found = optimizer_state(optimizer, parameters, key)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+    return found.tensors, found.trees
+
+
+def targets_of(
+    state: State,
+    parts: Parts,
+    saved: Mapping[str, Any],
+    metas: Mapping[str, TensorMeta],
+) -> dict[str, OptimizerTargets]:
+    """What the state of each optimizer of a checkpoint is loaded into.
+
+    Args:
+        state: of the loop.
+        parts: of it.
+        saved: trees by what the optimizers are called.
+        metas: what the checkpoint has of optimizers.
+    """
+    return {
+        key: optimizer_targets(optimizer, parts.parameters[key], saved.get(key), metas, key)
+        for key, optimizer in state.items()
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, OF_VALUES)
+    }
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -22,11 +22,13 @@ from checkpointing.errors import (
     UnreadableCheckpoint,
     explain,
 )
-from checkpointing.format.layout import parse_step, step_name
+from checkpointing.format.layout import TensorMeta, parse_step, step_name
 from checkpointing.format.numbers import Numbers, not_finite
-from checkpointing.format.sections import Specs, by_section
+from checkpointing.format.sections import by_section
 from checkpointing.load.memory import make_token, token
 from checkpointing.load.restore import (
+    Aim,
+    Goal,
     find_memory,
     load_memory,
     load_step,
@@ -67,6 +69,8 @@ LOOKS = 5
 """So many steps may be deleted by another run just before `load` reads them."""
 
 T = TypeVar("T")
+TargetsOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], Mapping[str, Tensor]]
+"""(state that was saved, optimizer tensors that were, as far as that is known) → targets."""
 
 
 class TensorCheckpointer:
@@ -353,7 +357,7 @@ class TensorCheckpointer:
         self,
         *,
         model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor] | TargetsOf,
         step: int | None = None,
         finite: Collection[str] | None = None,
         refuse: Callable[[Mapping[str, Any]], None] = lambda state: None,
@@ -368,7 +372,8 @@ class TensorCheckpointer:
 
         Args:
             model: targets by name.
-            optimizer: likewise.
+            optimizer: likewise; or what gives these for a checkpoint, on each rank: of what an
+                optimizer keeps only a checkpoint may know.
             step: load this one.
             finite: names in `model` of tensors that must not hold NaN or infinity, as `optimizer`
                 must not then. A checkpoint in which one does counts as damaged. None: any may.
@@ -387,20 +392,36 @@ class TensorCheckpointer:
             CheckpointError: there is no such step.
         """
         self._finish_staging()  # a save holds what was there when it was asked for
+        goals: list[Goal] = []
+
+        def aim(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> Goal:
+            if callable(optimizer) or not goals:
+                found = (
+                    self._ranks.each(lambda: optimizer(saved, metas))
+                    if callable(optimizer)
+                    else optimizer
+                )
+                targets = model, found
+                described = self._planner.describe(signatures(*targets), *targets)
+                goals.append(Goal(targets, described, _checked(finite, found)))
+            return goals[-1]
+
         with ExitStack() as held:
-            checked = _checked(finite, optimizer)
-            state = self._load((model, optimizer), step, held, checked, refuse)
+            if not callable(optimizer):
+                with failing_alike():
+                    aim({}, {})  # what cannot be loaded into is refused, whatever there is
+            state = self._load(aim, step, held, refuse)
         self._loaded, self.not_finite = True, ""
-        if self._put_off:
-            self._put_off = False
-            self._prepared(model, optimizer)
+        if self._put_off and goals:
+            self._prepared(*goals[-1].targets)
+        self._put_off = False
         return state
 
     def reload(
         self,
         *,
         model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor] | TargetsOf,
         finite: Collection[str] | None = None,
     ) -> dict[str, Any] | None:
         """Load as `load` does after a restart, from what was copied to memory last if that is as
@@ -411,26 +432,23 @@ class TensorCheckpointer:
 
     def _load(
         self,
-        targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+        aim: Aim,
         step: int | None,
         held: ExitStack,
-        checked: Collection[str],
         refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
         torn = ""
         with failing_alike():
-            described = self._planner.describe(signatures(*targets), *targets)
-            specs = described.specs
             # A staging's memory is for saves; nothing else was there.
             if self._staging is None and step is None:
-                memory = find_memory(self._ranks, self.directory, lambda: described.layout, held)
+                memory = find_memory(self._ranks, self.directory, aim, held)
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
                 if found := memory:
                     self._ranks.on_main(lambda: refuse(found.state))
                 pull = Puller(self._addresses, self._link.secret if self._link else b"")
                 try:
-                    if memory and load_memory(self._ranks, memory, pull, specs, targets, checked):
+                    if memory and load_memory(self._ranks, memory, pull):
                         self.loaded_from = "memory"
                         self.newer_than_storage = memory.step != memory.newest
                         self._superseded = not self.newer_than_storage
@@ -440,7 +458,7 @@ class TensorCheckpointer:
                     torn = f"what was left in memory was lost while it was loaded: {failed.message}"
                     if self._ranks.is_main:
                         logger.warning("%s; going on from storage", torn)
-            state = self._load_stored(targets, specs, step, checked, refuse)
+            state = self._load_stored(aim, step, refuse)
         if state is not None:
             return state
         if torn:  # nothing has overwritten its parts
@@ -449,10 +467,8 @@ class TensorCheckpointer:
 
     def _load_stored(
         self,
-        targets: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-        specs: tuple[Specs, Specs],
+        aim: Aim,
         step: int | None,
-        checked: Collection[str],
         refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
         """`_load` from storage. A step that another run deletes before it is read is not damaged:
@@ -462,7 +478,7 @@ class TensorCheckpointer:
         while gone < LOOKS and (left := [one for one in self._steps(step) if one not in damage]):
             path, verify = left[0], self.options.verify
             try:
-                state = load_step(self._ranks, path, specs, targets, verify, checked, refuse)
+                state = load_step(self._ranks, path, aim, verify, refuse)
                 self.loaded_from = "storage"
                 if verify:
                     self._right.add(path.name)

@@ -10,13 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in vars(torch).values()
+    if isinstance(one, torch.dtype)
+}
+
 
 def to_json(value: Any, name: str) -> Any:
     """A value as JSON takes it; `from_json` gives it back, with equal types.
 
     Args:
-        value: numbers, strings, None, bytes, CPU or GPU tensors, numpy arrays; and lists, tuples,
-            dictionaries and Counters of such.
+        value: numbers, strings, None, bytes, CPU or GPU tensors, dtypes, numpy arrays; and lists,
+            tuples, sets, dictionaries and Counters of such.
         name: what the value is called in an error.
 
     Raises:
@@ -28,8 +34,14 @@ def to_json(value: Any, name: str) -> Any:
         return to_json(value.item(), name)
     if isinstance(value, list):
         return [to_json(one, f"{name}[{place}]") for place, one in enumerate(value)]
+    if isinstance(value, torch.Size):
+        return {"$size": [*value]}
+    if type(value) is set:
+        return {"$set": [to_json(one, name) for one in sorted(value)]}
     if type(value) is tuple:
         return {"$tuple": to_json(list(value), name)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
     if type(value) is Tensor or isinstance(value, np.ndarray):
@@ -60,6 +72,12 @@ def from_json(value: Any) -> Any:
     match next(iter(value.items()), None):
         case ("$tuple", items):
             return tuple(from_json(items))
+        case ("$size", items):
+            return torch.Size(items)
+        case ("$set", items):
+            return set(from_json(items))
+        case ("$dtype", str(name)):
+            return _DTYPES[name]
         case ("$bytes", data):
             return base64.b64decode(data)
         case ("$tensor" | "$array" as kind, (dtype, shape, data)):

@@ -11,13 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, WrongModel
-from checkpointing.format.layout import MODEL, OPTIMIZER, CommitRecord, StoredTensor, parse_step
-from checkpointing.format.sections import PlanInput, Specs, by_section, stored_by_name
+from checkpointing.format.layout import (
+    MODEL,
+    OPTIMIZER,
+    CommitRecord,
+    StoredTensor,
+    TensorMeta,
+    parse_step,
+)
+from checkpointing.format.sections import by_section, stored_by_name
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts, survey, token
 from checkpointing.load.reader import refuse_differences
 from checkpointing.load.segments import Files
 from checkpointing.ranks import RankError, Ranks
+from checkpointing.save.planning import Described
 from checkpointing.save.pulls import Pull
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
@@ -34,25 +42,38 @@ logger = logging.getLogger(__name__)
 Tensors = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What a checkpoint is to be loaded into."""
+
+    targets: tuple[Tensors, Tensors]
+    """Tensors of model and optimizer."""
+    described: Described
+    """What all ranks hold of them."""
+    finite: Collection[str]
+    """Names of tensors that must not hold NaN or infinity, by section."""
+
+
+Aim = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], Goal]
+"""(state that was saved, optimizer tensors that were, as far as that is known) → goal. On all
+ranks."""
+
+
 def load_step(
     ranks: Ranks,
     path: Place,
-    specs: tuple[Specs, Specs],
-    targets: tuple[Tensors, Tensors],
+    aim: Aim,
     verify: bool,
-    finite: Collection[str],
     refuse: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """Load a committed step; returns its state. On all ranks. Rank 0 alone reads small files and
-    headers, and keeps retention from deleting the step.
+    """Load a committed step; returns its state. On all ranks. Rank 0
+    alone reads small files and headers, and keeps retention from deleting the step.
 
     Args:
         ranks: who loads.
         path: of the step.
-        specs: of model and optimizer.
-        targets: tensors of model and optimizer.
+        aim: says what it is loaded into.
         verify: check checksums.
-        finite: names of tensors that must not hold NaN or infinity, by section.
         refuse: raises if the state does not fit; on rank 0, before any tensor is read.
 
     Raises:
@@ -66,19 +87,24 @@ def load_step(
         stored = tuple(
             stored_tensors(step, section, verify=False) for section in (MODEL, OPTIMIZER)
         )
-        for section, there, wanted in zip((MODEL, OPTIMIZER), stored, specs, strict=True):
+        return step.record, stored, read_state(path)
+
+    def compare() -> None:
+        for section, there, wanted in zip(
+            (MODEL, OPTIMIZER), (model, optimizer), goal.described.specs, strict=True
+        ):
             try:
                 refuse_differences(path, there, wanted, section.stem)
             except WrongModel:
                 if verify:  # it is not known yet that the headers are good
-                    stored_tensors(step, section, verify=True)
+                    stored_tensors(open_step(path), section, verify=True)
                 raise
-        state = read_state(path)
         refuse(state)
-        return step.record, stored, state
 
     with lock:
         record, (model, optimizer), state = ranks.on_main(look)
+        goal = aim(state, {name: tensor.meta for name, tensor in optimizer.items()})
+        ranks.on_main(compare)
         ranks.together(
             lambda: read_tensors(
                 Files(
@@ -87,11 +113,11 @@ def load_step(
                     by_section(model, optimizer),
                     record.files if verify else {},
                 ),
-                by_section(*specs),
-                by_section(*targets),
+                by_section(*goal.described.specs),
+                by_section(*goal.targets),
                 ranks.group,
                 ranks.nodes(),
-                finite=finite,
+                finite=goal.finite,
             )
         )
     return state
@@ -113,22 +139,18 @@ class Memory:
     """The token of the run."""
     parts: list[LeftSlot]
     stored: dict[str, StoredTensor]
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What was saved beside the tensors."""
-        return dict(json.loads(self.parts[0].manifest.state))
+    state: dict[str, Any]
+    """What was saved beside the tensors."""
+    goal: Goal
 
 
-def find_memory(
-    ranks: Ranks, directory: Place, layout: Callable[[], PlanInput], held: ExitStack
-) -> Memory | None:
+def find_memory(ranks: Ranks, directory: Place, aim: Aim, held: ExitStack) -> Memory | None:
     """The step in memory that is whole and no older than storage, if there is one. On all ranks.
 
     Args:
         ranks: who loads.
         directory: of the checkpoints.
-        layout: says where what is to be loaded would be stored.
+        aim: says what it is loaded into.
         held: until it is closed, nobody takes over or deletes what was found.
     """
     run = ranks.on_main(lambda: token(directory))
@@ -140,12 +162,18 @@ def find_memory(
         paths = list_steps(directory)
         return newest_step(paths), _newest_good(paths)
 
-    planned = layout()
     listed, good = ranks.on_main(look)  # after `survey`: who lived until then may have saved
-    found = newest_whole(left, planned.tensors, listed, good)
-    if found is None:
-        return None
-    return Memory(found[0], listed, good, run, found[1], stored_by_name(planned.files))
+    digests = dict.fromkeys(part.manifest.tensors for part in left)
+    whole = [newest_whole(left, digest, listed, good) for digest in digests]
+    found = sorted((one for one in whole if one), key=lambda one: one[0], reverse=True)
+    for step, parts in found:
+        state = dict(json.loads(parts[0].manifest.state))
+        goal = aim(state, {})
+        planned = goal.described.layout
+        if planned.tensors == parts[0].manifest.tensors:
+            stored = stored_by_name(planned.files)
+            return Memory(step, listed, good, run, parts, stored, state, goal)
+    return None
 
 
 def survey_all(ranks: Ranks, directory: Place, run: str, held: ExitStack) -> list[LeftSlot]:
@@ -162,9 +190,6 @@ def load_memory(
     ranks: Ranks,
     memory: Memory,
     pull: Pull,
-    specs: tuple[Specs, Specs],
-    targets: tuple[Tensors, Tensors],
-    finite: Collection[str],
 ) -> bool:
     """Load what `find_memory` found; False, and the targets are as they were, if it is not what was
     left there. On all ranks.
@@ -192,11 +217,11 @@ def load_memory(
                 memory.stored,
                 {},
             ),
-            by_section(*specs),
-            by_section(*targets),
+            by_section(*memory.goal.described.specs),
+            by_section(*memory.goal.targets),
             ranks.group,
             ranks.nodes(),
-            finite=finite,
+            finite=memory.goal.finite,
         )
     )
     if ranks.is_main:

@@ -1,12 +1,16 @@
-"""Asking for the tensors of an optimizer, saving and loading them, changes no update: for every
-optimizer of torch."""
+"""Saving and loading an optimizer changes no update, whatever it keeps: every optimizer of torch,
+and classes that keep what torch's do not."""
+
+import random
+from collections import deque
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-import checkpointing.format.tensors
-from checkpointing import CheckpointOptions, TensorCheckpointer, optimizer_tensors
-from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread
+from checkpointing import Checkpointer, WrongModel
+from tests.checkpointing.worlds import run_ranks, same_bits
 
 OPTIMIZERS = {
     name: kind
@@ -24,135 +28,196 @@ GIVEN = {
 }
 
 
+class Odd(torch.optim.Optimizer):
+    """Keeps an int, a list and a queue for each parameter, one number for all, and counts in its
+    groups; decays by a factor that no learning rate is in, and draws."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "steps": 0, "largest": torch.tensor(0.0)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["all"] = self.state.get("all", 0) + 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["largest"] += torch.rand(())
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["calls"], state["means"] = 0, [torch.zeros_like(parameter), None]
+                    state["last"] = deque(maxlen=2)
+                state["calls"] += 1
+                state["means"][0].lerp_(parameter.grad, 1 / state["calls"])
+                state["last"].append(parameter.grad.clone())
+                rate = group["lr"] * group["steps"] * self.state["all"] * group["largest"]
+                parameter.mul_(0.99).sub_(state["means"][0] + sum(state["last"]), alpha=rate.item())
+
+
+class Looking(torch.optim.SGD):
+    """Looks at the state of a parameter before there is any, as schedule-free ones do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr, momentum=0.9)
+        for parameter in self.param_groups[0]["params"]:
+            assert "z" not in self.state[parameter]
+
+
+class Inside(torch.optim.Optimizer):
+    """Steps by another optimizer, and says nothing of it."""
+
+    def __init__(self, params, lr):
+        self.inner = torch.optim.AdamW(params, lr)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class Lookahead(Inside):
+    """Goes half of the way back every third step; has a state_dict of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.steps = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.data.lerp_(slow, 0.5)
+                slow.copy_(parameter.data)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict["inner"])
+        self.slow, self.steps = state_dict["slow"], state_dict["steps"]
+
+
+OWN = {kind.__name__: kind for kind in (Odd, Looking, Lookahead)}
+
+
 def start(name):
     """(parameters by name, their optimizer): `late` gets its first gradient at step 2."""
     draw = torch.Generator().manual_seed(0)
     parameters = {
         key: torch.nn.Parameter(torch.randn(4, 3, generator=draw)) for key in ("early", "late")
     }
-    return parameters, OPTIMIZERS[name](parameters.values(), lr=0.01, **GIVEN.get(name, {}))
+    kind = {**OPTIMIZERS, **OWN}[name]
+    return parameters, kind(parameters.values(), lr=0.01, **GIVEN.get(name, {}))
 
 
 def train(parameters, optimizer, steps):
     for step in steps:
         draw = torch.Generator().manual_seed(step)
+        torch.manual_seed(step)
         for key, parameter in parameters.items():
             gradient = torch.randn(parameter.shape, generator=draw)
             parameter.grad = gradient if key == "early" or step > 1 else None
         optimizer.step()
         optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def everything(parameters, optimizer):
-    state = {
-        f"{name}.{key}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, torch.Tensor)
-    }
-    return {**{name: parameter.detach() for name, parameter in parameters.items()}, **state}
+def whole(parameters, optimizer):
+    """What `Checkpointer` takes."""
+    return {"model": torch.nn.ParameterDict(parameters), "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("name", TENSORS_ALONE)
-def test_an_update_does_not_tell_that_its_state_was_asked_for_saved_or_loaded(name, tmp_path):
+@pytest.mark.parametrize("name", [*TENSORS_ALONE, *OWN])
+def test_an_update_does_not_tell_that_its_state_was_loaded_or_saved(name, tmp_path):
+    wanted = train(*start(name), range(1, 9))
+    drawn = random.getstate(), torch.get_rng_state()
     parameters, optimizer = start(name)
-    train(parameters, optimizer, range(1, 5))
-    wanted = everything(parameters, optimizer)
-
-    def parts(parameters, optimizer):
-        return {
-            "model": {key: parameter.data for key, parameter in parameters.items()},
-            "optimizer": optimizer_tensors(optimizer, parameters),
-        }
-
-    def check(parameters, optimizer, tensors):
-        found = everything(parameters, optimizer)
-        assert found.keys() == wanted.keys()
-        assert all(same_bits(found[key], wanted[key]) for key in wanted)
-        live = {**tensors["model"], **tensors["optimizer"]}
-        assert all(same_bits(live[key], wanted[key]) for key in wanted)
-
-    with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
-        parameters, optimizer = start(name)
-        tensors = parts(parameters, optimizer)
-        assert checkpointer.load(**tensors) is None
-        save_now(checkpointer, 0, **tensors, state={}, files={})
-        train(parameters, optimizer, [1, 2])
-        # A checkpoint of step 2 needs all state, which `late` of some have only now.
-        save_now(checkpointer, 2, **tensors, state={}, files={})
-        train(parameters, optimizer, [3, 4])
-        check(parameters, optimizer, tensors)
-    for begin in (2, 0):
-        with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(whole(parameters, optimizer)) is None
+        assert (drawn[0], drawn[1].tolist()) == (random.getstate(), torch.get_rng_state().tolist())
+        checkpointer.guard(optimizer)
+        for step in range(1, 9):
+            found = train(parameters, optimizer, [step])
+            if step in (1, 5):
+                checkpointer.save(step, whole(parameters, optimizer), wait=True)
+    assert all(same_bits(found[key], wanted[key]) for key in wanted)
+    for begin in (1, 5):
+        for trained in (0, 3):  # what is loaded into may have state, too
             parameters, optimizer = start(name)
-            tensors = parts(parameters, optimizer)
-            assert checkpointer.load(**tensors) is not None
-        train(parameters, optimizer, range(begin + 1, 5))
-        check(parameters, optimizer, tensors)
-        for path in tmp_path.glob("step-00000002/index.json"):
-            path.unlink()
+            train(parameters, optimizer, range(11, 11 + trained))
+            with Checkpointer(tmp_path) as checkpointer:
+                assert checkpointer.load(whole(parameters, optimizer), step=begin) == begin
+            found = train(parameters, optimizer, range(begin + 1, 9))
+            assert all(same_bits(found[key], wanted[key]) for key in wanted), begin
 
 
-class Decaying(torch.optim.Optimizer):
-    """Decays by a factor that no learning rate is in, and counts its steps in its groups."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                mean.lerp_(parameter.grad, 0.1)
-                parameter.mul_(0.9).sub_(mean, alpha=group["lr"])
-
-
-@pytest.mark.parametrize("portion", [1 << 30, 1])
-def test_asking_changes_neither_weights_nor_gradients_nor_groups(portion, monkeypatch):
-    monkeypatch.setattr(checkpointing.format.tensors, "PORTION_BYTES", portion)
-    ends = []
-    for asked in (False, True):
-        parameters, _ = start("SGD")
-        groups = [{"params": [one], "lr": one.norm().item()} for one in parameters.values()]
-        optimizer = Decaying(groups, {"steps": 0})
-        for parameter in parameters.values():
-            parameter.grad = torch.ones_like(parameter)
-        tensors = optimizer_tensors(optimizer, parameters) if asked else {}
-        assert len(tensors) == 2 * asked
-        optimizer.step()
-        ends.append(everything(parameters, optimizer))
-        assert all(group["steps"] == 1 for group in optimizer.param_groups)
-    assert all(same_bits(ends[0][key], ends[1][key]) for key in ends[0])
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_an_optimizer_whose_state_is_more_than_tensors_is_refused_unchanged(name):
+def test_an_optimizer_that_hides_state_is_refused(tmp_path):
     parameters, _ = start("AdamW")
-    optimizer = OPTIMIZERS[name](parameters.values(), lr=0.01)
-    before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
-    with pytest.raises(ValueError, match=f"{name} .*; choose an optimizer"):
-        optimizer_tensors(optimizer, parameters)
-    assert all(same_bits(parameters[key].detach(), before[key]) for key in before)
-    assert not optimizer.state
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    assert all(parameter.grad is None for parameter in parameters.values())
+    with Checkpointer(tmp_path) as checkpointer:
+        state = whole(parameters, Inside(parameters.values(), 0.1))
+        with pytest.raises(ValueError, match=r"Inside steps by AdamW, whose state .* leaves out"):
+            checkpointer.load(state)
+        one = torch.optim.SGD(parameters.values(), 0.1)
+        one.state[parameters["early"]]["function"] = print
+        with pytest.raises(ValueError, match=r"keeps early.function as builtin_function"):
+            checkpointer.save(1, whole(parameters, one))
 
 
-def test_sharded_state_begins_as_if_nobody_had_asked_too(tmp_path):
-    def work(_rank):
-        ends = []
-        for asked in (False, True):
-            parameters, _ = start("NAdam")
-            whole = {key: parameter.detach() for key, parameter in parameters.items()}
-            shards = {
-                key: torch.nn.Parameter(shard) for key, shard in spread(whole, "rows-2").items()
-            }
-            optimizer = torch.optim.NAdam(shards.values(), lr=0.01)
-            tensors = optimizer_tensors(optimizer, shards) if asked else {}
-            for shard in shards.values():
-                shard.grad = torch.ones_like(shard)
-            optimizer.step()
-            ends.append({key: local(value) for key, value in everything(shards, optimizer).items()})
-            assert all(same_bits(local(tensors[key]), ends[-1][key]) for key in tensors)
-        return all(same_bits(ends[0][key], ends[1][key]) for key in ends[0])
+def test_state_of_each_rank_is_refused_or_the_same(tmp_path):
+    def rank(number):
+        parameters, other = start("AdamW")
+        zero = ZeroRedundancyOptimizer([*parameters.values()], torch.optim.AdamW, lr=0.1)
+        said = []
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            other.state[parameters["early"]]["calls"] = dist.get_rank()
+            for optimizer in (zero, other):
+                try:
+                    checkpointer.save(1, whole(parameters, optimizer))
+                except ValueError as error:
+                    said.append(str(error))
+        return said
 
-    assert run_ranks(2, work, tmp_path) == [True, True]
+    for zero, other in run_ranks(2, rank, tmp_path):
+        assert "ZeroRedundancyOptimizer.state_dict() fails" in zero
+        assert "the state of early on rank 1 has other numbers" in other
+
+
+def test_a_checkpoint_imports_no_class(tmp_path):
+    class Halved(torch.Tensor):
+        """A tensor of two, as those are that keep numbers in 8 bits."""
+
+        @staticmethod
+        def __new__(cls, half):
+            return torch.Tensor._make_wrapper_subclass(cls, half.shape)
+
+        def __init__(self, half):
+            self.half_of = half
+
+        def __tensor_flatten__(self):
+            return ["half_of"], [torch.float32]
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner, given, size, stride):
+            assert given == [torch.float32]
+            return cls(inner["half_of"])
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func)
+
+    parameters, optimizer = start("AdamW")
+    optimizer.state[parameters["early"]]["mean"] = Halved(torch.ones(4, 3))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, whole(parameters, optimizer), wait=True)
+    parameters, optimizer = start("AdamW")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(whole(parameters, optimizer))
+        kept = optimizer.state[parameters["early"]]["mean"]
+        assert type(kept) is Halved
+        assert kept.half_of.tolist() == torch.ones(4, 3).tolist()
+        Halved.__qualname__ = "Other"
+        with pytest.raises(WrongModel, match=r"mean was saved as .*Halved, and nothing here has"):
+            checkpointer.load(whole(*start("AdamW")))

@@ -19,11 +19,13 @@ def save_and_go_on(tmp_path):
     """Forward passes follow at once, until the optimizer steps; then a load does."""
     model = torch.nn.Sequential(torch.nn.Linear(4, BULK // 16), torch.nn.BatchNorm1d(BULK // 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs = torch.arange(8.0).reshape(2, 4)
+    model(inputs).square().sum().backward()
+    optimizer.step()
     parts = {
         "model": model.state_dict(),
         "optimizer": optimizer_tensors(optimizer, dict(model.named_parameters())),
     }
-    inputs = torch.arange(8.0).reshape(2, 4)
     with TensorCheckpointer(tmp_path, CheckpointOptions(), None) as checkpointer:
         checkpointer.prepare(**parts)
         moments = {}

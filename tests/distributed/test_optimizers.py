@@ -304,23 +304,29 @@ class Counting(torch.optim.SGD):
 
 
 class Wandering(torch.optim.SGD):
-    """Adds noise to each matrix as a whole; takes no closure."""
+    """Adds noise to each matrix as a whole, less and less; takes no closure. Counts in its groups,
+    and keeps a list and an int for each parameter."""
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
             for parameter in group["params"]:
-                noise = torch.randn_like(parameter)
-                parameter.add_(noise - noise.mean(), alpha=group["lr"])
+                noise, kept = torch.randn_like(parameter), self.state[parameter]
+                kept["calls"] = kept.get("calls", 0) + 1
+                kept.setdefault("noises", []).append(noise.mean())
+                less = kept["calls"] * group["steps"]
+                parameter.add_(noise - sum(kept["noises"]), alpha=group["lr"] / less)
         super().step()
 
 
-def test_replicas_draw_alike(workspace, train):
+def test_replicas_draw_alike_and_what_they_count_comes_back(workspace, train):
     """What a step draws is a function of the step, on any number of ranks that hold whole
     weights."""
     own = (*COMMON, f"optimizer.factory={__name__}:Wandering")
-    for ranks in (1, 2):
-        train(ranks, f"run.dir=wandering-{ranks}", *own, "strategy.name=ddp")
+    train(1, "run.dir=wandering-1", *own, "strategy.name=ddp")
+    train(2, "run.dir=wandering-2", *own, "strategy.name=ddp", "run.steps=5")
+    train(2, "run.dir=wandering-2", *own, "strategy.name=ddp")
     train(2, "run.dir=wandering-sharded", *own)
     curves = losses(workspace, "wandering-2"), losses(workspace, "wandering-1")
     assert worst(*curves) <= TOLERANCE

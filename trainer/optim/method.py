@@ -5,6 +5,7 @@ updated. Whoever makes, places, plans or moves optimizer state asks it. A recipe
 (`optimizer.factory`) is any torch.optim.Optimizer; it has no method, and is asked for its state.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +91,12 @@ def update(
                 local_tensor(gradient).mul_(factor)
     try:
         for portion in portions:
-            optimizer.param_groups = portion
+            if portion is not groups:  # not every class lets them be set
+                optimizer.param_groups = portion
             optimizer.step()
     finally:
-        optimizer.param_groups = groups
+        if optimizer.param_groups is not groups:
+            optimizer.param_groups = groups
 
 
 def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
@@ -104,3 +107,35 @@ def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn
     if draw:
         made.normal_(generator=draw)
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+TRIED_ELEMENTS = 1 << 14
+"""Most elements of a stand-in that is as large as its parameter."""
+TRIED_MATRIX = 64, 128
+"""Stands for larger matrices: enough for state that is kept in blocks of numbers."""
+
+
+def trial_parameters(
+    parameters: Mapping[str, torch.Tensor], draw: torch.Generator
+) -> dict[str, nn.Parameter]:
+    """Stand-ins by FQN. That of the largest parameter of each number of dimensions is about as
+    large, up to TRIED_ELEMENTS: some optimizers treat small tensors otherwise."""
+    largest = {one.dim(): name for name, one in sorted(parameters.items(), key=_elements)}
+    found = {}
+    for name, parameter in parameters.items():
+        if largest[parameter.dim()] != name:
+            found[name] = stand_in(parameter, draw)
+            continue
+        lengths = [*parameter.shape]
+        if len(lengths) == 2 and math.prod(lengths) > TRIED_ELEMENTS:
+            lengths = [*TRIED_MATRIX]
+        while math.prod(lengths) > TRIED_ELEMENTS:
+            longest = lengths.index(max(lengths))
+            lengths[longest] = -(-lengths[longest] // 2)
+        made = torch.randn(lengths, generator=draw).to(parameter.dtype)
+        found[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return found
+
+
+def _elements(named: tuple[str, torch.Tensor]) -> int:
+    return named[1].numel()

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.groups import method_groups
+from trainer.optim.kept import own_state
 from trainer.optim.method import MethodOptimizer, stand_in
 from trainer.recipe import Optimizer
 
@@ -40,9 +41,14 @@ def build_optimizer(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each parameter group its multiple of a learning rate."""
+    """Give each parameter group its multiple of a learning rate; one whose rate is None, as of an
+    optimizer that finds it by itself, keeps that."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        rate, held = lr * group.get("lr_scale", 1.0), group.get("lr")
+        if isinstance(held, torch.Tensor):  # compiled code may hold it
+            held.fill_(rate)
+        elif held is not None:
+            group["lr"] = rate
 
 
 def parameter_groups(
@@ -51,7 +57,9 @@ def parameter_groups(
     """What the optimizer applies to each parameter, by FQN."""
     names = {parameter: name for name, parameter in parameters.items()}
     return {
-        names[parameter]: {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
+        names[parameter]: {
+            key: float(group[key]) for key in ("lr", "weight_decay") if group.get(key) is not None
+        }
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -78,8 +86,9 @@ def state_of(
 ) -> dict[str, tuple[StateTensor, ...]]:
     """What the optimizer of a recipe keeps for each trained parameter, by FQN.
 
-    The optimizer is asked: it makes its state for stand-ins, small parameters of other lengths,
-    each dimension with a length of its own, by which it is found again in the shapes of the state.
+    The optimizer is asked: it makes a step, and so its state, for stand-ins, small parameters of
+    other lengths, each dimension with a length of its own, by which it is found again in the shapes
+    of the state.
 
     Args:
         parameters: whole, of which shape and dtype count; may be on the meta device.
@@ -90,19 +99,25 @@ def state_of(
     """
 
     stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
-    optimizer = build_optimizer(stand_ins, options)
+    if options.factory:
+        from trainer.optim.own import tried  # others get by without
+
+        optimizer = tried(stand_ins, options)
+    else:
+        optimizer = build_optimizer(stand_ins, options)
+    kept = own_state(optimizer, stand_ins).tensors
     found = {}
     for name, made in stand_ins.items():
         real = dict(zip(made.shape, parameters[name].shape, strict=True))
         found[name] = tuple(
             StateTensor(
-                key,
+                key.removeprefix(f"{name}."),
                 value.dtype,
                 tuple(real.get(length, length) for length in value.shape),
                 value.shape == made.shape,
             )
-            for key, value in optimizer.state.get(made, {}).items()
-            if isinstance(value, torch.Tensor)
+            for key, value in kept.items()
+            if key.startswith(f"{name}.")
         )
     return found
 

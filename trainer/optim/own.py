@@ -1,24 +1,31 @@
 """An optimizer of the user's, or of torch.optim: checked when it is made, not at its first step."""
 
 import inspect
+import json
+import random
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.compiler import set_stance
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from checkpointing import optimizer_tensors
+from checkpointing.format.optimizers import Parameters, few, kept_as_subclass, placements_of
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.groups import named_groups
-from trainer.optim.method import stand_in
-from trainer.optim.slices import SliceOptimizer, is_elementwise
+from trainer.optim.kept import own_state, own_targets, settings
+from trainer.optim.method import trial_parameters
+from trainer.optim.optimizer import set_rate
+from trainer.optim.slices import Build, SliceOptimizer, is_elementwise, like_sharded
 from trainer.recipe import Optimizer, RecipeError
-from trainer.recipe.factory import call_factory, failure, import_factory, place_in, refusing
+from trainer.recipe.factory import call_factory, failure, import_factory, refusing
 
 _OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
 """What DTensor's errors speak of: operations that it does not know."""
@@ -27,10 +34,11 @@ _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """What `optimizer.factory` returns, with its state. On all ranks.
+    """What `optimizer.factory` returns. On all ranks.
 
-    If parameters are sharded, it gets this rank's slices, where an element's update depends on no
-    other; else DTensors, whose operations are those of whole tensors.
+    It is tried on small stand-ins first, which change nothing of the run. If parameters are
+    sharded, it gets this rank's slices, where an element's update depends on no other; else
+    DTensors, whose operations are those of whole tensors.
 
     Args:
         parameters: by FQN.
@@ -43,44 +51,203 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return _called(given, options)
 
-    _try_steps(parameters, options)
-    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-        return build(parameters)
-    with _stepping(options):
-        by_slices = is_elementwise(parameters, build)
-    return SliceOptimizer(parameters, build) if by_slices else build(parameters)
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    by_slices = False
+    with _leaving_no_trace():
+        _try_steps(parameters, options, build)
+        if sharded:
+            with _stepping(options):
+                by_slices = is_elementwise(parameters, build)
+
+    def place(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return SliceOptimizer(given, build) if by_slices else build(given)
+
+    if sharded:
+        with _leaving_no_trace():
+            _try_sharded(parameters, options, build, place)
+    return place(parameters)
 
 
-def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
-    """Let the optimizer make a few steps with small stand-ins of its parameters.
+@contextmanager
+def _leaving_no_trace() -> Iterator[None]:
+    """What is tried inside draws no random number of the run, and compiles nothing."""
+    kept = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(), set_stance("force_eager"):
+            yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+
+
+def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of small stand-ins after a step that makes its state."""
+    with _leaving_no_trace():
+        optimizer = build_own(parameters, options)
+        with _stepping(options):
+            _step(optimizer, parameters, 1, options.lr)
+    return optimizer
+
+
+def _step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    number: int,
+    lr: float,
+) -> None:
+    """A step by gradients that its number decides; what it draws likewise. Its rate is set before,
+    as that of each step of a run is."""
+    draw = torch.Generator().manual_seed(number)
+    for one in parameters.values():
+        gradient = torch.randn(one.shape, generator=draw).to(one.dtype)
+        one.grad = like_sharded(gradient, one) if one.requires_grad else None
+    torch.manual_seed(number)
+    set_rate(optimizer, lr)
+    optimizer.step()
+
+
+STEPS = 6
+"""Steps of a trial, before and after it is saved and loaded."""
+SHARDED_STEPS = 3
+"""Steps of a trial with shards: each operation may be a collective."""
+ALL = 24
+"""Up to so many parameters all get gradients in a trial with shards; of more, those that differ in
+shape or placement."""
+
+
+def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
+    """Let the optimizer make a few steps with small stand-ins of its parameters, save its state,
+    and have another go on from that.
 
     Raises:
         RecipeError: as `build_own`; a step fails for what is wrong, with the user's line; or it
-            keeps something in its parameter groups or in itself.
+            keeps something that no checkpoint holds.
     """
-    draw = torch.Generator().manual_seed(0)
-    tried = {name: stand_in(parameter, draw) for name, parameter in parameters.items()}
-    optimizer = _called(tried, options)
-    before = [_settings(group) for group in optimizer.param_groups]
-    beside = _kept_beside(optimizer)
+    name = options.factory
+    stand_ins = trial_parameters(parameters, torch.Generator().manual_seed(0))
+    optimizer = build(stand_ins)
+    beside: dict[str, list[Any]] = {}
     with _stepping(options):
-        for _ in range(3):
-            for one in tried.values():
-                one.grad = torch.randn(one.shape, generator=draw).to(one.dtype)
-            optimizer.step()
-    for group, settings in zip(optimizer.param_groups, before, strict=True):
-        changed = [key for key, value in _settings(group).items() if settings.get(key) != value]
-        if changed:
-            raise RecipeError(
-                f"optimizer.factory: a step of {options.factory} changes {changed[0]} of its "
-                "parameter groups, which no checkpoint holds; keep it in the parameters' state"
-            )
+        for number in range(STEPS):
+            _step(optimizer, stand_ins, number, options.lr)
+            beside = beside or _kept_beside(optimizer)  # with what the first step makes once
+    try:
+        kept = own_state(optimizer, stand_ins)
+    except ValueError as error:
+        raise RecipeError(f"optimizer.factory: {error}") from error
+    copies = {
+        fqn: nn.Parameter(one.detach().clone(), requires_grad=one.requires_grad)
+        for fqn, one in stand_ins.items()
+    }
+    other = build(copies)
+    with _stepping(options):
+        targets = own_targets(other, copies, json.loads(json.dumps(kept.trees)), {})
+        for key, tensor in targets.tensors.items():
+            tensor.copy_(kept.tensors[key])
+        targets.put()
+        for number in range(STEPS, 2 * STEPS):
+            _step(optimizer, stand_ins, number, options.lr)
+            _step(other, copies, number, options.lr)
     for key, value in _kept_beside(optimizer).items():
-        if str(beside.get(key)) != str(value):
+        if str(beside.get(key)) != str(value) and str(_kept_beside(other).get(key)) != str(value):
             raise RecipeError(
-                f"optimizer.factory: a step of {options.factory} changes {key} of the optimizer "
-                "itself, which no checkpoint holds; keep it in the parameters' state, as a tensor"
+                f"optimizer.factory: a step of {name} changes {key} of the optimizer itself, which "
+                "no checkpoint holds; keep it in the parameters' state or in the groups"
             )
+    for fqn, one in stand_ins.items():
+        if not torch.equal(one.detach().nan_to_num(), copies[fqn].detach().nan_to_num()):
+            raise RecipeError(
+                f"optimizer.factory: {name} goes on otherwise from what a checkpoint holds of it "
+                f"(seen at {fqn}): keep everything in the parameters' state or in the groups, or "
+                "have its state_dict and load_state_dict give all of it"
+            )
+
+
+def _try_sharded(
+    parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
+) -> None:
+    """Let the optimizer make steps with stand-ins that are sharded as its parameters are, and with
+    whole ones. On all ranks.
+
+    Raises:
+        RecipeError: it cannot, keeps what cannot be saved, or does other things than with whole
+            parameters.
+    """
+    name = options.factory
+    hint = "; the parameters are sharded: strategy.name=ddp shards none"
+    whole = trial_parameters(parameters, torch.Generator().manual_seed(0))
+    cut = {
+        fqn: nn.Parameter(like_sharded(one.detach(), parameters[fqn]), one.requires_grad)
+        for fqn, one in whole.items()
+    }
+    before = {fqn: one.detach().clone() for fqn, one in whole.items()}
+    reference, chosen = build(whole), _chosen(whole, parameters)
+    with _stepping(options):
+        for number in range(SHARDED_STEPS):
+            _step(reference, _those(whole, chosen), number, options.lr)
+        seeded = torch.get_rng_state()
+        torch.manual_seed(SHARDED_STEPS - 1)
+        draws = not torch.equal(seeded, torch.get_rng_state())
+        in_blocks = kept_as_subclass(reference)
+    if in_blocks:
+        raise RecipeError(
+            f"optimizer.factory: {name} keeps {in_blocks} in blocks of numbers, which shards would "
+            f"cut{hint}"
+        )
+    try:
+        optimizer = place(cut)
+        for number in range(SHARDED_STEPS):
+            _step(optimizer, _those(cut, chosen), number, options.lr)
+    except Exception as error:
+        if not _OF_SHARDS.search(str(error)):
+            with _stepping(options):
+                raise
+        raise RecipeError(
+            f"optimizer.factory: the step of {name} {failure(error)}{hint}"
+        ) from error
+    try:
+        kept = own_state(optimizer, cut)
+    except ValueError as error:
+        raise RecipeError(f"optimizer.factory: {error}{hint}") from error
+    for key, tensor in kept.tensors.items():
+        if isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements):
+            raise RecipeError(
+                f"optimizer.factory: {name} keeps {key} as a sum that is not taken yet "
+                f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
+                "it redistributed"
+            )
+    if draws or dist.get_backend() == "fake":  # no numbers to compare
+        return
+    for fqn, one in whole.items():
+        found = cut[fqn].detach()
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        wanted = one.detach().to(found.device)
+        moved = (wanted - before[fqn].to(found.device)).abs().max().item() if one.numel() else 0.0
+        least = ROUNDING * moved + 1e-6 * wanted.abs().max().item()
+        if not torch.allclose(found.float(), wanted.float(), rtol=0, atol=least, equal_nan=True):
+            raise RecipeError(
+                f"optimizer.factory: {name} updates sharded parameters otherwise than whole ones "
+                f"(seen at a stand-in of {fqn}); use strategy.name=ddp, which shards none"
+            )
+
+
+def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
+    """Names of parameters that get gradients in a trial with shards."""
+    if len(parameters) <= ALL:
+        return {*parameters}
+    first = {
+        (one.shape, getattr(parameters[fqn], "placements", None)): fqn
+        for fqn, one in reversed(list(whole.items()))
+    }
+    return {*first.values()}
+
+
+def _those(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
+    return {fqn: one for fqn, one in parameters.items() if fqn in names}
+
+
+ROUNDING = 0.02
+"""Share of its largest update by which rounding in bfloat16 may move a parameter."""
 
 
 def _stepping(options: Optimizer) -> AbstractContextManager[None]:
@@ -88,13 +255,18 @@ def _stepping(options: Optimizer) -> AbstractContextManager[None]:
 
 
 def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    name = options.factory or ""
-    factory = import_factory("optimizer.factory", name)
+    name, key = options.factory or "", "optimizer.factory"
+    factory = import_factory(key, name)
     if isinstance(factory, type):  # LBFGS would complain of other things first
         _check_kind(name, factory)
-    optimizer = call_factory(
-        "optimizer.factory", name, options.factory_options, named_groups(parameters, options)
-    )
+    given = named_groups(parameters, options)
+    stated = any(rule.weight_decay is not None for rule in options.groups)
+    for group in given:
+        lr = options.factory_options.get("lr", options.lr)
+        group["lr"] = lr * group["lr_scale"] if isinstance(lr, (int, float)) else lr
+        if "weight_decay" in options.factory_options and not stated:
+            del group["weight_decay"]  # the option counts
+    optimizer = call_factory(key, name, options.factory_options, given)
     if isinstance(optimizer, type):
         raise RecipeError(
             f"optimizer.factory: {name} returned the class {optimizer.__name__} itself; call it"
@@ -103,37 +275,50 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
     names = {parameter: fqn for fqn, parameter in parameters.items() if parameter.requires_grad}
     if any(isinstance(parameter, DTensor) for parameter in names):
         _complete(optimizer)
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if odd := names.keys() ^ set(given):
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if odd := names.keys() ^ set(held):
         fqn = names.get(next(iter(odd)))
         what = f"leaves out {fqn}" if fqn else "updates a tensor that is no trained parameter"
         raise RecipeError(
             f"optimizer.factory: {name} {what}; give it all parameters of the groups, as they are"
         )
-    try:
-        tensors = optimizer_tensors(optimizer, parameters)
-    except Exception as error:
-        failed = error.__cause__ or error
-        sharded = any(isinstance(parameter, DTensor) for parameter in given)
-        hint = "; the parameters are sharded: strategy.name=ddp shards none" if sharded else ""
-        if sharded and _OF_SHARDS.search(str(failed)):
-            raise RecipeError(
-                f"optimizer.factory: the step of {name} {failure(failed)}{hint}"
-            ) from error
-        with _stepping(options):
-            if place_in(failed):  # in the user's step
-                raise failed from None
-        if not isinstance(error, (ValueError, NotImplementedError)):
-            raise
-        raise RecipeError(f"optimizer.factory: {error}{hint}") from error
-    for key, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
-            raise RecipeError(
-                f"optimizer.factory: {name} keeps {key} as a sum that is not taken yet "
-                f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
-                "it redistributed"
-            )
+    with refusing(key, f"train() of {name}"):
+        if callable(train := getattr(optimizer, "train", None)):  # of schedule-free ones
+            train()
+    for group in optimizer.param_groups:
+        _take_rate(group, options)
+    optimizer.groups_as_made = [settings(group) for group in optimizer.param_groups]
     return optimizer
+
+
+def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
+    """Have the schedule multiply the rate that the factory has given a group."""
+    lr = group.get("lr")
+    if isinstance(lr, torch.Tensor):
+        lr = lr.item()
+    if lr is None or not options.lr:
+        group["lr_scale"] = 1.0
+    elif lr != options.lr * group.get("lr_scale", 1.0):
+        group["lr_scale"] = lr / options.lr
+
+
+def describe_own(optimizer: torch.optim.Optimizer, options: Optimizer) -> str:
+    """What counts for its groups, of what the recipe and the factory say: a line for the run."""
+    recipes = {0.0, options.weight_decay, *(rule.weight_decay for rule in options.groups)}
+    parts = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr_scale", 1.0) * options.lr
+        what = f"lr {rate:g}" if group.get("lr") is not None else "no lr, as it has none"
+        if "weight_decay" in group:
+            what += f", weight_decay {group['weight_decay']:g}"
+            own = optimizer.defaults.get("weight_decay", group["weight_decay"])
+            if own != group["weight_decay"] and group["weight_decay"] in recipes:
+                what += f" of the recipe instead of its own {own:g}"
+        parts.append(f"{len(group['params'])} parameter(s) with {what}")
+    return (
+        f"optimizer.factory: {options.factory} has {'; '.join(dict.fromkeys(parts))}; "
+        "the schedule multiplies these rates"
+    )
 
 
 def _check_kind(name: str, kind: type) -> None:
@@ -149,18 +334,10 @@ def _check_kind(name: str, kind: type) -> None:
         )
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in group.items()
-        if key not in ("params", "param_names", "lr") and not isinstance(value, torch.Tensor)
-    }
-
-
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
     """Numbers that it holds beside its parameters, its state and its groups, by attribute; flags of
     torch aside."""
-    known = {id(one) for one in tree_leaves([*map(dict, optimizer.state.values())])}
+    known = {id(one) for one in tree_leaves([*optimizer.state.values()])}
     known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {
         key: [
@@ -170,7 +347,7 @@ def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
             if not (isinstance(one, torch.Tensor) and id(one) in known)
         ]
         for key, value in vars(optimizer).items()
-        if key not in ("state", "param_groups", "defaults")
+        if key not in ("state", "param_groups", "defaults", "groups_as_made")
         if not (key.startswith("_") and isinstance(value, bool))
     }
 
@@ -196,7 +373,7 @@ class _Completed(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first, given, name = args[0] if args else None, kwargs or {}, getattr(func, "__name__", "")
-        if isinstance(first, DTensor) and _in_place(name) and _few(first):
+        if isinstance(first, DTensor) and _in_place(name) and few(first):
             found = getattr(torch.Tensor, name[:-1])(*args, **given)
             local_tensor(first).copy_(local_tensor(_placed(found, first.placements)))
             return first
@@ -209,26 +386,12 @@ class _Completed(TorchFunctionMode):
         if not isinstance(found, DTensor):
             return found
         if isinstance(first, DTensor) and name.startswith("new_"):
-            kept = [cut if _keeps(cut, found, first) else Replicate() for cut in first.placements]
-            return _placed(found, kept)
+            return _placed(found, placements_of(found.shape, first))
         return _placed(found, [Replicate() if p.is_partial() else p for p in found.placements])
 
 
 def _in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
-
-
-def _few(tensor: DTensor) -> bool:
-    """Whether some ranks have no part of it."""
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return any(isinstance(cut, Shard) and tensor.shape[cut.dim] < ranks for cut, ranks in sizes)
-
-
-def _keeps(cut: Placement, made: DTensor, like: DTensor) -> bool:
-    """Whether a new tensor can be cut as the one that it was made from."""
-    if type(cut) is not Shard or made.dim() != like.dim():
-        return False
-    return made.shape[cut.dim] == like.shape[cut.dim] and not _few(like)
 
 
 def _whole(tensor: DTensor) -> DTensor:

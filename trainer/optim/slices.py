@@ -5,18 +5,29 @@ ask for each what it means for the other ranks, and some of torch.optim's they d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_iter, tree_map_only
 
-from checkpointing import optimizer_tensors
+from checkpointing.format.optimizers import has_own_state_dict
 from checkpointing.format.tensors import local_tensor
-from trainer.optim.method import stand_in
+from trainer.optim.method import trial_parameters
 
 Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-"""Parameters by FQN → an optimizer of them, with its state."""
+"""Parameters by FQN → an optimizer of them."""
+
+
+@dataclass(frozen=True)
+class _Slices:
+    optimizer: torch.optim.Optimizer
+    """The optimizer of the slices."""
+    slices: dict[nn.Parameter, nn.Parameter]
+    """By sharded parameter."""
 
 
 class SliceOptimizer(torch.optim.Optimizer):
@@ -29,80 +40,187 @@ class SliceOptimizer(torch.optim.Optimizer):
             for name, p in parameters.items()
         }
         whole: dict[Any, nn.Parameter] = {slices[name]: p for name, p in parameters.items()}
-        self._inner = build(slices)
-        self._slices = {parameter: cut for cut, parameter in whole.items()}
+        inner = build(slices)
+        self._of = _Slices(inner, {parameter: cut for cut, parameter in whole.items()})
         groups = [
-            {
-                **{key: value for key, value in group.items() if key != "param_names"},
-                "params": [whole[cut] for cut in group["params"]],
-            }
-            for group in self._inner.param_groups
+            {**_entries(group), "params": [whole[cut] for cut in group["params"]]}
+            for group in inner.param_groups
         ]
-        super().__init__(groups, {})
-        for cut, kept in self._inner.state.items():
-            self.state[whole[cut]] = {key: _like(whole[cut], value) for key, value in kept.items()}
+        super().__init__(groups, inner.defaults)
+        self.groups_as_made = getattr(inner, "groups_as_made", [])
+        self._shown: dict[nn.Parameter, dict[Any, Any]] = {}
+        """State as it was after the last step."""
+        self._show()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update; `closure` must be None."""
         if closure is not None:
             raise ValueError("gradients are computed before the update")
-        for parameter, cut in self._slices.items():
+        inner, slices = self._of.optimizer, self._of.slices
+        for parameter, cut in slices.items():
             cut.data = local_tensor(parameter)
             cut.grad = None if parameter.grad is None else local_tensor(parameter.grad)
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner["lr"] = group["lr"]
-        self._inner.step()
-        for cut in self._slices.values():
+            state = self.state.get(parameter)
+            if state is not self._shown.get(parameter):  # a checkpoint was loaded
+                inner.state.pop(cut, None)
+                if state:
+                    inner.state[cut] = tree_map_only(DTensor, local_tensor, state)
+        for group, mine in zip(self.param_groups, inner.param_groups, strict=True):
+            mine.update(_entries(group))
+        inner.step()
+        for group, mine in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update(_entries(mine))
+        for cut in slices.values():
             cut.grad = None
+        self._show()
+
+    def _show(self) -> None:
+        """Give the sharded parameters the state of their slices."""
+        for parameter, cut in self._of.slices.items():
+            kept, before = self._of.optimizer.state.get(cut), self._shown.get(parameter, {})
+            if not kept:
+                continue
+            shown = {
+                key: before[key]
+                if isinstance(value, torch.Tensor) and _holds(before.get(key), value)
+                else _like(parameter, value)
+                for key, value in kept.items()
+            }
+            self.state[parameter] = self._shown[parameter] = shown
+
+
+def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: one for key, one in group.items() if key not in ("params", "param_names")}
+
+
+def _holds(shown: Any, kept: torch.Tensor) -> bool:
+    """Whether what is shown of a tensor is of that very tensor."""
+    return shown is kept or (isinstance(shown, DTensor) and shown._local_tensor is kept)
 
 
 def _like(parameter: nn.Parameter, kept: Any) -> Any:
     """State of a slice as state of the parameter; the local part stays the same tensor."""
-    sliced = isinstance(kept, torch.Tensor) and kept.shape == local_tensor(parameter).shape
-    if not sliced or not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):
         return kept
-    # Not from_local, which makes another tensor of the same memory.
-    return DTensor(kept, parameter._spec, requires_grad=False)
+    shape, spec = local_tensor(parameter).shape, parameter._spec
+
+    def placed(value: torch.Tensor) -> torch.Tensor:
+        if value.shape == shape:
+            # Not from_local, which makes another tensor of the same memory.
+            return DTensor(value, spec, requires_grad=False)
+        if value.dim():
+            raise ValueError(
+                f"the optimizer keeps a tensor of shape {[*value.shape]} for a slice of shape "
+                f"{[*shape]}, which no other number of ranks could go on with: use "
+                "strategy.name=ddp"
+            )
+        return value
+
+    return tree_map_only(torch.Tensor, placed, kept)
+
+
+def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor cut as a parameter is, on its device, or whole if that is. On all ranks, each with
+    the same numbers."""
+    local = local_tensor(parameter)
+    if not isinstance(parameter, DTensor):
+        return whole.to(local.device)
+    mesh, cuts = parameter.device_mesh, parameter.placements
+    made = distribute_tensor(whole.to(mesh.device_type), mesh, cuts, src_data_rank=None)
+    if local.device.type == mesh.device_type:
+        return made
+    return DTensor(made.to_local().to(local.device), made._spec, requires_grad=False)
 
 
 SCALES = 1e-3, 1.0, 1e3
 """Scales of the gradients that stand-ins get: elements may depend on each other beyond a threshold
-alone. One that these do not cross is not seen."""
+alone."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
-    """Whether parameters may be cut into rows: stand-ins of them, whole and cut, are the same after
-    some steps, and all of their state is like them or one number."""
+    """Whether parameters may be cut into rows: no operation of a step makes fewer numbers of many;
+    stand-ins of them, whole and cut, are the same after some steps, with all that is kept for them;
+    and all of that is like them or one number."""
+    halves = [slice(0, 1), slice(1, None)]
     for scale in SCALES:
-        whole, cut = (
-            _ends(parameters, build, scale, cuts)
-            for cuts in ([slice(None)], [slice(0, 1), slice(1, None)])
-        )
-        if whole is None or cut is None:
+        watched = _Reductions()
+        with watched:
+            whole = _ends(parameters, build, scale, [slice(None)])
+        if whole is None or watched.seen:
             return False
-        # What is rounded otherwise at the end of a row differs by 1e-7.
-        least = 1e-7 * min(scale, 1)
-        pairs = zip(whole, cut, strict=True)
-        if not all(torch.allclose(*pair, rtol=1e-6, atol=least) for pair in pairs):
+        cut = _ends(parameters, build, scale, halves)
+        if cut is None or whole.keys() != cut.keys():
+            return False
+        if not all(_alike(*whole[name], *cut[name]) for name in whole):
             return False
     return True
 
 
+def _alike(whole: Any, *parts: Any) -> bool:
+    """Whether parts make up the whole, up to rounding; one number is the same in each part."""
+    if not isinstance(whole, torch.Tensor):
+        return all(_near(whole, part) for part in parts)
+    if not whole.dim():
+        return all(isinstance(p, torch.Tensor) and _near(whole.item(), p.item()) for p in parts)
+    found = torch.cat([*parts])
+    if found.shape != whole.shape or found.dtype != whole.dtype:
+        return False
+    if not whole.is_floating_point():
+        return torch.equal(found, whole)
+    # What is rounded otherwise at the end of a row differs by 1e-7.
+    least = 1e-6 * whole.float().abs().max().item()
+    return torch.allclose(found.float(), whole.float(), rtol=1e-5, atol=least, equal_nan=True)
+
+
+def _near(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= 1e-6 * max(abs(one), abs(other))
+    return bool(type(one) is type(other) and one == other)
+
+
+class _Reductions(TorchDispatchMode):
+    """Sees operations that make fewer numbers of many: sums, norms, maxima, selections. A threshold
+    on such a number need not be crossed to be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given, made = _sizes((args, kwargs)), _sizes(found)
+        is_view = any(
+            one.alias_info and not one.alias_info.is_write for one in func._schema.returns
+        )
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        if made and given and not is_view and not reads and max(made) < max(given):
+            self.seen = True
+        return found
+
+
+def _sizes(tree: Any) -> list[int]:
+    return [one.numel() for one in tree_iter(tree) if isinstance(one, torch.Tensor)]
+
+
 def _ends(
     parameters: Mapping[str, nn.Parameter], build: Build, scale: float, cuts: Sequence[slice]
-) -> list[torch.Tensor] | None:
-    """What stand-ins are after three steps, in which an optimizer has each part of their rows; None
-    if it keeps something that is neither like a part nor one number."""
+) -> dict[str, list[Any]] | None:
+    """What there is after some steps, in which an optimizer has each part of the rows of stand-ins:
+    updates, state and settings by name, for each part. None if it keeps something that is neither
+    like a part nor one number."""
     draw = torch.Generator().manual_seed(0)
     # In float32, and small where gradients are: else updates would be lost in rounding.
     whole = {
-        name: stand_in(p, draw).detach().float() * min(scale, 1) for name, p in parameters.items()
+        name: one.detach().float() * min(scale, 1)
+        for name, one in trial_parameters(parameters, draw).items()
     }
     gradients = [
         {name: scale * torch.randn(p.shape, generator=draw) for name, p in whole.items()}
-        for _ in range(3)
+        for _ in range(4)
     ]
-    ends = []
+    ends: dict[str, list[Any]] = {}
     for cut in cuts:
         parts = {
             name: nn.Parameter(_rows(p, cut).clone(), requires_grad=parameters[name].requires_grad)
@@ -113,15 +231,30 @@ def _ends(
             for name, part in parts.items():
                 part.grad = _rows(given[name], cut).clone() if part.requires_grad else None
             optimizer.step()
+        if has_own_state_dict(optimizer) or optimizer.state.keys() - {*parts.values()}:
+            return None
+        found: dict[str, Any] = {}
         for name, part in parts.items():
-            tensors = optimizer_tensors(optimizer, {name: part}).values()
-            if any(t.dim() and t.shape != part.shape for t in tensors):
-                return None
-        ends.append(parts)
-    return [
-        torch.cat([part[name].detach() for part in ends]) if p.dim() else ends[0][name].detach()
-        for name, p in whole.items()
-    ]
+            found[name] = part.detach() - _rows(whole[name], cut)
+            for key, kept in _leaves(optimizer.state.get(part, {})):
+                if isinstance(kept, torch.Tensor) and type(kept) is not torch.Tensor:
+                    return None
+                if isinstance(kept, torch.Tensor) and kept.dim() and kept.shape != part.shape:
+                    return None
+                found[f"{name} {key}"] = kept
+        for place, group in enumerate(optimizer.param_groups):
+            told = {key: one for key, one in group.items() if key not in ("params", "param_names")}
+            for key, one in _leaves(told):
+                if isinstance(one, torch.Tensor) and one.dim():
+                    return None
+                found[f"group {place} {key}"] = one
+        for name, one in found.items():
+            ends.setdefault(name, []).append(one)
+    return ends
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(f"{path}", leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
 
 
 def _rows(tensor: torch.Tensor, cut: slice) -> torch.Tensor:

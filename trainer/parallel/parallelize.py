@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpointing.format.tensors import broadcast, optimizer_tensors
+from checkpointing.format.layout import TensorMeta
+from checkpointing.format.tensors import broadcast
 from trainer.models.stacks import apart
 from trainer.optim.exact import use_exact_kernels
 from trainer.optim.groups import moments
+from trainer.optim.kept import own_state, own_targets
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, prepare_backward
@@ -182,8 +184,19 @@ class ParallelModel:
         return frozenset(apart(trained, self.stacks))
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the optimizer of `optimized`."""
-        return apart(optimizer_tensors(optimizer, self.optimized), self.stacks)
+        """Tensors that the optimizer of `optimized` keeps now."""
+        return apart(own_state(optimizer, self.optimized).tensors, self.stacks)
+
+    def kept_by(
+        self, optimizer: torch.optim.Optimizer, merged: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What a checkpoint holds of it: tensors, and JSON by FQN, which `merged` gathers."""
+        kept = own_state(optimizer, self.optimized)
+        return apart(kept.tensors, self.stacks), merged(kept.trees)
+
+    def targets_of(self, optimizer: torch.optim.Optimizer) -> "Targets":
+        """What a checkpoint of it is loaded into."""
+        return Targets(self, optimizer)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Zeros that live where the parameter does: for the optimizer's state."""
@@ -215,6 +228,27 @@ class ParallelModel:
         """Free all gradients."""
         for parameter in (*self.parameters.values(), *self.optimized.values()):
             parameter.grad = None
+
+
+KEPT = "optimizer"
+"""Key of a trainer state: JSON by FQN of what an optimizer keeps, see kept.py."""
+
+
+class Targets:
+    """Called with what was saved, gives the tensors to load of an optimizer's state; then `put`
+    gives the optimizer its state."""
+
+    def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.put: Callable[[], None] = lambda: None
+
+    def __call__(
+        self, saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]
+    ) -> dict[str, torch.Tensor]:
+        model = self._model
+        targets = own_targets(self._optimizer, model.optimized, saved.get(KEPT), metas)
+        self.put = targets.put
+        return apart(targets.tensors, model.stacks)
 
 
 def parallelize(

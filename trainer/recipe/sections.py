@@ -197,7 +197,8 @@ class Optimizer:
 
     factory: str | None = None
     """`package.module:function`, or a class, that returns a torch.optim.Optimizer instead. It is
-    called with the parameter groups, and `factory_options` by keyword."""
+    called with the parameter groups, and `factory_options` by keyword. The rates of the groups that
+    it returns count, and the schedule multiplies them."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
@@ -212,8 +213,8 @@ class Optimizer:
     """For AdamW: added to the root of the second moment."""
 
     weight_decay: Amount = 0.1
-    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none. What a
-    factory's optimizer does with it is its own affair."""
+    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none. The
+    groups that a factory gets carry it, unless `factory_options` has a `weight_decay`."""
 
     clip_norm: Amount = 1.0
     """Largest global gradient norm; 0 does not clip."""

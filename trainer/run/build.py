@@ -81,7 +81,8 @@ def build(
         progress, state = restore(checkpointer, model, optimizer, recipe, task, agreement.init_from)
         pulse.safe = not checkpointer.newer_than_storage
         memory = "checkpoint slots are made with the first save: training goes on first"
-        if not world.cause or checkpointer.loaded_from != "memory":
+        known = bool(state) or not recipe.optimizer.factory  # else its first step makes its state
+        if known and (not world.cause or checkpointer.loaded_from != "memory"):
             memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
         changed, digest, run_dir = {}, digest_of(text), Path(recipe.run.dir)
@@ -127,6 +128,10 @@ def build(
                 frozenset(tensors_not_finite(fixed)),
             )  # fmt: skip
             notes = [agreement.note, describe_changes(changed, given)]
+            if recipe.optimizer.factory:
+                from trainer.optim.own import describe_own  # others get by without
+
+                notes.append(describe_own(optimizer, recipe.optimizer))
             lines = [describe(run), *(f"note: {note}" for note in notes if note), memory]
             log.say("\n".join(lines))
             yield run

@@ -230,7 +230,7 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
         return
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from trainer.optim.method import stand_in
+    from trainer.optim.method import trial_parameters
     from trainer.optim.optimizer import build_optimizer
 
     import_module("torch.testing._internal.distributed.fake_pg")  # makes "fake" known
@@ -239,10 +239,10 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
         mesh = init_device_mesh("cpu", (2,))
         sharded = {
             name: nn.Parameter(
-                distribute_tensor(stand_in(parameter).detach(), mesh, [Shard(0)]),
-                requires_grad=parameter.requires_grad,
+                distribute_tensor(stand_in.detach(), mesh, [Shard(0)]),
+                requires_grad=stand_in.requires_grad,
             )
-            for name, parameter in parameters.items()
+            for name, stand_in in trial_parameters(parameters, torch.Generator()).items()
         }
         build_optimizer(sharded, options)
     finally:

@@ -14,7 +14,7 @@ from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_mode
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
-from trainer.parallel.parallelize import ParallelModel
+from trainer.parallel.parallelize import KEPT, ParallelModel
 from trainer.recipe import Recipe
 from trainer.run.provenance import check_resume, run_state
 from trainer.run.state import Progress, Run
@@ -40,12 +40,12 @@ def restore(
     Raises:
         RecipeError: the checkpoint is not one that this recipe can go on from.
     """
-    state = checkpointer.load(
-        model=model.tensors, optimizer=model.state_of(optimizer), finite=model.trained
-    )
+    targets = model.targets_of(optimizer)
+    state = checkpointer.load(model=model.tensors, optimizer=targets, finite=model.trained)
     if state is not None:  # what is in memory has not been looked at before
         there = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, there, init_from)
+        targets.put()
     given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
     if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
         model.draw_weights()
@@ -112,14 +112,16 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
     """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
     all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
     model, optimized = run.model, run.model.optimized
+    tensors, kept = model.kept_by(run.optimizer, run.mesh.merged)
     # The last one waits for all that is still being written.
     with run.pulse.during("end" if run.done or wait else "save"):
         run.checkpointer.save(
             run.progress.step,
             model=model.saved,
-            optimizer=model.state_of(run.optimizer),
+            optimizer=tensors,
             state={
                 **asdict(run.progress),
+                **({KEPT: kept} if kept else {}),
                 "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
                 **run_state(run.recipe, run.task, run.world),
                 **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
@@ -196,14 +198,12 @@ def roll_back(run: Run, *, memory: bool) -> str:
         checkpointer.wait()
         report_saves(run)
     load = checkpointer.reload if memory else checkpointer.load
+    targets = run.model.targets_of(run.optimizer)
     with run.pulse.during("load"):
-        loaded = load(
-            model=run.model.tensors,
-            optimizer=run.model.state_of(run.optimizer),
-            finite=run.model.trained,
-        )
+        loaded = load(model=run.model.tensors, optimizer=targets, finite=run.model.trained)
     if loaded is None:
         return "there is no checkpoint to roll back to"
+    targets.put()
     progress.rollbacks += 1
     progress.skipped_in_row = 0
     progress.validation_loss = loaded.get("validation_loss")

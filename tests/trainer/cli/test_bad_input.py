@@ -138,7 +138,7 @@ def test_one_line_exit_2_nothing_written(folder, monkeypatch, capsys, overrides,
     ("name", "why"),
     [
         ("LBFGS", "optimizer.factory: LBFGS computes losses of its own in each step"),
-        ("SparseAdam", "optimizer.factory: SparseAdam cannot make its state before the first"),
+        ("SparseAdam", "SparseAdam fails: RuntimeError: SparseAdam does not support dense"),
     ],
 )
 @pytest.mark.parametrize(

@@ -1,0 +1,459 @@
+"""State of any optimizer ↔ named tensors and JSON.
+
+[Note: optimizer state] Each parameter's state is a tree: dictionaries, lists, numbers and tensors.
+Its tensors are saved as `<parameter>.<key>`, such as `layer.weight.exp_avg`, and the tree as JSON,
+in which a dtype and a shape stand for a tensor. So a load makes exactly the state that was saved,
+and no optimizer has to make a step over nothing before it. An optimizer whose own `state_dict` says
+other things than torch's is saved by what that returns, and loaded by its `load_state_dict`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from checkpointing.errors import WrongModel
+from checkpointing.format.layout import TensorMeta
+from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES
+from checkpointing.format.values import from_json, to_json
+
+OWN = "$own"
+"""Stands for what an own `state_dict` returned, where names of parameters stand otherwise."""
+Parameters = Mapping[str, nn.Parameter]
+"""By FQN."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps."""
+
+    tensors: dict[str, Tensor]
+    """The live tensors by name, not copies."""
+    trees: dict[str, Any]
+    """JSON by FQN, or `OWN`; see [Note: optimizer state]."""
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Parameters
+) -> dict[str, Tensor]:
+    """The tensors that an optimizer keeps now, as `<fqn>.exp_avg`, `<fqn>.exp_avg_sq`, `<fqn>.step`
+    (of AdamW; others likewise): the live tensors, not copies. Before its first step most optimizers
+    keep none.
+
+    Raises:
+        ValueError: as `optimizer_state`.
+    """
+    return optimizer_state(optimizer, parameters).tensors
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Parameters, name: str = "optimizer"
+) -> OptimizerState:
+    """What an optimizer keeps now; calls no step.
+
+    Args:
+        optimizer: of any class.
+        parameters: by FQN, such as `dict(model.named_parameters())`.
+        name: what the optimizer is called; names of what is no parameter's begin with it.
+
+    Raises:
+        ValueError: it keeps something that cannot be saved; says what and why.
+    """
+    kind = type(optimizer).__name__
+    names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in parameters.items()}
+    own = _own_state(optimizer)
+    if own is not None:
+        sharded = next((n for n, p in parameters.items() if isinstance(p, DTensor)), None)
+        if sharded:
+            raise ValueError(
+                f"{kind} has a state_dict of its own, which can be saved of whole parameters only, "
+                f"and {sharded} is sharded; use another optimizer, or DDP"
+            )
+        writer = _Writer(kind, names, {})
+        tree = writer.write(own, name, None)
+        return OptimizerState(_sorted(writer.tensors), {OWN: tree})
+    kept: dict[str, tuple[Any, Tensor | None]] = {}
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            kept[f"{name}.{parameter}"] = state, None
+        elif parameter in names:
+            kept[names[parameter]] = state, parameter
+        elif state:
+            raise ValueError(f"{kind} keeps state of a tensor that is no parameter given here")
+    tensors: dict[str, Tensor] = {}
+    trees = {}
+    for fqn in _in_order(kept, parameters):
+        state, like = kept[fqn]
+        if state or like is None:  # a state that was only looked at is none
+            writer = _Writer(kind, names, {})
+            trees[fqn] = writer.write(state, fqn, like)
+            tensors |= _sorted(writer.tensors)
+    return OptimizerState(tensors, trees)
+
+
+def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
+    """Those of parameters in their order, then others: the same when saved and when loaded, so that
+    what is in memory is found again."""
+    return [
+        *(fqn for fqn in parameters if fqn in names),
+        *sorted(name for name in names if name not in parameters),
+    ]
+
+
+def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(sorted(tensors.items()))
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `state_dict` is its own and says other things than torch's.
+
+    Raises:
+        ValueError: it fails, or leaves out the state of an optimizer inside this one.
+    """
+    return _own_state(optimizer) is not None
+
+
+def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
+    """What of a parameter's state is a tensor of a class of its own, such as one of 8-bit blocks;
+    empty if nothing is."""
+    for parameter, kept in optimizer.state.items():
+        if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
+            for key, value in kept.items():
+                wrapped = isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+                if wrapped and not isinstance(value, DTensor):
+                    return f"{key} as {type(value).__name__}"
+    return ""
+
+
+def _own_state(optimizer: torch.optim.Optimizer) -> Any:
+    """What its `state_dict` returns, if that is its own and says other things than torch's."""
+    kind, torchs = type(optimizer), torch.optim.Optimizer.state_dict
+    if getattr(optimizer.state_dict, "__func__", None) is torchs:
+        for inner in _inside(optimizer):
+            raise ValueError(
+                f"{kind.__name__} steps by {type(inner).__name__}, whose state its state_dict "
+                "leaves out: give it a state_dict and a load_state_dict of its own"
+            )
+        return None
+    try:
+        found = optimizer.state_dict()
+    except Exception as error:
+        why = f"{error}".partition("\n")[0]
+        raise ValueError(
+            f"{kind.__name__}.state_dict() fails, so that its state cannot be saved: {why}"
+        ) from error
+    try:
+        plain = torchs(optimizer)
+    except Exception:  # its class may never have called torch's
+        return found
+    return None if not [*_inside(optimizer)] and _same(found, plain) else found
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Optimizers among its attributes that keep state of their own."""
+    for value in vars(optimizer).values():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            inner = isinstance(one, torch.optim.Optimizer) and one is not optimizer
+            if inner and one.state is not optimizer.state:
+                yield one
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal, and their tensors the same objects."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Trees → JSON, and their tensors by name."""
+
+    kind: str
+    names: Mapping[Tensor, str]
+    tensors: dict[str, Tensor]
+
+    def write(self, value: Any, name: str, like: Tensor | None) -> Any:
+        """JSON of a tree.
+
+        Args:
+            value: the tree.
+            name: of it.
+            like: the parameter whose state it is.
+        """
+        if isinstance(value, Tensor) and value in self.names:
+            return {"$parameter": self.names[value]}
+        if isinstance(value, Tensor):
+            return self._tensor(value, name, like)
+        if isinstance(value, deque):
+            parts = self.write([*value], name, like)
+            return {"$deque": [value.maxlen, parts]}
+        if isinstance(value, list | tuple):
+            parts = [self.write(one, f"{name}.{place}", like) for place, one in enumerate(value)]
+            return {"$tuple": parts} if isinstance(value, tuple) else parts
+        if isinstance(value, Mapping):
+            items = [
+                [self._key(key, name), self.write(one, f"{name}.{self._word(key)}", like)]
+                for key, one in value.items()
+            ]
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return dict(items)
+            return {"$dict": items}
+        try:
+            return to_json(value, name)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.kind} keeps {name} as {type(value).__name__}, which cannot be saved; "
+                "choose an optimizer that keeps tensors, numbers, lists and dictionaries"
+            ) from error
+
+    def _key(self, key: Any, name: str) -> Any:
+        if isinstance(key, Tensor):
+            return self.write(key, name, None)
+        return to_json(key, name)
+
+    def _word(self, key: Any) -> str:
+        return self.names.get(key, "tensor") if isinstance(key, Tensor) else f"{key}"
+
+    def _tensor(self, value: Tensor, name: str, like: Tensor | None) -> Any:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if is_traceable_wrapper_subclass(local):
+            if local is not value:
+                raise ValueError(
+                    f"{self.kind} keeps {name} as {type(local).__name__} of each rank's shard, "
+                    "which no other number of ranks could read; use strategy.name=ddp, or another "
+                    "optimizer"
+                )
+            inner, given = value.__tensor_flatten__()
+            parts = {key: self.write(getattr(value, key), f"{name}.{key}", None) for key in inner}
+            kind = type(value)
+            told = f"{kind.__module__}:{kind.__qualname__}", to_json(given, name)
+            return {"$subclass": [*told, [*value.shape], [*value.stride()], parts]}
+        if value.layout != torch.strided or value.dtype not in STORED_DTYPES:
+            raise ValueError(f"{self.kind} keeps {name} as {value.layout} of {value.dtype}")
+        if name in self.tensors and self.tensors[name] is not value:
+            raise ValueError(f"{self.kind} keeps two tensors that would be called {name}")
+        self.tensors[name] = value
+        spread = isinstance(value, DTensor) if isinstance(like, DTensor) else None
+        return {"$like": [STORED_DTYPES[value.dtype], [*value.shape], spread]}
+
+
+@dataclass(frozen=True)
+class OptimizerTargets:
+    """State of an optimizer that a checkpoint is to be loaded into."""
+
+    tensors: dict[str, Tensor]
+    """By name: those that the optimizer keeps already where they fit, else new ones."""
+    put: Callable[[], None]
+    """Gives the optimizer its state, once the tensors are loaded."""
+
+
+def optimizer_targets(
+    optimizer: torch.optim.Optimizer,
+    parameters: Parameters,
+    trees: Mapping[str, Any] | None,
+    metas: Mapping[str, TensorMeta],
+    name: str = "optimizer",
+) -> OptimizerTargets:
+    """Tensors for the state of a checkpoint; changes nothing until `put` is called.
+
+    Args:
+        optimizer: that is to keep it.
+        parameters: by FQN.
+        trees: see `OptimizerState`; None in checkpoints that are older than these.
+        metas: names, dtypes and shapes of what the checkpoint has of optimizers.
+        name: what the optimizer is called.
+
+    Raises:
+        WrongModel: the state is of a class that is not there.
+    """
+    if trees is None:
+        trees = _flat(parameters, metas)
+    if OWN in trees:
+        reader = _Reader(parameters, {})
+        like = next(iter(parameters.values()), None)
+        own = reader.read(trees[OWN], name, like, None, "")
+        return OptimizerTargets(_sorted(reader.tensors), lambda: optimizer.load_state_dict(own))
+    tensors: dict[str, Tensor] = {}
+    found: dict[Any, Any] = {}
+    others = {f"{name}.{key}": key for key in optimizer.state if not isinstance(key, Tensor)}
+    for fqn in _in_order(trees, parameters):
+        if fqn not in parameters and not fqn.startswith(f"{name}."):
+            continue  # of a parameter that is not here: the names of the tensors tell
+        key: Any = parameters.get(fqn, others.get(fqn, fqn.removeprefix(f"{name}.")))
+        reader = _Reader(parameters, {})
+        found[key] = reader.read(trees[fqn], fqn, parameters.get(fqn), optimizer.state.get(key), "")
+        tensors |= _sorted(reader.tensors)
+
+    def put() -> None:
+        for key in [key for key in optimizer.state if key not in found]:
+            del optimizer.state[key]
+        for key, kept in found.items():
+            optimizer.state[key] = kept
+
+    return OptimizerTargets(tensors, put)
+
+
+def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, Any]:
+    """Trees of tensors alone, from their names."""
+    trees: dict[str, Any] = {}
+    for name, meta in metas.items():
+        fqn, _, key = name.rpartition(".")
+        if fqn in parameters:
+            trees.setdefault(fqn, {})[key] = {"$like": [meta.dtype, [*meta.shape], None]}
+    return trees
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """JSON → trees, with tensors that are there already, or new ones."""
+
+    parameters: Parameters
+    tensors: dict[str, Tensor]
+
+    def read(self, tree: Any, name: str, like: Tensor | None, live: Any, key: str) -> Any:
+        """A tree.
+
+        Args:
+            tree: what `_Writer.write` made of it.
+            name: of it.
+            like: the parameter whose state it is, or on whose device.
+            live: what the optimizer keeps in its place.
+            key: by which its dictionary has it.
+        """
+        if isinstance(tree, list):
+            row = live if isinstance(live, list | tuple | deque) else []
+            return [
+                self.read(one, f"{name}.{place}", like, _at(row, place), key)
+                for place, one in enumerate(tree)
+            ]
+        if not isinstance(tree, dict):
+            return from_json(tree)
+        match next(iter(tree.items()), None):
+            case ("$parameter", fqn):
+                return self.parameters[fqn]
+            case ("$like", (dtype, shape, spread)):
+                found = self._tensor(TORCH_DTYPES[dtype], tuple(shape), spread, like, live, key)
+                self.tensors[name] = found
+                return found
+            case ("$subclass", (kind, given, shape, stride, parts)):
+                return self._subclass(kind, given, shape, stride, parts, name, like, live)
+            case ("$deque", (length, parts)):
+                return deque(self.read(parts, name, like, live, key), maxlen=length)
+            case ("$tuple", parts):
+                return tuple(self.read(parts, name, like, live, key))
+            case ("$dict", items):
+                pairs = [(self._key(one), value) for one, value in items]
+            case (str(first), _) if first.startswith("$"):
+                return from_json(tree)
+            case _:
+                pairs = [*tree.items()]
+        lives = live if isinstance(live, Mapping) else {}
+        return {
+            one: self.read(value, f"{name}.{self._word(one)}", like, lives.get(one), f"{one}")
+            for one, value in pairs
+        }
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, dict) and "$parameter" in key:
+            return self.parameters[key["$parameter"]]
+        return from_json(key)
+
+    def _word(self, key: Any) -> str:
+        if not isinstance(key, Tensor):
+            return f"{key}"
+        return next(fqn for fqn, parameter in self.parameters.items() if parameter is key)
+
+    def _tensor(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        spread: bool | None,
+        like: Tensor | None,
+        live: Any,
+        key: str,
+    ) -> Tensor:
+        if isinstance(live, Tensor) and live.dtype == dtype and live.shape == shape:
+            return live
+        if like is None:
+            return torch.empty(shape, dtype=dtype)
+        if isinstance(like, DTensor) and (bool(shape) if spread is None else spread):
+            if shape == like.shape:
+                return torch.empty_like(like, dtype=dtype, requires_grad=False)
+            placements = placements_of(shape, like)
+            return empty(
+                *shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements
+            )  # fmt: skip
+        if shape == like.shape and not isinstance(like, DTensor):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        # Where torch's own load_state_dict would have it.
+        host = key == "step" and not shape
+        return torch.empty(shape, dtype=dtype, device="cpu" if host else like.device)
+
+    def _subclass(
+        self,
+        kind: str,
+        given: Any,
+        shape: list[int],
+        stride: list[int],
+        parts: dict[str, Any],
+        name: str,
+        like: Tensor | None,
+        live: Any,
+    ) -> Tensor:
+        of = next((one for one in _subclasses(Tensor) if _named(one) == kind), None)
+        if of is None or not hasattr(of, "__tensor_unflatten__"):
+            raise WrongModel(
+                f"{name} was saved as {kind}, and nothing here has imported that class: make the "
+                "optimizer as it was when it was saved"
+            )
+        lives = live if type(live) is of else None
+        inner = {
+            key: self.read(part, f"{name}.{key}", like, getattr(lives, key, None), key)
+            for key, part in parts.items()
+        }
+        size = torch.Size(shape)
+        found: Tensor = of.__tensor_unflatten__(inner, from_json(given), size, tuple(stride))
+        return found
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
+    """Classes of tensors that are imported: a checkpoint imports none."""
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _at(values: Any, place: int) -> Any:
+    return values[place] if place < len(values) else None
+
+
+def placements_of(shape: tuple[int, ...] | torch.Size, like: DTensor) -> list[Placement]:
+    """How a tensor of some shape lies on the ranks, if it belongs to a sharded one: cut along the
+    dimensions that both have, unless some ranks have no part of that; whole otherwise."""
+    return [cut if _keeps(cut, shape, like) else Replicate() for cut in like.placements]
+
+
+def _keeps(cut: Placement, shape: tuple[int, ...] | torch.Size, like: DTensor) -> bool:
+    if type(cut) is not Shard or len(shape) != like.dim():
+        return False
+    return shape[cut.dim] == like.shape[cut.dim] and not few(like)
+
+
+def few(tensor: DTensor) -> bool:
+    """Whether some ranks have no part of it."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(isinstance(cut, Shard) and tensor.shape[cut.dim] < ranks for cut, ranks in sizes)

@@ -1,0 +1,94 @@
+"""What a checkpoint of the trainer holds of an optimizer: its tensors, and for each parameter the
+JSON of its state and of what steps have changed in its parameter group."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkpointing.format.layout import TensorMeta
+from checkpointing.format.optimizers import (
+    OWN,
+    OptimizerState,
+    OptimizerTargets,
+    optimizer_state,
+    optimizer_targets,
+)
+from checkpointing.format.values import from_json, to_json
+from trainer.optim.method import MethodOptimizer
+
+RECIPES = "lr", "lr_scale"
+"""Entries of a parameter group that follow from the recipe and the step."""
+
+
+def own_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> OptimizerState:
+    """What it keeps, with trees `{"state": …, "group": …}` by FQN; of the bundled optimizers
+    tensors alone.
+
+    Raises:
+        ValueError: see `optimizer_state`.
+    """
+    found = optimizer_state(optimizer, parameters)
+    if isinstance(optimizer, MethodOptimizer):
+        return OptimizerState(found.tensors, {})
+    names = {parameter: name for name, parameter in parameters.items()}
+    trees: dict[str, Any] = {name: {"state": tree} for name, tree in found.trees.items()}
+    made = getattr(optimizer, "groups_as_made", [{} for _ in optimizer.param_groups])
+    for group, before in zip(optimizer.param_groups, made, strict=True):
+        now = settings(group)
+        changed = {key: one for key, one in now.items() if before.get(key, object) != one}
+        for parameter in group["params"] if changed else ():
+            trees.setdefault(names[parameter], {})["group"] = changed
+    return OptimizerState(found.tensors, trees)
+
+
+def own_targets(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    trees: Mapping[str, Any] | None,
+    metas: Mapping[str, TensorMeta],
+) -> OptimizerTargets:
+    """Tensors for what `own_state` has saved; `put` gives the optimizer all of it. `trees` is None
+    in older checkpoints."""
+    if isinstance(optimizer, MethodOptimizer):
+        return OptimizerTargets(optimizer_state(optimizer, parameters).tensors, lambda: None)
+    states = trees and {name: one["state"] for name, one in trees.items() if "state" in one}
+    targets = optimizer_targets(optimizer, parameters, states, metas)
+    names = {parameter: name for name, parameter in parameters.items()}
+
+    def put() -> None:
+        scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+        targets.put()
+        for group, scale in zip(optimizer.param_groups, scales, strict=True):
+            group["lr_scale"] = scale
+            known = [trees[names[p]] for p in group["params"] if trees and names[p] in trees]
+            changed: Mapping[str, Any] = next((one["group"] for one in known if "group" in one), {})
+            if OWN not in (trees or {}):
+                put_settings(group, changed)
+
+    return OptimizerTargets(targets.tensors, put)
+
+
+def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
+    """Give a group entries that `settings` made; a tensor stays the same object."""
+    for key, one in changed.items():
+        value, held = from_json(one), group.get(key)
+        if isinstance(held, torch.Tensor) and held.shape == torch.as_tensor(value).shape:
+            held.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON of the entries of a parameter group that can be saved and are not the recipe's. Classes
+    and functions are what the factory made them."""
+    found = {}
+    for key, value in group.items():
+        with suppress(ValueError):
+            if key not in ("params", "param_names", *RECIPES):
+                found[key] = to_json(value, key)
+    return found
