@@ -4,6 +4,7 @@
 the plan was chosen by it.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from trainer.plan.search import make_plan
 from trainer.recipe import Recipe, RecipeError, load_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/plan.md"
 BEGIN = "<!-- made by benchmarks/published_plans.py -->\n"
 END = "<!-- end of what benchmarks/published_plans.py made -->\n"
 NEAR = 0.1
@@ -247,5 +247,6 @@ def with_table(page: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    table = made()  # which takes minutes
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
+    page = Path(sys.argv[1]) if sys.argv[1:] else ROOT / "docs/plan.md"
+    text = with_table(page.read_text(encoding="utf-8"), made())  # which takes minutes
+    page.write_text(text, encoding="utf-8")

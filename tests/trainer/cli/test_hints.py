@@ -1,5 +1,6 @@
 """Commands that messages, helps and recipes show: each is one that the parser takes."""
 
+import argparse
 import ast
 import re
 import shlex
@@ -8,7 +9,7 @@ import pytest
 
 from tests import prose
 from tests.distributed.jobs import RECIPE, ROOT
-from trainer.cli.main import parse
+from trainer.cli.main import _parser, parse
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tasks.task import open_streams
 
@@ -26,7 +27,7 @@ IN_RECIPE = re.compile(rf"^#? +({WHOLE})$|# (perdure data prepare .*)$", re.M)
 def literals(path):
     """Strings of a module, without docstrings; what is filled in, is VALUE."""
     text = path.read_text(encoding="utf-8")
-    if "perdure " not in text:
+    if "perdure " not in text or "EXAMPLES.format" in text:  # its commands are in `helps`
         return
     parts = set()
     for node in ast.walk(ast.parse(text)):  # outer ones come first
@@ -42,10 +43,20 @@ def literals(path):
                 yield value
 
 
+def helps(parser):
+    """What each command says after `--help`, at its end."""
+    yield parser.epilog or ""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from helps(command)
+
+
 def shown():
     """Commands of messages, examples of helps, and comments of recipes."""
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    found = [one for path in modules for text in literals(path) for one in IN_TEXT.findall(text)]
+    texts = [*helps(_parser()), *(text for path in modules for text in literals(path))]
+    found = [one for text in texts for one in IN_TEXT.findall(text)]
     for path in (ROOT / "recipes").glob("*.yaml"):
         found += IN_RECIPE.findall(path.read_text(encoding="utf-8"))
     for groups in found:
@@ -69,7 +80,7 @@ def test_every_command_that_is_shown_can_be_pasted(capsys):
     for kind in ("train", "data prepare", "recipe copy", "import-deepspeed"):
         assert any(command.startswith(f"perdure {kind} ") for command in commands), kind
     # A name alone is no hint: `perdure compare`.
-    alone = re.compile(r"perdure [a-z-]+( (prepare|inspect))?")
+    alone = re.compile(r"perdure [a-z-]+( (prepare|inspect|export))?")
     wrong = [one for one in commands if not (alone.fullmatch(one) or accepted(one))]
     assert wrong == [], capsys.readouterr().err
 

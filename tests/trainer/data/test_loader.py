@@ -115,7 +115,7 @@ def test_a_damaged_shard_is_named_in_one_line(prepared, tmp_path, workers):
         list(islice(batches, stream.sequences))
     assert str(raised.value) == (
         f"{shard}: token 300 is outside the vocabulary of 257, so the file is damaged; see "
-        "`perdure data inspect --verify`"
+        f"`perdure data inspect {path} --verify`"
     )
     assert not active_children()
 
