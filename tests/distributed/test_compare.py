@@ -47,7 +47,7 @@ from trainer.tools.compare.compare import (
     run_comparison,
     stall,
 )
-from trainer.tools.compare.report import plan_table, table
+from trainer.tools.compare.report import parts_table, table
 from trainer.tools.compare.strategies import AFTER_SAVE, candidate
 
 MARK = "PERDURE_TEST_COMPARE"
@@ -236,7 +236,7 @@ def test_layouts(workspace):
             assert found["communication_bytes"] == pytest.approx(sent, rel=0.01), found["name"]
         else:
             assert 0 < found["bubble"] < 1
-            assert f" {found['bubble']:.1%} ({planned['bubble']:.1%}, " in output
+            assert f": bubble {found['bubble']:.1%} (simulated {planned['bubble']:.1%}, " in output
     assert_nothing_left(workspace / "layouts/runs")
 
 
@@ -354,13 +354,13 @@ def test_table_names_the_unit_and_what_is_missing():
     assert "|     1,234 |" in row
     assert [note.split(":")[0] for note in notes] == ["- zero1", "- planned", "- PARTIAL"]
     assert "1 of 2" in notes[2]
-    assert plan_table([Outcome("ddp", **figures)]) == ""
+    assert "(" not in parts_table([Outcome("ddp", **figures)]).splitlines()[2]
     planned = Outcome("ddp", gradients=3_000_000, predicted={"peak": 1, "gradients": 2_900_000})
     assert "planned" in table([planned]).splitlines()[0]
     assert "bubble" not in table([planned])
     piped = Outcome("pp2", bubble=0.21, predicted={"bubble": 0.2, "bubble_formula": 1 / 3})
-    assert " 21.0% (20.0%, 33.3%) |" in table([planned, piped])
-    assert "| 3.0 (2.9) |" in plan_table([planned]).splitlines()[2]
+    assert "- pp2: bubble 21.0% (simulated 20.0%, by formula 33.3%)" in table([planned, piped])
+    assert "| 3.0 (2.9) |" in parts_table([planned]).splitlines()[2]
 
 
 def test_stall_is_what_a_checkpoint_cost():

@@ -55,7 +55,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         run_comparison,
         stop_on_sigterm,
     )
-    from trainer.tools.compare.report import conditions, plan_table, table, write_report
+    from trainer.tools.compare.report import conditions, parts_table, table, write_report
     from trainer.tools.compare.strategies import DEFAULT
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -76,7 +76,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         print("interrupted before the first strategy ran")
         return EXIT_INTERRUPTED
     where = conditions(recipe, ranks, arguments.steps)
-    tables = filter(None, (table(outcomes), plan_table(outcomes)))
+    tables = filter(None, (table(outcomes), parts_table(outcomes)))
     print("\n" + "\n\n".join(tables) + "\n")
     paths = write_report(outcomes, where, out)
     print(f"written: {', '.join(os.path.relpath(path) for path in paths)}")

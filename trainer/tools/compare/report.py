@@ -20,8 +20,7 @@ from trainer.tools import svg
 from trainer.tools.compare.compare import INTERRUPTED, Outcome
 
 PLANNED = "planned"
-BUBBLE = "bubble (simulated, formula)"
-PLANNED_KINDS = {
+PARTS_KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer_state": "optimizer",
@@ -32,17 +31,17 @@ PLANNED_KINDS = {
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table of what ran, and a line for each strategy that did not."""
+    """A Markdown table of what ran, and a line for each strategy that did not, or whose pipeline
+    has a bubble."""
     shown = [one for one in outcomes if not one.problem]
     cells = [_cells(one) for one in shown]
     columns = [*cells[0]] if cells else []
     if cells and not any(one.predicted for one in shown):
         columns.remove(PLANNED)
-    if cells and all(one.bubble is None for one in shown):
-        columns.remove(BUBBLE)
     rows = [[of_one[column] for column in columns] for of_one in cells]
     lines = markdown(columns, rows, range(1, len(columns))) if rows else []
     notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
+    notes += [f"- {one.name}: {_bubble(one)}" for one in shown if one.bubble is not None]
     unplanned = next((one.unplanned for one in shown if one.unplanned), "")
     if unplanned:
         notes.append(f"- {PLANNED}: `perdure plan` has no figures: {unplanned}")
@@ -51,21 +50,17 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, *([""] if lines and notes else []), *notes])
 
 
-def plan_table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table of what was measured, and in brackets what `perdure plan` says; empty if it
-    says nothing."""
-    shown = [one for one in outcomes if one.predicted]
-    rows = [
-        [
-            one.name,
-            *(
-                f"{_megabytes(getattr(one, kind))} ({_megabytes(one.predicted.get(kind))})"
-                for kind in PLANNED_KINDS
-            ),
-        ]
-        for one in shown
-    ]
-    columns = ["MB, measured (planned)", *PLANNED_KINDS.values()]
+def parts_table(outcomes: Sequence[Outcome]) -> str:
+    """A Markdown table of what memory, the network and a checkpoint hold as measured, and in
+    brackets what `perdure plan` says, where it says something; empty if nothing ran."""
+    shown = [one for one in outcomes if not one.problem]
+
+    def cell(one: Outcome, kind: str) -> str:
+        planned = f" ({_megabytes(one.predicted.get(kind))})" if one.predicted else ""
+        return f"{_megabytes(getattr(one, kind))}{planned}"
+
+    rows = [[one.name, *(cell(one, kind) for kind in PARTS_KINDS)] for one in shown]
+    columns = ["MB, measured (planned)", *PARTS_KINDS.values()]
     return "\n".join(markdown(columns, rows, range(1, len(columns)))) if rows else ""
 
 
@@ -79,25 +74,19 @@ def _cells(one: Outcome) -> dict[str, str]:
         "strategy": one.name,
         "peak MB": _megabytes(one.peak),
         PLANNED: _megabytes(one.predicted.get("peak")),
-        "params": _megabytes(one.parameters),
-        "grads": _megabytes(one.gradients),
-        "optimizer": _megabytes(one.optimizer_state),
         f"{one.unit}/s": _number(one.rate, ",.0f"),
         "step ms (p10-p90)": spread,
         "comm.": _number(one.communication, ".0%"),
-        BUBBLE: _bubble(one),
         "save s": _number(one.checkpoint_stall, ".2f"),
-        "save MB": _megabytes(one.checkpoint_bytes),
         "last loss": _number(one.final_loss, ".4f"),
         "loss diff.": _number(one.difference, ".0e"),
     }
 
 
 def _bubble(one: Outcome) -> str:
-    if one.bubble is None:
-        return "-"
     simulated, formula = (one.predicted.get(key) for key in ("bubble", "bubble_formula"))
-    return f"{one.bubble:.1%} ({_number(simulated, '.1%')}, {_number(formula, '.1%')})"
+    planned = f" (simulated {_number(simulated, '.1%')}, by formula {_number(formula, '.1%')})"
+    return f"bubble {one.bubble:.1%}{planned if one.predicted else ''}"
 
 
 def _number(value: float | None, how: str) -> str:
@@ -105,7 +94,7 @@ def _number(value: float | None, how: str) -> str:
 
 
 def _megabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e6:,.1f}"
+    return "-" if value is None else f"{value / 1e6:,.{0 if value >= 1e10 else 1}f}"
 
 
 LEGEND = """\
@@ -114,7 +103,7 @@ says of it, and of parameters (between steps), gradients (when the optimizer tak
 optimizer state what lives. `comm.`: share of the time in which a collective was under way, waiting
 for peers included. `bubble`: share of a pipeline's time in which its ranks wait for messages, or
 are done: measured, simulated with what `perdure plan` says of its stages, and by the formula for
-equal ones. `save s`: what one checkpoint cost the trainer. `loss diff.`: largest relative
+equal ones. `sent per step`: by this rank. `checkpoint`: its tensors, of all ranks. `save s`: what one checkpoint cost the trainer. `loss diff.`: largest relative
 difference of a loss to the first strategy's.
 """
 
@@ -149,7 +138,7 @@ def describe(where: dict[str, Any]) -> str:
 
 def write_report(outcomes: Sequence[Outcome], where: dict[str, Any], out: Path) -> list[Path]:
     """Write compare.md, .json, .csv and .svg into a folder; returns their paths."""
-    tables = [text for text in (table(outcomes), plan_table(outcomes)) if text]
+    tables = [text for text in (table(outcomes), parts_table(outcomes)) if text]
     texts = {
         "md": "\n\n".join([describe(where), *tables, LEGEND]),
         "json": json.dumps({**where, "strategies": [record(one) for one in outcomes]}, indent=2),
