@@ -103,8 +103,9 @@ says of it, and of parameters (between steps), gradients (when the optimizer tak
 optimizer state what lives. `comm.`: share of the time in which a collective was under way, waiting
 for peers included. `bubble`: share of a pipeline's time in which its ranks wait for messages, or
 are done: measured, simulated with what `perdure plan` says of its stages, and by the formula for
-equal ones. `sent per step`: by this rank. `checkpoint`: its tensors, of all ranks. `save s`: what one checkpoint cost the trainer. `loss diff.`: largest relative
-difference of a loss to the first strategy's.
+equal ones. `sent per step`: by this rank. `checkpoint`: its tensors, of all ranks. `save s`: what
+one checkpoint cost the trainer. `loss diff.`: largest relative difference of a loss to the first
+strategy's.
 """
 
 
