@@ -28,7 +28,7 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp"
 
 test: lint       ## lint, types, import contracts and the tests
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 5 --dist worksteal
 
 setup: $(DEV)    ## make .venv with everything that the other targets need
 

@@ -79,15 +79,15 @@ def test_a_resume_says_once_what_it_changes(workspace, recorded):
 def test_weights_that_a_run_did_not_begin_with_are_refused(workspace, recorded, start, train):
     """Wherever they lie; those that it began with may be left out later."""
     step = recorded[0] / "checkpoints/step-00000006"
-    shutil.copytree(step, workspace / "base")
+    shutil.copytree(step, workspace / "begun")
     run = ("run.dir=tuned", "model.architecture=null", "schedule={name: constant}")
-    train(1, *run, "model.init_from=base", "run.steps=2")
-    (workspace / "base").rename(workspace / "moved")
-    assert "model.init_from" not in train(1, *run, "model.init_from=moved", "run.steps=3")
-    shutil.copytree(recorded[0] / "checkpoints/step-00000009", workspace / "base")
-    code, output = start(1, *run, "model.init_from=base", "run.steps=4").wait()
+    train(1, *run, "model.init_from=begun", "run.steps=2")
+    (workspace / "begun").rename(workspace / "begun-moved")
+    assert "model.init_from" not in train(1, *run, "model.init_from=begun-moved", "run.steps=3")
+    shutil.copytree(recorded[0] / "checkpoints/step-00000009", workspace / "begun")
+    code, output = start(1, *run, "model.init_from=begun", "run.steps=4").wait()
     assert code == 2, output
-    assert "model.init_from: the run began with other weights than those in base" in output
+    assert "model.init_from: the run began with other weights than those in begun" in output
     given = next(line for line in (workspace / "recipe.yaml").read_text().split("model:\n") if line)
     assert given
 

@@ -111,18 +111,17 @@ def test_a_step_that_fails_is_told_before_anything_starts(folder, broken, told):
     assert f"the step of mine:Mine fails at {folder}/mine.py:14: {told}" in str(error.value)
 
 
-def test_what_it_keeps_in_its_groups_is_refused(folder):
+def test_what_it_keeps_in_itself_is_refused(folder):
     (folder / "mine.py").write_text(OPTIMIZER.replace("BREAK", "group['seen'] = self.steps"))
     parameters = {"weight": torch.nn.Parameter(torch.ones(3, 2))}
-    with pytest.raises(RecipeError, match="a step of mine:Mine changes seen of its parameter gr"):
+    with pytest.raises(RecipeError, match="Mine changes steps of the optimizer itself"):
         build_own(parameters, Optimizer(lr=1.0, factory="mine:Mine"))
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "elementwise"),
-    [(0.0, 20.0, False), (0.02, 1e9, False), (0.0, 1e9, True)],
-)
-def test_a_matrix_that_is_clipped_by_its_own_norm_is_not_cut(least, most, elementwise):
+@pytest.mark.parametrize(("least", "most"), [(0.0, 20.0), (0.02, 1e9), (0.0, 1e9)])
+def test_a_matrix_that_is_clipped_by_its_own_norm_is_not_cut(least, most):
+    """Nor where the norm was never out of bounds: it may be later."""
+
     class Clipping(torch.optim.Optimizer):
         @torch.no_grad()
         def step(self, closure=None):
@@ -131,7 +130,7 @@ def test_a_matrix_that_is_clipped_by_its_own_norm_is_not_cut(least, most, elemen
                 parameter.sub_(parameter.grad * norm.clamp(least, most) / norm, alpha=1e-3)
 
     parameters = {"weight": torch.nn.Parameter(torch.zeros(40, 20))}
-    assert is_elementwise(parameters, lambda p: Clipping(p.values(), {"lr": 0.1})) == elementwise
+    assert not is_elementwise(parameters, lambda p: Clipping(p.values(), {"lr": 0.1}))
 
 
 @pytest.mark.parametrize(
