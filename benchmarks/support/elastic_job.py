@@ -20,7 +20,7 @@ START_LIMIT = 120.0
 STRAYS = 3
 """Steps from a node whose rank 0 was replaced by now that mean that it trains on."""
 _LINE = re.compile(
-    r"step +(?P<step>\d+)/"
+    r"(?:[\d:]{8} )?step +(?P<step>\d+)/"
     r"|first step after (?P<total>[\d.]+) s: (?P<parts>.*)"
     r"|.*over (?P<ranks>\d+) rank\(s\)"
 )
