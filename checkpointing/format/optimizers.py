@@ -97,7 +97,7 @@ def optimizer_state(
 
 
 def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
-    """Those of parameters in their order, then others: the same when saved and when loaded, so that
+    """Names of parameters in their order, then others: the same when saved and when loaded, so that
     what is in memory is found again."""
     return [
         *(fqn for fqn in parameters if fqn in names),

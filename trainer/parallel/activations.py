@@ -75,7 +75,7 @@ def apply_activation_checkpointing(
 def _contexts(
     selective: Callable[[], Sequence[TorchDispatchMode]] | None, counting: nn.Module | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Those of the forward pass, and of its repetition. `selective` makes those that keep results.
+    """Contexts of the forward pass and of its repetition. `selective` makes those that keep results.
     `counting`: a block whose passes change buffers."""
     forward, again = selective() if selective else (nullcontext(), nullcontext())
     return forward, _Uncounted(counting, again) if counting else again

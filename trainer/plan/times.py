@@ -213,7 +213,7 @@ def _together_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[f
 
 
 def _sent_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
-    """The same as if nothing overlapped."""
+    """Seconds of a step in which nothing overlaps."""
     forward, backward = map(sum, _sent(trace, recipe, machine))
     return forward, backward
 

@@ -221,4 +221,4 @@ INLINE = Table(
     differs=TABLE.differs,
     aliases={_inline(old): _whole(new) for old, new in map(str.split, _INLINE.splitlines())},
 )
-"""The same keys as accelerate writes them, below `deepspeed_config`."""
+"""Keys of a ds_config as accelerate writes them, below `deepspeed_config`."""

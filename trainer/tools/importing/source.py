@@ -23,7 +23,7 @@ class Table:
     """What is known about the keys of one kind of file besides their translation."""
 
     owner: str
-    """Whose defaults hold where the file says nothing: "DeepSpeed"."""
+    """The program whose defaults hold where the file says nothing, such as "DeepSpeed"."""
     no_meaning: Mapping[str, str]
     """Key, or prefix that ends in a dot → why nothing in a recipe stands for it."""
     differs: Mapping[str, str]

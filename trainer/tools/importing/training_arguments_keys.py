@@ -93,7 +93,7 @@ tracking knows TensorBoard and W&B; others are tracking.sinks
 
 
 def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
-    """Those of `fsdp_config` and `parallelism_config`, which are the same here."""
+    """Keys of `fsdp_config` and `parallelism_config`, whose words accelerate shares."""
     sections = ("fsdp_config.", "parallelism_config.")
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
 
