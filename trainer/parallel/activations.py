@@ -75,8 +75,8 @@ def apply_activation_checkpointing(
 def _contexts(
     selective: Callable[[], Sequence[TorchDispatchMode]] | None, counting: nn.Module | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the forward pass and of its repetition. `selective` makes those that keep results.
-    `counting`: a block whose passes change buffers."""
+    """Contexts of the forward pass and of its repetition. `selective` makes contexts that keep
+    results. `counting`: a block whose passes change buffers."""
     forward, again = selective() if selective else (nullcontext(), nullcontext())
     return forward, _Uncounted(counting, again) if counting else again
 

@@ -213,7 +213,7 @@ def _together_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[f
 
 
 def _sent_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
-    """Seconds of a step in which nothing overlaps."""
+    """Seconds of what forward and backward passes send, where nothing overlaps."""
     forward, backward = map(sum, _sent(trace, recipe, machine))
     return forward, backward
 
