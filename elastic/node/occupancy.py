@@ -74,8 +74,7 @@ class Occupancy:
         self._end = threading.Event()
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            locked = self._try_lock()
-            self._wait_for_the_dead(locked)
+            self._wait_for_the_dead()
             self._write()
         self._thread = threading.Thread(target=self._renew, name="perdure-occupancy", daemon=True)
         self._thread.start()
@@ -116,9 +115,14 @@ class Occupancy:
             return None
         return True
 
-    def _wait_for_the_dead(self, locked: bool | None) -> None:
+    def _wait_for_the_dead(self) -> None:
         """Return once nobody of another job is here."""
-        mine, found = self._mine, _read(self._folder)
+        deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
+        mine, locked, found = self._mine, self._try_lock(), _read(self._folder)
+        # Who holds the lock without a record has just come, or is about to leave.
+        while locked is False and found is None and time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 100)
+            locked, found = self._try_lock(), _read(self._folder)
         if locked is False and (found is None or found.job != mine.job):
             raise self._occupied(found)
         if found is None or found.job == mine.job or (locked and found.boot == mine.boot):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_the_second_launch_is_told_who_the_first_is(tmp_path):
     Occupancy(tmp_path, "second").release()
     assert time.monotonic() - started < 0.15, "the kernel says at once that it is dead"
     assert not (tmp_path / RECORD).exists()
+
+
+def test_who_is_about_to_leave_is_waited_for(tmp_path):
+    """A node that hands the folder to another of its job drops its record first, then its lock."""
+    with another(tmp_path) as pid:
+        os.kill(pid, signal.SIGSTOP)  # it renews nothing
+        (tmp_path / RECORD).unlink()
+        with pytest.raises(OccupiedError, match="another process trains there"):
+            Occupancy(tmp_path, "first")  # it does not leave
+        threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
+        Occupancy(tmp_path, "first").release()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
