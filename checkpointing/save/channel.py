@@ -20,10 +20,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
-from multiprocessing.connection import (
-    Client,  # noqa: TID251  # of connections a Channel uses send_bytes and recv_bytes alone
-    Connection,
-)
+from multiprocessing.connection import Connection
 from typing import Any
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -131,13 +128,14 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
     Args:
         address: where it listens.
         secret: of the run.
-        seconds: how long it may stay silent while they make each other's acquaintance.
+        seconds: how long it may stay silent, as a machine that is gone does for ever, while they
+            make each other's acquaintance.
 
     Raises:
         StrangerError: it does not know the secret.
         EOFError, OSError: it is not there, or does not answer.
     """
-    connection = Client(address)
+    connection = _connect(address, seconds)
     try:
         _set_up(connection)
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
@@ -182,6 +180,16 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
         message = _message(channel.recv_bytes(FIRST_BYTES))
         _limit(same, 0)
     return channel, message
+
+
+def _connect(address: tuple[str, int] | str, seconds: float) -> Connection:
+    if isinstance(address, tuple):
+        with socket.create_connection(address, seconds) as connection:
+            connection.setblocking(True)
+            return Connection(connection.detach())
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        return Connection(connection.detach())
 
 
 def _message(data: bytes) -> Any:

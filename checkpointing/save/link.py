@@ -155,8 +155,10 @@ class Link:
             voided: see messages.Setup.
 
         Raises:
-            WriterGoneError: that is not possible.
+            WriterGoneError: that is not possible, or this rank has given the process up.
         """
+        if self._given_up:
+            raise WriterGoneError(GONE)
         if self._process:
             code = end(self._process, END_SECONDS)
             logger.warning(

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RECONNECT_SECONDS = 0.25
+CALL_SECONDS = 3.0
+"""How long the coordinator may take to answer who connects: its machine may be gone, which says
+nothing."""
 ALONE_SECONDS = 1.5
 """How long requests wait for a coordinator that is lost. Rank 0 brings it back when it asks for the
 same save; but it may have had its answer before a writer of this node was lost, too, and then waits
@@ -178,7 +181,7 @@ class Writer:
         """Connect to the coordinator, again and again; runs in a thread."""
         while True:
             try:
-                uplink = call(self._addresses[0], self.setup.secret)
+                uplink = call(self._addresses[0], self.setup.secret, CALL_SECONDS)
                 uplink.send(msg.Caller("node", self.node))
                 self.loop.put(partial(self.joined, uplink))
                 while True:

@@ -47,7 +47,7 @@ from elastic.node.progress import PROGRESS
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.warm import Zygote, first_zygote
-from elastic.node.watchdog import SAVE_SECONDS
+from elastic.node.watchdog import SAVE_SECONDS, take_dumps
 from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram
 from elastic.process import lost
 from elastic.world import CAUSE, GENERATION, ROUND
@@ -548,9 +548,11 @@ class Node:
         now = time.monotonic()
         for rank in self._ranks.values():
             if rank.recalled and now > rank.recalled + READY_SECONDS:
+                place = Path(f"/proc/self/fd/{rank.dumps}")
+                stack = take_dumps({rank.rank: (rank.pid, place)}).get(rank.rank, "")
                 logger.warning(
-                    "rank %d did not let go of what it did within %.0f s: it is forked anew",
-                    rank.rank, READY_SECONDS,
+                    "rank %d did not let go of what it did within %.0f s: it is forked anew; its "
+                    "stack:\n%s", rank.rank, READY_SECONDS, stack,
                 )  # fmt: skip
                 self._kill(rank)
             if rank.lost and now > rank.lost + LOST_SECONDS:

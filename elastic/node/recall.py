@@ -41,6 +41,8 @@ never ends."""
 SETTLED_SECONDS = 1.0
 """After its first step, whose followers need the cores: what makes the next recovery faster is
 started then."""
+ABORT_SECONDS = 0.2
+"""How often what an attempt waits for is ended, until it is over."""
 LOST_SECONDS = 1.5
 """A rank that has lost a peer waits so long for others to say whose failure it was: the lease of a
 node ends before."""
@@ -109,6 +111,7 @@ class Recall:
         finally:
             with self._news:  # the thread may be aborting; what comes next makes all of it anew
                 self._armed = False
+                self._news.notify_all()
                 self._news.wait_for(lambda: not self._aborting)
 
     def check(self) -> None:
@@ -192,12 +195,20 @@ class Recall:
                 self._news.notify_all()
             if self._aborting:
                 try:
-                    self.stop()
-                    self.abort()
+                    self._abort_attempt()
                 finally:
                     with self._news:
                         self._aborting = False
                         self._news.notify_all()
+
+    def _abort_attempt(self) -> None:
+        """End what the attempt waits for until it is over: it may be about to connect to others."""
+        over = False
+        while not over:
+            self.stop()
+            self.abort()
+            with self._news:
+                over = self._news.wait_for(lambda: not self._armed, ABORT_SECONDS)
 
     def _tell(self, message: dict[str, object]) -> None:
         if self._agent is not None:

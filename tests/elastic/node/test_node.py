@@ -169,3 +169,16 @@ def test_an_attempt_is_over_when_all_of_it_is_aborted():
         raise ConnectionError
     assert events == ["aborted"]
     agent.close()
+
+
+def test_an_attempt_that_is_recalled_before_it_connects_waits_for_nobody():
+    agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    recall, aborted = Recall(own), threading.Event()
+    recall.stop = aborted.set
+    with socket.create_server(("127.0.0.1", 0)) as silent, recall.attempt():
+        agent.send(b'{"stop": true}')
+        assert aborted.wait(10)
+        time.sleep(0.1)
+        with socket.create_connection(silent.getsockname(), 10) as connection:
+            assert connection.recv(1) == b"", "the connection was ended here"
+    agent.close()

@@ -54,13 +54,14 @@ def test_the_second_launch_is_told_who_the_first_is(tmp_path):
     assert not (tmp_path / RECORD).exists()
 
 
-def test_who_is_about_to_leave_is_waited_for(tmp_path):
+def test_who_is_about_to_leave_is_waited_for(tmp_path, monkeypatch):
     """A node that hands the folder to another of its job drops its record first, then its lock."""
     with another(tmp_path) as pid:
         os.kill(pid, signal.SIGSTOP)  # it renews nothing
         (tmp_path / RECORD).unlink()
         with pytest.raises(OccupiedError, match="another process trains there"):
             Occupancy(tmp_path, "first")  # it does not leave
+        monkeypatch.setattr(occupancy, "BEAT_SECONDS", 2.0)
         threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
         Occupancy(tmp_path, "first").release()
 
