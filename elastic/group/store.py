@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -29,8 +29,10 @@ from elastic.process import outlive
 T = TypeVar("T")
 
 CONNECT_SECONDS = ANSWER_SECONDS = 5.0
-END_SECONDS = 0.5
-"""How long a thread that waits for a store has to end by itself when the process does."""
+END_SECONDS, CUT_SECONDS = 0.5, 10.0
+"""How long a thread that waits for a store has to end when the process does: by itself, and then
+with its connections closed, which it notes at once, but tells as slowly as a busy machine lets it.
+A thread that connects needs up to CONNECT_SECONDS."""
 NOTHING = "\0nothing"
 """No key has this value."""
 LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
@@ -198,8 +200,11 @@ class _Connection:
                 answer.put((None, error))
 
 
-_calling: dict[threading.Thread, tuple[Callable[[], None], int]] = {}
+Calls = dict[threading.Thread, tuple[Callable[[], None], int]]
 """Threads that call stores: what ends each, and the port of its store."""
+_calling: Calls = {}
+_ended = threading.Event()
+"""Set when the process ends: who connects again then calls no store any more."""
 
 
 def call_stores(work: Callable[[], None], end: Callable[[], None], port: int, name: str) -> None:
@@ -214,36 +219,54 @@ def call_stores(work: Callable[[], None], end: Callable[[], None], port: int, na
     """
 
     def run() -> None:
+        _calling[threading.current_thread()] = end, port
         try:
-            work()
+            if not _ended.is_set():  # after the line above: `_end_calls` sees it there, or it ends
+                work()
         finally:
-            _calling.pop(threading.current_thread(), None)
+            del _calling[threading.current_thread()]
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _calling[thread] = end, port
-    thread.start()
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 @atexit.register
+def _end() -> None:
+    """No thread calls a store any more."""
+    _ended.set()
+    _end_calls()
+
+
 def _end_calls() -> None:
     """End the threads of `call_stores`; those that wait for an answer by closing connections."""
     left = dict(_calling)
     for end, _ in left.values():
         end()
-    _join(left)
-    if ports := {port for thread, (_, port) in left.items() if thread.is_alive()}:
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+    _join(left, END_SECONDS)
+    deadline = time.monotonic() + CUT_SECONDS
+    while (ports := {port for _, port in left.values()}) and time.monotonic() < deadline:
+        _cut(ports)
+        _join(left, END_SECONDS)  # and again: torch connects anew where it is cut off connecting
+
+
+def _cut(ports: set[int]) -> None:
+    """Shut this process's connections to ports; whoever has opened them still closes them."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # no socket, or not connected
+            connection = socket.socket(fileno=int(name))
+            try:
                 if connection.getpeername()[1:2] in {(port,) for port in ports}:
                     connection.shutdown(socket.SHUT_RDWR)
-        _join(left)
+            finally:
+                connection.detach()
 
 
-def _join(threads: Iterable[threading.Thread]) -> None:
-    """Wait END_SECONDS for all of them."""
-    deadline = time.monotonic() + END_SECONDS
-    for thread in threads:
+def _join(calls: Calls, seconds: float) -> None:
+    """Wait for at most `seconds` until all threads have ended; those that have are taken out."""
+    deadline = time.monotonic() + seconds
+    for thread in list(calls):
         thread.join(max(0.0, deadline - time.monotonic()))
+        if not thread.is_alive():
+            del calls[thread]
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:
