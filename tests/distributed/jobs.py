@@ -22,9 +22,8 @@ from checkpointing.storage.folders import living_folders
 from elastic.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
-soak = pytest.mark.skipif(
-    not os.environ.get("SOAK"), reason="in `make soak`, to keep `make test` short"
-)
+SOAK = bool(os.environ.get("SOAK"))
+soak = pytest.mark.skipif(not SOAK, reason="in `make soak`, to keep `make test` short")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["trainer.run.worker", "torch.distributed.run", __name__])
 RECIPE = """\

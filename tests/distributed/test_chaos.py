@@ -11,19 +11,23 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.support import python_path
-from tests.distributed.jobs import ROOT, soak
+from tests.distributed.jobs import ROOT, SOAK, Forked, soak
 from trainer.recipe import RecipeError
 from trainer.tools.chaos.faults import gone, processes_with
 from trainer.tools.chaos.plan import Fault, Plan, random_plan
 from trainer.tools.chaos.run import judge, run_chaos
 from trainer.tools.container import network_possible
+from trainer.tools.local_nodes import start_python
 
 CUT = Fault(what="partition", at=18, node=1, seconds=2.5, way="out")
+TOGETHER = (
+    Fault(what="kill_stand_in", at=26),
+    Fault(what="kill_worker", at=26, node=1, delay=0.02),
+)
 FAULTS = (
     Fault(what="kill_worker", at=10, node=1),
     CUT if network_possible() else replace(CUT, what="stop_node"),
-    Fault(what="kill_stand_in", at=26),
-    Fault(what="kill_worker", at=26, node=1, delay=0.02),
+    *(TOGETHER if SOAK else ()),
     Fault(what="kill_node", at=30),
 )
 """On two nodes of which one is left."""
@@ -51,6 +55,7 @@ def chaos(workspace, monkeypatch):
             tolerance=0.0 if mode == "exact" else 2e-5,
             patience=180.0,
             environment={"PYTHONPATH": python_path(ROOT, workspace)},
+            start=start_python if SOAK else Forked,
         )
 
     return chaos

@@ -34,7 +34,7 @@ from trainer.tools.chaos.faults import (
     processes_with,
 )
 from trainer.tools.chaos.plan import Plan
-from trainer.tools.local_nodes import LocalNodes, start_python
+from trainer.tools.local_nodes import Launch, LocalNodes, start_python
 from trainer.tools.report.report import check, read_metrics
 
 NODE = ("trainer.cli", "train")
@@ -82,6 +82,7 @@ def run_chaos(
     patience: float = 60.0,
     within: float | None = None,
     environment: dict[str, str] | None = None,
+    start: Launch = start_python,
 ) -> Verdict:
     """Carry out a plan.
 
@@ -96,6 +97,7 @@ def run_chaos(
         patience: seconds without a step after which the run is given up.
         within: seconds without a new step that break a promise; None: any number is allowed.
         environment: added to that of this process for what is started.
+        start: starts the undisturbed run, the store and the agents.
 
     Raises:
         RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan, or nodes
@@ -129,7 +131,8 @@ def run_chaos(
     environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}
     print(f"undisturbed run of {recipe.run.steps} steps in one process")
     quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
-    _undisturbed([*of("undisturbed"), *quiet, *ALONE], logs / "undisturbed.log", environment)
+    log = logs / "undisturbed.log"
+    _undisturbed(start, [*of("undisturbed"), *quiet, *ALONE], log, environment)
 
     run = folder / "run"
     checkpoints = run / "checkpoints"
@@ -143,6 +146,7 @@ def run_chaos(
         launcher=NODE,
         own_memory=container.possible(),
         own_network=container.network_possible(),
+        start=start,
     ) as nodes:
         if not nodes.own_memory:
             print("not root: all nodes share the memory of this machine")
@@ -218,9 +222,11 @@ def _cost(outcomes: Sequence[Outcome]) -> str:
     return text
 
 
-def _undisturbed(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+def _undisturbed(
+    start: Launch, arguments: Sequence[str], log: Path, environment: dict[str, str]
+) -> None:
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    code = start_python(["trainer", *arguments], Path.cwd(), everything, log).wait()
+    code = start(["trainer", *arguments], Path.cwd(), everything, log).wait()
     if code:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         raise RecipeError(f"the undisturbed run failed ({log}): {' '.join(last)}")
