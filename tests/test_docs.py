@@ -302,6 +302,7 @@ def test_short_commands(scratch, monkeypatch, capsys):
 
 WALK = """
 import os, sys
+from functools import cache
 from trainer import run
 from trainer.recipe.sections import Recipe
 from trainer.run.worker import main
@@ -309,10 +310,15 @@ from trainer.run.worker import main
 home = os.path.dirname(os.path.dirname(run.__file__))
 rooms = []
 
+@cache
+def folder_of(file):
+    return os.path.relpath(file, home).rpartition("/")[0]
+
 def enter(frame, event, _):
-    folder, _, _ = os.path.relpath(frame.f_code.co_filename, home).rpartition("/")
-    holds = any(isinstance(value, Recipe) for value in frame.f_locals.values())
-    if event == "call" and holds and not folder.startswith(".") and rooms[-1:] != [folder]:
+    folder = folder_of(frame.f_code.co_filename) if event == "call" else "."
+    if folder.startswith(".") or rooms[-1:] == [folder]:
+        return
+    if any(isinstance(value, Recipe) for value in frame.f_locals.values()):
         rooms.append(folder)
 
 def leave(code, leave=os._exit):

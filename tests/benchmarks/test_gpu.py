@@ -101,7 +101,10 @@ def test_no_case_takes_more_than_is_left(tmp_path):
     assert not (tmp_path / "note").exists()
     # What a budget cut short is run again only where there is more time.
     assert run(cases[:1], plan(tmp_path, seconds=8)) == ["known: timed out"]
-    assert run(cases[:1], plan(tmp_path, seconds=24)) == ["timed out"]
+    state = State(tmp_path / "state.json")
+    ((key, entry),) = state.entries.items()
+    state.put(key, {**entry, "seconds": 0.5})
+    assert run(cases[:1], plan(tmp_path, seconds=2)) == ["timed out"]
     assert run(cases[1:], plan(tmp_path)) == ["done"]
 
 
@@ -344,9 +347,9 @@ def test_the_command_takes_the_same_ways_on_a_cpu(tmp_path):
         )
         return done.returncode, done.stdout, done.stderr
 
-    code, printed, errors = call("machine.matmul,machine.register,kernels")
+    code, printed, errors = call("machine.matmul,machine.register")
     assert code == 3, printed + errors
-    assert "3 pass, 1 not measured" in printed
+    assert "1 pass, 1 not measured" in printed
     assert "cudaHostRegister needs a GPU" in printed
     code, printed, _ = call("machine.matmul")
     assert code == 0

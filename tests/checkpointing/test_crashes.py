@@ -46,7 +46,7 @@ def log_of(path: Path) -> list[list[str]]:
 # --- at every system call of the writer ----------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def before(tmp_path_factory):
     """A run with step 1."""
     run = tmp_path_factory.mktemp("before") / "run"
@@ -55,7 +55,7 @@ def before(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def points(before, tmp_path_factory):
     """Everything that a writer asks of the system from its start to its end, when step 2 replaces
     step 1: (label, how manieth of that label)."""

@@ -53,7 +53,7 @@ def save(folder: Path, strategy: str, world_size: int) -> Path:
     return paths[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(tmp_path_factory):
     """The state as one process saves it."""
     return save(tmp_path_factory.mktemp("one"), "replicated", 1)

@@ -27,7 +27,7 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)\n", output)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
     return run(tmp_path_factory.mktemp("undisturbed"), "fsdp_loop", 1)
 

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import LedgerError, read_history
-from tests.distributed.jobs import ROOT, Forked, losses, records, soak, wait_for_memory
+from tests.distributed.jobs import ROOT, SOAK, Forked, Job, losses, records, soak, wait_for_memory
 from trainer.tools.local_nodes import LocalNodes
 
-STEPS = 100
+STEPS = 100 if SOAK else 40
+"""Nodes that join take a while."""
 RECIPE = [f"run.steps={STEPS}", "optimizer.lr=3e-4"]
 
 PACED = """
@@ -60,16 +61,8 @@ def cluster(workspace, tmp_path):
 @pytest.fixture(scope="session")
 def undisturbed(workspace):
     """Losses by step of a single process that nothing happens to."""
-    import subprocess
-    import sys
-
-    subprocess.run(
-        [sys.executable, "-m", "trainer", "recipe.yaml", "run.dir=alone", *RECIPE],
-        cwd=workspace,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT, workspace)},
-        check=True,
-        capture_output=True,
-    )
+    code, output = Job(workspace, 1, ["run.dir=alone", *RECIPE]).wait()
+    assert code == 0, output
     return losses(workspace, "alone")
 
 
@@ -109,7 +102,7 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace,
     (workspace / "paced.py").write_text(PACED)
     hold, run = workspace / "hold", workspace / f"crowd-{members}"
     model = ("model.architecture=null", "model.factory=paced:Paced", "strategy.name=ddp")
-    size = (f"run.dir={run.name}", "run.steps=80", "checkpoint.every=10")
+    size = (f"run.dir={run.name}", "run.steps=40", "checkpoint.every=10")
     size += (f"batch.global_batch={members * ranks}", "batch.micro_batch=1")
     nodes = cluster("1:8", *model, *size, ranks=ranks)
     first = [nodes.add() for _ in range(members)]
@@ -139,7 +132,7 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace,
     history = read_history(run)
     assert sizes() == [*before, members], "the spare took its place at once"
     assert len({attempt.start.round for attempt in history.attempts}) == len(sizes())
-    assert (history.step, history.problems) == (80, [])
+    assert (history.step, history.problems) == (40, [])
 
 
 @soak

@@ -73,7 +73,7 @@ def kill_rank(node: LocalNode, local_rank: int) -> None:
     os.kill(node.trainers()[local_rank], signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
     """name → losses of one process that nothing happens to."""
     return {

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, Forked, records, soak
+from tests.distributed.jobs import ROOT, SOAK, Forked, records, soak
 from trainer.optim.exact import (
     GRID,
     LARGEST_GRADIENT,
@@ -29,7 +29,7 @@ from trainer.parallel.fsdp import is_sharded
 from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
 from trainer.tools.local_nodes import LocalNodes
 
-STEPS = 20
+STEPS = 20 if SOAK else 12
 EXACT = ("run.determinism=exact", f"run.steps={STEPS}", "schedule.name=constant")
 UNEVEN = ("batch.global_batch=11", "batch.micro_batch=3")  # 4 micro-batches, the last one smaller
 GRADIENTS = st.lists(st.floats(-250, 250, width=32), min_size=1, max_size=40)
@@ -59,7 +59,7 @@ def assert_equal_bits(ours, theirs):
     assert not [n for n in ours if ours[n].numpy().tobytes() != theirs[n].numpy().tobytes()]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def single(workspace):
     """What one process gives, by overrides; each computed once."""
     return {}
@@ -69,7 +69,7 @@ def single(workspace):
     ("precision", "legs"),
     [
         # Each leg: up to this step, on so many ranks, with a strategy.
-        ("fp32", [(10, 3, []), (20, 1, ["strategy.name=ddp"])]),
+        ("fp32", [(6, 3, []), (STEPS, 1, ["strategy.name=ddp"])]),
         *(
             pytest.param(precision, legs, marks=soak)
             for precision in ("fp32", "bf16")
@@ -155,7 +155,7 @@ def test_ranks_that_go_on_in_place_after_others_were_killed_make_the_same_bits(
         environment={"PYTHONPATH": str(ROOT)},
     ) as nodes:  # fmt: skip
         node, stays = nodes.add(), set()
-        for step, victim in ((4, 2), (11, 0), (15, None)):
+        for step, victim in ((3, 2), (6, 0), (9, None)):
 
             def reached(step=step):
                 progress = node.progress(1)

@@ -26,7 +26,7 @@ from trainer.models import read_config
 from trainer.models.model_files import files_beside
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(workspace):
     """A tied Qwen3 as published ones are: several shards, and the tied head a second time."""
     config = Qwen3Config(
@@ -115,7 +115,7 @@ LEFT = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def instruct(workspace):
     """A Qwen3 that was taught to chat, as published: and it stops at two tokens."""
     folder = workspace / "instruct"

@@ -25,7 +25,7 @@ FSDP = ("strategy.name=fsdp", "strategy.sharding=FULL_SHARD")
 METRICS = ("recall@20", "ndcg@20", "popularity_recall@20", "popularity_ndcg@20")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(workspace):
     write_graph(workspace / "graph")
     (workspace / "kgat.yaml").write_text(RECIPE)

@@ -115,17 +115,17 @@ def test_the_largest_that_leaves_room(workspace, monkeypatch):
     recipe = load_recipe(workspace / "recipe.yaml", ["batch.micro_batch=auto"])
     blueprint = read_blueprint(recipe)  # of which a trace is remembered
     monkeypatch.setattr("trainer.plan.search.read_blueprint", lambda _: blueprint)
-    found, peaks = set(), {}
-    for size in (1, 2, 4, 8):
+
+    def needed(size, device):
         fixed = load_recipe(workspace / "recipe.yaml", [f"batch.micro_batch={size}"])
-        found_for = {"device": "cuda", "gpu_memory": 80e9, "blueprint": blueprint}
-        peaks[size] = predict(fixed, 1, 1, **found_for).peak
-    for memory in (1e3, 3e6, 80e9):
-        fitting = [size for size, peak in peaks.items() if peak <= (1 - ROOM) * memory]
-        largest = largest_micro_batch(recipe, 1, 1, memory, "cuda")
-        assert largest == max(fitting, default=1)
-        found.add(largest)
-    assert found == {1, 4, 8}
+        found = predict(fixed, 1, 1, device=device, gpu_memory=3e6, blueprint=blueprint)
+        return found.node_memory if device == "cpu" else found.peak
+
+    room = needed(4, "cpu") / (1 - ROOM)
+    for memory, largest in (1e3, 1), (room, 4), (room - 1, 2), (80e9, 8):
+        assert largest_micro_batch(recipe, 1, 1, memory, "cpu") == largest
+    assert needed(4, "cuda") <= (1 - ROOM) * 3e6 < needed(8, "cuda")
+    assert largest_micro_batch(recipe, 1, 1, 3e6, "cuda") == 4
     assert largest_micro_batch(recipe, 2, 2, 80e9, "cuda") == 4
     assert largest_micro_batch(recipe, 3, 3, 80e9, "cpu") == 3
 

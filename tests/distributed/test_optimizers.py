@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from checkpointing import newest_checkpoint, read_state
-from tests.distributed.jobs import ROOT, losses, records, soak
+from tests.distributed.jobs import ROOT, SOAK, losses, records, soak
 from tests.distributed.test_expert_parallel import MOE
 from tests.distributed.test_resume import assert_same
 from trainer.optim import muon
@@ -22,6 +22,7 @@ from trainer.recipe import Muon, Optimizer, RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
 
+OWN = "tests.distributed.own_optimizers"
 STEPS = 12
 COMMON = (
     *(f"run.steps={STEPS}", "optimizer.lr=5e-4", "optimizer.clip_norm=0"),
@@ -84,7 +85,7 @@ def torchs_muon(parameters, recipe):
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def single(workspace):
     return reference(workspace, ["optimizer.name=muon"], torchs_muon)
 
@@ -285,49 +286,15 @@ def test_factors_of_sharded_matrices_in_every_layout(workspace, train, ranks, ov
     assert worst(losses(workspace, run), losses(workspace, "factors")) <= TOLERANCE
 
 
-class Distinct(torch.optim.SGD):
-    """Does with gradients what torch cannot do with sharded ones."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None and parameter.dim() == 2:
-                parameter.sub_(parameter.grad / parameter.grad.unique().norm())
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps where no checkpoint looks."""
-
-    def step(self, closure=None):
-        self.steps = getattr(self, "steps", 0) + 1
-        super().step()
-
-
-class Wandering(torch.optim.SGD):
-    """Adds noise to each matrix as a whole, less and less; takes no closure. Counts in its groups,
-    and keeps a list and an int for each parameter."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for parameter in group["params"]:
-                noise, kept = torch.randn_like(parameter), self.state[parameter]
-                kept["calls"] = kept.get("calls", 0) + 1
-                kept.setdefault("noises", []).append(noise.mean())
-                less = kept["calls"] * group["steps"]
-                parameter.add_(noise - sum(kept["noises"]), alpha=group["lr"] / less)
-        super().step()
-
-
 def test_replicas_draw_alike_and_what_they_count_comes_back(workspace, train):
     """What a step draws is a function of the step, on any number of ranks that hold whole
     weights."""
-    own = (*COMMON, f"optimizer.factory={__name__}:Wandering")
+    own = (*COMMON, f"optimizer.factory={OWN}:Wandering")
     train(1, "run.dir=wandering-1", *own, "strategy.name=ddp")
     train(2, "run.dir=wandering-2", *own, "strategy.name=ddp", "run.steps=5")
     train(2, "run.dir=wandering-2", *own, "strategy.name=ddp")
-    train(2, "run.dir=wandering-sharded", *own)
+    if SOAK:
+        train(2, "run.dir=wandering-sharded", *own)
     curves = losses(workspace, "wandering-2"), losses(workspace, "wandering-1")
     assert worst(*curves) <= TOLERANCE
 
@@ -336,11 +303,11 @@ def test_replicas_draw_alike_and_what_they_count_comes_back(workspace, train):
     ("override", "message"),
     [
         (
-            f"optimizer.factory={__name__}:Counting",
+            f"optimizer.factory={OWN}:Counting",
             "Counting changes steps of the optimizer itself",
         ),
         (
-            f"optimizer.factory={__name__}:Distinct",
+            f"optimizer.factory={OWN}:Distinct",
             "unique.* strategy.name=ddp shards none",
         ),
         ("optimizer.factory=torch.optim:LBFGS", "LBFGS computes losses of its own"),

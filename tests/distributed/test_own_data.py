@@ -50,7 +50,7 @@ data: {factory: "own_samples:dialogues"}
 MEANS = {"arrays": {"accuracy"}, "rows": {"error", "ten"}, "tokens": set()}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(workspace):
     shutil.copy(ROOT / "examples/own_data.py", workspace)
     shutil.copy(Path(__file__).parent / "own_samples.py", workspace)

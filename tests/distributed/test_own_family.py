@@ -33,7 +33,7 @@ FRESH = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(workspace):
     """With norms away from one and wide weights, so that a norm in another place shows."""
     shutil.copy(ROOT / "examples/own_family.py", workspace)

@@ -43,7 +43,7 @@ class Model(nn.Module):
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def single(workspace):
     code, output = Job(workspace, 1, ("run.dir=single", "strategy.name=ddp", *LENGTH)).wait()
     assert code == 0, output

@@ -75,7 +75,7 @@ def launched(rank, ranks, name):
     return fabric
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     single = ours.CheckpointedSingleDevice(device="cpu")
     return train(Fabric(strategy=single), tmp_path_factory.mktemp("whole"), STEPS)

@@ -49,7 +49,7 @@ def load(checkpointer):
     return state["step"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(tmp_path_factory):
     """Steps 1 and 2."""
     run = tmp_path_factory.mktemp("saved") / "run"

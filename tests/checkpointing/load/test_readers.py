@@ -39,7 +39,7 @@ CONFIG = Qwen3Config(
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def weights():
     torch.manual_seed(0)
     return {
@@ -48,7 +48,7 @@ def weights():
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(weights, tmp_path_factory) -> Path:
     """Saved from two ranks with rows split, in several files."""
     folder = tmp_path_factory.mktemp("qwen3")

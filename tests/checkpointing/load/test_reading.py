@@ -257,7 +257,7 @@ def big_state():
     return {**model, "f": torch.randn(700, 900, generator=draw).bfloat16()}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def big(tmp_path_factory):
     return Written(tmp_path_factory.mktemp("big"), big_state(), 1 << 18, max_bytes=6_000_000)
 

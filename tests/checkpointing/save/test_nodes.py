@@ -82,7 +82,7 @@ def collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def by_one_rank(tmp_path_factory):
     """Steps 1 and 3 as one process saves them."""
     folder = tmp_path_factory.mktemp("one")

@@ -52,6 +52,7 @@ from checkpointing.storage.steps import (
 )
 from checkpointing.tools import inspect
 from tests.checkpointing.worlds import local, run_ranks, same_bits, spread, whole_state
+from tests.distributed.jobs import soak
 
 STORAGE = ObjectStorage()
 
@@ -130,7 +131,7 @@ moto.server.main(["-p", "0"])
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Proxy]:
     """A store with an empty bucket, and the environment that leads to it."""
     store = subprocess.Popen(
@@ -413,7 +414,10 @@ def test_a_deletion_that_fails_is_finished_later(directory: ObjectPath, store: P
     assert "names 'step-00000006', which is no checkpoint" in problem.message
 
 
-def test_what_passes_is_tried_again(directory: ObjectPath, store: Proxy) -> None:
+@pytest.mark.parametrize("files", [SMALL, pytest.param(LARGE, marks=soak)], ids=["small", "large"])
+def test_what_passes_is_tried_again(
+    directory: ObjectPath, store: Proxy, files: list[TensorFile]
+) -> None:
     seen: dict[tuple[str, str], int] = {}
 
     def flaky(method: str, path: str) -> str | None:
@@ -424,7 +428,7 @@ def test_what_passes_is_tried_again(directory: ObjectPath, store: Proxy) -> None
         return None
 
     store.fault = flaky
-    step = save(directory, 7, LARGE)
+    step = save(directory, 7, files)
     assert list_steps(directory) == [step]
     assert inspect.verify(str(directory)).problems == []
 
@@ -556,7 +560,7 @@ def test_paths_are_as_pathlib_has_them(parts: list[str], name: str) -> None:
 
 def test_the_engine_saves_and_loads(directory: ObjectPath, store: Proxy, tmp_path: Path) -> None:
     """Two ranks save, three load; a save that the store refuses costs nothing but itself."""
-    options = CheckpointOptions(max_shard_size=700, keep=2, trace=True)
+    options = CheckpointOptions(max_shard_size=1500, keep=2, trace=True)
 
     def saves(rank: int) -> list[str | None]:
         model, optimizer = (spread(part, "rows-2") for part in whole_state())

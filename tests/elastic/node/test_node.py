@@ -1,6 +1,5 @@
 """What an agent does with the training processes of its node: real ones, forked by its zygote."""
 
-import fcntl
 import os
 import signal
 import socket
@@ -18,9 +17,8 @@ from benchmarks.support import python_path
 from elastic.group.membership import Failure, Membership
 from elastic.node.agent import Node
 from elastic.node.facts import Program
-from elastic.node.recall import Recall, Recalled
+from elastic.node.recall import Recall
 from elastic.node.standin import NODE_SOCKET
-from elastic.world import GENERATION
 from tests.checkpointing.faults import until
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +27,7 @@ import sys
 import threading
 from elastic.node.standin import stand_in
 
-function = f"tests.elastic.node.test_node:{sys.argv[1]}"
+function = f"tests.elastic.node.ranks:{sys.argv[1]}"
 stand_in(function, function + "_prepared", sys.argv[2:])
 """
 
@@ -67,8 +65,8 @@ def node(monkeypatch):
 
 @pytest.fixture
 def start_rank(node):
-    """start_rank(rank, function, *arguments) → its stand-in: the node runs a function of this
-    module as one of its ranks."""
+    """start_rank(rank, function, *arguments) → its stand-in: the node runs a function of ranks.py
+    as one of its ranks."""
     started = []
 
     def start_rank(rank, function, *arguments, round=1):
@@ -81,37 +79,6 @@ def start_rank(node):
     for stand_in in started:
         stand_in.kill()
         stand_in.wait()
-
-
-def hold(arguments):
-    """Hold a lock, and so much memory that dying takes a while; say whether it was free."""
-    file = os.fdopen(os.open(arguments[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        said = "free"
-    except BlockingIOError:
-        said = "taken"
-    memory = b"1" * (200 << 20)
-    file.write(f"{said}\n")
-    file.flush()
-    signal.pause()
-    del memory
-
-
-def stay(arguments):
-    """Say who works in which generation, and stay for the next; "stubborn" lets go of nothing."""
-    recall = Recall.from_environment()
-    recall.allow()
-    while True:
-        with suppress(Recalled), recall.attempt():
-            recall.enable()
-            with Path(arguments[0]).open("a") as file:
-                file.write(f"{os.getpid()} {os.environ[GENERATION]}\n")
-            while True:
-                time.sleep(0.01)
-                if arguments[1:] != ["stubborn"]:
-                    recall.check()
-        recall.wait()
 
 
 def test_who_does_not_let_go_in_time_is_forked_anew_and_the_others_stay(

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,28 +18,31 @@ from tests.checkpointing.faults import until
 
 ROOT = Path(__file__).parents[3]
 STRANGER = """
-import os, re, signal, sys
+import os, signal, sys, time
 from contextlib import suppress
 from pathlib import Path
 from elastic.node.standin import NODE_SOCKET, stand_in
 
-agent, where, given = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+where, *ways = Path(sys.argv[1]), *sys.argv[2:]
 if where.name == "user":
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "PERDURE_ROUND": "1"}
-# Every way in: as the agent's own ranks know it, those that all can read, all that it has open.
-ways = [given, *re.findall(r"@(perdure\\S*)", Path("/proc/net/unix").read_text())]
-ways += [f"/proc/{agent}/fd/{number}" for number in range(64)]
+asking, ran = set(), False
 for way in ways:
-    if os.fork() == 0:
-        signal.alarm(15)  # the sockets of other jobs are among them, and need not answer
+    asking.add(pid := os.fork())
+    if pid == 0:
+        signal.alarm(15)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ[NODE_SOCKET] = way
         stand_in("subprocess:call", "subprocess:call", ["touch", str(where)])
-for _ in ways:
-    os.wait()
+while asking and not ran:  # a rank is there once: others that ask to be it wait
+    for pid in list(asking):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        asking -= {ended}
+        ran |= ended and status == 0
+    time.sleep(0.01)
 with suppress(PermissionError):
     where.with_suffix(".done").touch()
 """
@@ -70,17 +74,26 @@ def node(monkeypatch):
     node.stop()
 
 
+def ways_in():
+    """Paths to the node: as its own ranks know it, the names of its sockets, and what it has open
+    that may be one. Sockets of other jobs of this machine are left in peace: they need not answer.
+    """
+    here, files = Path(f"/proc/{os.getpid()}/fd"), {}
+    for number in os.listdir(here):
+        with suppress(OSError):  # the one of this listing
+            link = os.readlink(here / number)
+            if not (link.startswith(("pipe:", "anon_inode:", "/dev/")) or Path(link).exists()):
+                files[number] = link
+    sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = [name for *_, inode, name in sockets if f"socket:[{inode}]" in files.values()]
+    names = [name.lstrip("@") for name in names]
+    return [os.environ[NODE_SOCKET], *names, *(f"{here}/{number}" for number in files)]
+
+
 def ask(node, folder, kind):
     """Have a process ask the node to run a job; returns whether it ran, once that is known."""
     where = folder / kind
-    command = [
-        sys.executable,
-        "-c",
-        STRANGER,
-        str(os.getpid()),
-        str(where),
-        os.environ[NODE_SOCKET],
-    ]
+    command = [sys.executable, "-c", STRANGER, str(where), *ways_in()]
     if kind == "orphan":
         command = ["setsid", "--fork", *command]
     # No pipe: a way that nobody answers keeps the streams that were sent along it open.

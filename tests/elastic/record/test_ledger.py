@@ -122,7 +122,7 @@ class Run:
         return read_history(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ledger")
 

@@ -1,4 +1,4 @@
-"""The way of a user, command by command, in real processes."""
+"""The way of a user, command by command; where it matters, in real processes."""
 
 import json
 import os
@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs import RECIPE, ROOT, soak
+from trainer.cli.main import main
 from trainer.tools.local_nodes import children
 
 PERDURE = Path(sys.executable).parent / "perdure"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     (folder / "recipe.yaml").write_text(RECIPE)
@@ -80,11 +81,35 @@ def listeners(pid: int) -> set[str]:
     return found
 
 
-def test_from_text_to_text(folder, monkeypatch):
+COMMANDS = [
+    *(["ckpt", name, "run"] for name in ("ls", "show", "verify")),
+    ["generate", "run", "--prompt", "Line 7", "--max-new-tokens", "8"],
+]
+
+
+@pytest.fixture
+def tell(folder, monkeypatch, capsys):
+    """tell(*arguments) → what a command prints that this process runs: one of its own imports torch
+    for two seconds."""
+
+    def tell(*arguments):
+        monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
+        monkeypatch.setattr(sys, "argv", ["perdure", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        assert end.value.code == 0, printed
+        return printed.out
+
+    monkeypatch.chdir(folder)
+    return tell
+
+
+def test_from_text_to_text(folder, tell, monkeypatch):
     prepare = ["data", "prepare", "text.jsonl", "--out", "data", "--tokenizer", "bytes"]
     output = perdure(folder, *prepare, "--field", "body", "--validation-fraction", "0.2")
     assert "from 500 documents; 1 bad records left out" in output
-    assert "text.jsonl:4: not JSON" in perdure(folder, "data", "inspect", "data", "--verify")
+    assert "text.jsonl:4: not JSON" in tell("data", "inspect", "data", "--verify")
 
     with monkeypatch.context() as environment:
         environment.setenv("PYTHONPROFILEIMPORTTIME", "1")
@@ -104,15 +129,14 @@ def test_from_text_to_text(folder, monkeypatch):
     assert re.search(r"^\d\d:\d\d:\d\d step 6/6 \| loss ", output, flags=re.M)
     assert "first step after" in output
 
-    listing = perdure(folder, "ckpt", "ls", "run")
+    listing, tensors, verified, generated = (tell(*command) for command in COMMANDS)
     assert [line.split()[0] for line in listing.splitlines()[1:3]] == [
         "step-00000006",
         "step-00000003",
     ]
-    assert "model.layers.1.mlp.down_proj.weight" in perdure(folder, "ckpt", "show", "run")
-    assert "0 problem(s)" in perdure(folder, "ckpt", "verify", "run")
-    command = ["generate", "run", "--prompt", "Line 7", "--max-new-tokens", "8"]
-    assert perdure(folder, *command).startswith("Line 7")
+    assert "model.layers.1.mlp.down_proj.weight" in tensors
+    assert "0 problem(s)" in verified
+    assert generated.startswith("Line 7")
 
     shard = next((folder / "run/checkpoints/step-00000006/optimizer").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())

@@ -17,17 +17,17 @@ from trainer.kgat.stream import GraphStream, UserStream
 from trainer.recipe.kgat_options import GraphData
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return write_graph(tmp_path_factory.mktemp("graph") / "data")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(folder):
     return read_interactions(GraphData(path=str(folder)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def edges(data):
     return build_edges(data)
 
@@ -166,7 +166,7 @@ def test_users_to_evaluate(data):
             assert set(batch[name][row].tolist()) - {ITEMS} == set(pairs[pairs[:, 0] == user, 1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ml100k(request):
     """The data set in RecBole's wheel; its licence does not let us carry it."""
     folder = request.config.cache.mkdir("recbole")

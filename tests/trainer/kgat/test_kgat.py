@@ -24,7 +24,7 @@ precision: {{dtype: fp32}}
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def build(tmp_path_factory):
     """build(*overrides) → (task, model with large random weights, in evaluation mode)."""
     folder = tmp_path_factory.mktemp("kgat")

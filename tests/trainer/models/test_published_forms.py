@@ -54,7 +54,7 @@ Form = Callable[[Path], object]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories as transformers saves them."""
     folder = tmp_path_factory.mktemp("published")

@@ -101,6 +101,7 @@ def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
     written = RECIPE.replace("global_batch: 8", "global_batch: 4")
     least = min(c.prediction.peak for c in plan.candidates if "offload" not in c.label)
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))  # the thriftiest
+    monkeypatch.setattr("trainer.plan.search.MICRO_BATCHES", (1,))
     tight = dataclasses.replace(plan.machine.gpu, memory=least / (1 - ROOM) - 1)
     cut = make_plan(recipe, dataclasses.replace(plan.machine, gpu=tight), "cpu").candidates[-1]
     assert cut.recipe.strategy.tp * cut.recipe.strategy.pp > 1, "nothing else fits on the GPUs"
@@ -121,7 +122,7 @@ def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
 
 def test_beside_model_parallelism_of_the_recipe_others_are_looked_for(recipe_file, monkeypatch):
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
-    recipe = load_recipe(recipe_file, [TP, EVEN, "strategy.compile=true"])
+    recipe = load_recipe(recipe_file, [TP, EVEN, "strategy.compile=true", "batch.global_batch=2"])
     plan = make_plan(recipe, describe_machine("2xL4", 1, "bf16", tflops=1), "cpu")
     labels = [one.label for one in plan.candidates]
     assert len(labels) == len(set(labels))

@@ -36,7 +36,7 @@ ARCHITECTURE = Architecture(
 PROMPT = "The order of a run"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
