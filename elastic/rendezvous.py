@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -46,7 +47,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, heeded, leaving_code
 from elastic.group.claim import NO_MARK, claim
 from elastic.group.cloud import Notice, parse_sources, watch
-from elastic.group.health import check_node
+from elastic.group.health import HealthProblem, check_folders, check_node
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
     Ask,
@@ -54,8 +55,10 @@ from elastic.group.membership import (
     Limits,
     Membership,
     over,
+    ranks_of,
     room,
 )
+from elastic.group.place import own_place, tell
 from elastic.group.sealed import SealedStore
 from elastic.group.secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
@@ -64,7 +67,7 @@ from elastic.node.facts import Facts, differences, digest, torchrun_program
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.warm import start_early
 from elastic.process import outlive
-from elastic.world import ROUND
+from elastic.world import PLACES, ROUND
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +158,10 @@ class PerdureRendezvous(RendezvousHandler):
         self._store_address = client.host, client.port
         self._address, self._timeout = local_address, join_timeout
         self._round, self._identity, self._secret = 0, "", Secret(b"")
+        try:
+            self._place = own_place(os.environ)
+        except ValueError as error:
+            raise self._refused(str(error)) from error
         self._mark = NO_MARK
         self._paused = -1
         """Generation in which all ranks of this node have paused, before it comes again."""
@@ -228,13 +235,18 @@ class PerdureRendezvous(RendezvousHandler):
             self._round, self._paused = state.round, -1
             info = self._meet(state)
             if info:
-                os.environ[ROUND] = str(state.round)
+                places = dict(state.places)
+                nodes = [(places.get(node, ""), ranks_of(state, node)) for node in state.members]
+                os.environ |= {ROUND: str(state.round), PLACES: tell(nodes)}
                 return info
 
     def _read_facts(self) -> Secret:
         """Wait until our zygote is warm, and knows what this node is going to train; returns the
         secret of the job."""
-        facts = self._node.facts(self._timeout)
+        # First, as the zygote reads them for the facts, and may wait for ever.
+        deadline = time.monotonic() + self._timeout
+        self._refuse(check_folders(self._node.folders(self._timeout)))
+        facts = self._node.facts(max(0.0, deadline - time.monotonic()))
         if facts is None:
             raise RendezvousTimeoutError(
                 f"the imports of {self._node.program.package or 'torch'} take longer than "
@@ -292,10 +304,17 @@ class PerdureRendezvous(RendezvousHandler):
             StoreClient(*self._store_address, self._timeout).get("health")
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
-        problems = check_node(round_trip)
+        several = self._member.limits.maximum > 1
+        health = check_node(round_trip, folders=self._node.folders(0), network=several)
+        if several:
+            self._place = own_place(os.environ, health.domain)
+        self._refuse(health.problems)
+
+    def _refuse(self, problems: Sequence[HealthProblem]) -> None:
+        """Tell of problems of this machine; refuses to join with one that others would wait for."""
         for problem in problems:
             logger.warning("health check: %s", problem)
-        if any(problem.check != "gpu" for problem in problems):
+        if any(problem.refuses for problem in problems):
             raise RendezvousConnectionError(
                 f"this node does not join: {'; '.join(map(str, problems))}"
             )
@@ -348,7 +367,8 @@ class PerdureRendezvous(RendezvousHandler):
             return state.round > before and name in state.members
 
         here, ended, spare = bool(before), None, False
-        member.ask(Ask(False, before, self._paused, self._node.program.ranks, self._identity))
+        ranks = self._node.program.ranks
+        member.ask(Ask(False, before, self._paused, ranks, self._identity, self._place))
         while True:
             if member.wait_for(in_next, 0.5):
                 member.ask(None)

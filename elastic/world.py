@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 ROUND = "PERDURE_ROUND"
 """Environment variable: the round of the membership that this rank belongs to."""
+PLACES = "PERDURE_PLACES"
+"""Environment variable: which ranks of that round stand where, in words; empty: not stated."""
 GENERATION = "PERDURE_GENERATION"
 """Environment variable: which generation of training processes of that round this one is of."""
 CAUSE = "PERDURE_CAUSE"
@@ -58,6 +60,8 @@ class World:
     cause: Mapping[str, Any] | None
     """The failure that made this start necessary: rank, node, step, why, at; None for others."""
     device: torch.device
+    places: str = ""
+    """Which ranks stand in which rack or NVLink domain, in words; empty: no node has stated it."""
 
     @property
     def is_main(self) -> bool:
@@ -122,6 +126,7 @@ def join_world(device: str, timeout_seconds: float, secret: bytes = b"") -> Worl
         generation=int(read(GENERATION) or read("TORCHELASTIC_RESTART_COUNT", "0")),
         cause=json.loads(read(CAUSE, "null")),
         device=place,
+        places=read(PLACES, ""),
     )
 
 

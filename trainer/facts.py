@@ -5,8 +5,15 @@ from typing import Any
 
 from elastic.group.batch_plan import most_ranks
 from trainer.parallel.mesh import least_nodes, mesh_shape, replica_ranks
+from trainer.recipe import load_recipe
 from trainer.recipe.errors import known_errors, lines
+from trainer.run.preflight import folders_of
 from trainer.run.worker import prepare
+
+
+def folders(arguments: tuple[str, ...]) -> dict[str, str]:
+    """The paths that a recipe with its overrides names, by key."""
+    return folders_of(load_recipe(arguments[0], arguments[1:]))
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu import wheels
-from benchmarks.gpu.cases import CASES, SLICES, Case, Verdict, chosen, judge
+from benchmarks.gpu.cases import CASES, SLICES, Case, Verdict, chosen, judge, standings
 from benchmarks.gpu.driver import ROOT, Machine, Plan, State, identify, run_cases
 from benchmarks.gpu.report import PAGE, before, page, read_results, results_file, take_in
 
@@ -130,8 +130,13 @@ def summarise(cases: Sequence[Case], state: State, machine: Machine) -> int:
         verdict, why = judge(case, entry, figures, last, machine.size)
         verdicts.append(verdict)
         print(f"{verdict:13} {case.name}")
-        for line in why:
+        done = entry is not None and entry["status"] == "done"
+        for line in [] if done else why:
             print(f"{'':13}   {line}")
+        for bound, standing, value in standings(case, entry, figures, last, machine.size):
+            source = f" ({bound.source})" if bound.source else ""
+            reached = "" if value is None else f", {value:.4g}"
+            print(f"{'':13}   {bound}{source}: {standing}{reached}")
         for name, value in (entry or {}).get("figures", {}).items():
             print(f"{'':13}   {name} = {f'{value:.4g}' if isinstance(value, float) else value}")
     counts = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}

@@ -35,7 +35,7 @@ changes. Take the folder `.gpu` along, and bring it back: `.gpu/state.json` hold
 once. A case that fails, dies or hangs leaves the others alone.
 
 Slices 0, 1, 3 and 5 run first: three calls of 520 seconds, by the estimates of their cases. The
-others take four more. A case that no longer fits is left to the next call.
+others take five more. A case that no longer fits is left to the next call.
 
 | option of `python -m benchmarks.gpu` | |
 |---|---|
@@ -58,9 +58,15 @@ Collectives between ranks are slice 2's.
 
 The data are synthetic documents as long as those of C4: median 300 tokens, mean 480, vocabulary
 151,936. The minimal loop, [`minimal_loop.py`](../benchmarks/peers/minimal_loop.py), has the same
-model, kernels and compilation, and nothing else. 0.6B to 8B are the architectures of Qwen3. The
-number after them is the micro-batch; `causal` is without document masks. "The last result" is what
-other code gave before.
+model, kernels and compilation, and nothing else. 0.6B to 8B are the architectures of Qwen3,
+`llama_8B` is that of Llama 3.1. The number after them is the micro-batch; `causal` is without
+document masks. "The last result" is what other code gave before. MFU is by the definition of
+[`family.py`](../trainer/models/family.py), against the dense bf16 peak of the data sheet. In
+parentheses stands who has published a limit. `make gpu` prints each of them with `met`, `short` or
+`not run`.
+
+A machine with one GPU often has 128 GiB of host memory. A case that needs more says so, and is not
+measured. What is killed there is the largest model of which host memory holds a copy.
 """
 
 
@@ -122,7 +128,10 @@ def page(folder: Path = RESULTS) -> str:
         lines += [f"## {number}: {title}", "", row(columns), row(["---"] * len(columns))]
         for case in CASES:
             if case.slice == number:
-                bounds = ", ".join(f"`{bound}`" for bound in case.bounds)
+                bounds = ", ".join(
+                    f"`{bound}`" + (f" ({bound.source})" if bound.source else "")
+                    for bound in case.bounds
+                )
                 cells = [cell(case, result["cases"]) for result in measured]
                 lines.append(row([f"`{case.name}`", summary(case.function), bounds, *cells]))
         lines.append("")

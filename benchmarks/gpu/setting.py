@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import Figures, Size
 from benchmarks.gpu.synthetic import data_set
-from benchmarks.support import environment, json_lines
+from benchmarks.support import environment, json_lines, torchrun
 from checkpointing.save.room import available_bytes
 from elastic import usable_cores
 
@@ -34,7 +34,18 @@ QWEN3: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By name: where the published architectures differ from that of 0.6B."""
-PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360}
+LLAMA3 = {
+    "llama_8B": {
+        "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The model with which others have published speeds, by its differences too."""
+PARAMETERS = {
+    "0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360,
+    "llama_8B": 8_030_261_248,
+}  # fmt: skip
 _COMMON = {
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
@@ -100,16 +111,41 @@ class Setting:
         if not self.on_gpu():
             raise UnsupportedError(f"{what} needs a GPU")
 
+    def need_host(self, nbytes: float, what: str) -> None:
+        """Raises UnsupportedError where so many bytes of host memory are not available: a machine
+        with one GPU often has 128 GiB."""
+        if not self.toy and nbytes > available_bytes():
+            raise UnsupportedError(
+                f"{what}: {nbytes / 1e9:.0f} GB of host memory, and {available_bytes() / 1e9:.0f} "
+                "GB are available"
+            )
+
+    def need_gpus(self, count: int) -> int:
+        """So many ranks, one for each GPU; two at toy size, wherever they run.
+
+        Raises:
+            UnsupportedError: there are fewer GPUs.
+        """
+        import torch
+
+        if self.toy:
+            return min(count, 2)
+        if count > 1 and torch.cuda.device_count() < count:
+            raise UnsupportedError(
+                f"{count} GPUs are needed, and there are {torch.cuda.device_count()}"
+            )
+        return count
+
     def steps(self, full: int) -> int:
         """So many, or few at toy size."""
         return min(full, 6) if self.toy else full
 
 
 def architecture(setting: Setting, name: str) -> dict[str, Any]:
-    """A model's architecture. `name`: a key of QWEN3, or `small`."""
+    """A model's architecture. `name`: a key of QWEN3 or LLAMA3, or `small`."""
     if setting.toy:
         return {**_COMMON, **TOY}
-    return {**_COMMON, **(SMALL if name == "small" else QWEN3[name])}
+    return {**_COMMON, **{"small": SMALL, **QWEN3, **LLAMA3}[name]}
 
 
 def recipe(setting: Setting, model: str, /, **sections: Mapping[str, Any]) -> Sections:
@@ -207,10 +243,10 @@ def train(
 
 
 def train_until(
-    setting: Setting, name: str, sections: Sections, records: int
+    setting: Setting, name: str, sections: Sections, records: int, ranks: int = 1
 ) -> list[dict[str, Any]]:
-    """Run one rank until it has logged so often, and end it there: the last step of a run would
-    be saved. Returns the records.
+    """Run one rank, or several under torchrun, until it has logged so often, and end it there: the
+    last step of a run would be saved. Returns the records.
 
     Raises:
         RunFailedError: it ended before.
@@ -218,10 +254,14 @@ def train_until(
     sections["run"]["steps"] = 1_000_000
     path, log = write_recipe(setting, name, sections), setting.scratch / f"{name}.log"
     metrics = setting.scratch / name / "metrics.jsonl"
+    words = command("trainer", str(path))
+    if ranks > 1:
+        _, _, *words = torchrun(ranks, "-m", "trainer", str(path))
+        words = command(*words)
     with (
         log.open("w") as output,
         subprocess.Popen(
-            command("trainer", str(path)),
+            words,
             cwd=setting.scratch, env=job_environment(setting), stdout=output, stderr=output,
         ) as process,
     ):  # fmt: skip

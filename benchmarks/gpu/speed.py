@@ -1,4 +1,5 @@
-"""Slices 5 and 6: tokens per second of this trainer, and of others with the same model and batch.
+"""Slices 5, 6, 8 and 9: tokens per second of this trainer, and of others with the same model and
+batch.
 
 Each trains for some steps; the first ones, which compile and warm up, are left out.
 """
@@ -27,35 +28,42 @@ from benchmarks.gpu.setting import (
 from benchmarks.support import ROOT, torchrun
 from trainer.models.loss import HeadLoss
 
-LOG_EVERY = {"0.6B": 4, "1.7B": 2, "4B": 2, "8B": 2}
+LOG_EVERY = {"0.6B": 4, "1.7B": 2, "4B": 2, "8B": 2, "llama_8B": 2}
 """Steps of a log interval."""
 WARM, MEASURED = 3, 5
 """Log intervals."""
-SEQ_LEN = {"0.6B": 2048, "1.7B": 2048, "4B": 2048, "8B": 4096}
-BATCH = {"0.6B": 16, "1.7B": 16, "4B": 8, "8B": 4}
-"""Sequences of a step."""
+SEQ_LEN = {"0.6B": 2048, "1.7B": 2048, "4B": 2048, "8B": 4096, "llama_8B": 4096}
+BATCH = {"0.6B": 16, "1.7B": 16, "4B": 8, "8B": 4, "llama_8B": 8}
+"""Sequences of a step of one GPU; of several each has a micro-batch."""
 PEERS = {"hf": ("transformers", "accelerate"), "torchtitan": ("torchtitan",), "minimal": ()}
 """By the beginning of a file in benchmarks/peers: the packages that it needs."""
 
 
 def sections_of(
-    setting: Setting, model: str, micro_batch: int, mask: bool, recompute: str
+    setting: Setting,
+    model: str,
+    micro_batch: int,
+    mask: bool,
+    recompute: str,
+    gpus: int = 1,
+    seq_len: int = 0,
 ) -> Sections:
-    """The recipe that all train."""
-    needed = 16 * PARAMETERS[model]
+    """The recipe that all train. `seq_len`: 0 for that of SEQ_LEN."""
+    needed = 16 * PARAMETERS[model] // gpus
     if setting.on_gpu() and not setting.toy and needed > 0.95 * device_memory():
         raise UnsupportedError(
             f"{model}: {needed / 1e9:.0f} GB of weights, gradients and moments, and the GPU has "
             f"{device_memory() / 1e9:.0f} GB"
         )
+    batch = BATCH[model] if gpus == 1 else gpus * micro_batch
     return recipe(
         setting,
         model,
         run={"log_every": LOG_EVERY[model]},
-        data={"seq_len": SEQ_LEN[model], "document_mask": mask},
-        batch={"global_batch": BATCH[model], "micro_batch": micro_batch},
+        data={"seq_len": seq_len or SEQ_LEN[model], "document_mask": mask},
+        batch={"global_batch": batch, "micro_batch": micro_batch},
         strategy={
-            "name": "ddp",
+            "name": "ddp" if gpus == 1 else "fsdp",
             "compile": not setting.toy,
             "activation_checkpointing": recompute,
         },
@@ -64,15 +72,23 @@ def sections_of(
 
 
 def perdure(
-    setting: Setting, model: str, micro_batch: int, mask: bool = True, recompute: str = "none"
+    setting: Setting,
+    model: str,
+    micro_batch: int,
+    mask: bool = True,
+    recompute: str = "none",
+    gpus: int = 1,
+    seq_len: int = 0,
 ) -> dict[str, Any]:
     """This trainer."""
-    sections = sections_of(setting, model, micro_batch, mask, recompute)
-    records = train_until(setting, "perdure", sections, WARM + MEASURED)
+    ranks = setting.need_gpus(gpus)
+    sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len)
+    records = train_until(setting, "perdure", sections, WARM + MEASURED, ranks)
     first, last = records[WARM - 1], records[-1]
     rate = (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
     return {
         "tokens_per_second": rate,
+        "tokens_per_second_per_gpu": rate / ranks,
         "mfu": last.get("mfu"),
         "step_ms": 1e3 * last["step_seconds_p50"],
         "slowest_step_ms": 1e3 * max(r["step_seconds_max"] for r in records[WARM:]),
@@ -88,24 +104,32 @@ def peer(
     micro_batch: int,
     mask: bool = True,
     recompute: str = "none",
+    gpus: int = 1,
+    seq_len: int = 0,
 ) -> dict[str, Any]:
     """Another, started by torchrun with the same recipe."""
     if missing := [package for package in PEERS[peer] if not find_spec(package)]:
         raise UnsupportedError(f"{' and '.join(missing)} not installed")
-    sections = sections_of(setting, model, micro_batch, mask, recompute)
+    ranks = setting.need_gpus(gpus)
+    setting.need_host(
+        4 * PARAMETERS[model] * ranks, f"{model}, drawn on the CPU by {ranks} rank(s)"
+    )
+    sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len)
     first, last = WARM * LOG_EVERY[model], (WARM + MEASURED) * LOG_EVERY[model]
     sections["run"]["steps"] = last
     path = write_recipe(setting, peer, sections)
     file = str(ROOT / "benchmarks" / "peers" / f"{peer}_loop.py")
-    output = run_command(setting, torchrun(1, file, str(path)))
+    output = run_command(setting, torchrun(ranks, file, str(path)))
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
     if failed := [line["failed"] for line in lines if "failed" in line]:
         raise RunFailedError(failed[0])
     told = {line["step"]: line["at"] for line in lines if "at" in line}
     batch, length = sections["batch"]["global_batch"], sections["data"]["seq_len"]
     final = next(line for line in reversed(lines) if "peak_memory" in line)
+    rate = (last - first) * batch * length / (told[last] - told[first])
     return {
-        "tokens_per_second": (last - first) * batch * length / (told[last] - told[first]),
+        "tokens_per_second": rate,
+        "tokens_per_second_per_gpu": rate / ranks,
         "peak_memory_gb": final["peak_memory"] / 1e9,
         "note": final["note"],
     }

@@ -13,11 +13,13 @@ from typing import Any
 
 from benchmarks.gpu.setting import (
     PARAMETERS,
+    QWEN3,
     RunFailedError,
     Sections,
     Setting,
     UnsupportedError,
     device_memory,
+    free_host_memory,
     job_environment,
     recipe,
     run_command,
@@ -33,10 +35,13 @@ from trainer.plan import predict
 from trainer.recipe import load_recipe
 from trainer.tools.local_nodes import LocalNode, LocalNodes
 
-BYTES_PER_PARAMETER = 16
-"""Weight, gradient, two moments."""
+BYTES_PER_PARAMETER, SLOT_BYTES = 16, 12
+"""Weight, gradient, two moments on the GPU; without the gradient in a copy of the state in host
+memory."""
 STATE, PEAK = 0.6, 0.75
 """Shares of a GPU's memory."""
+SLOT = 0.7
+"""Share of the host's memory that slots take: the rest is for processes, and for data."""
 EXACT = {"determinism": "exact"}
 KILLS = 2
 
@@ -68,9 +73,10 @@ def kill(setting: Setting, model: str, workers: int) -> dict[str, Any]:
 
     `model` `large` is the largest whose state leaves room, with sequences that fill the GPU.
     """
-    memory, micro_batch = device_memory() if setting.on_gpu() else 0, 8
+    memory, host, micro_batch = device_memory() if setting.on_gpu() else 0, free_host_memory(), 8
     if model == "large":
-        model, micro_batch = filling(setting, 80 << 30 if setting.toy else memory)
+        memory_of, host_of = (80 << 30, 128 << 30) if setting.toy else (memory, host)
+        model, micro_batch = filling(setting, memory_of, host_of)
     sections = killed(setting, model, workers, micro_batch)
     seconds, redone = [], []
     with job(setting, "killed", sections) as node:
@@ -89,6 +95,7 @@ def kill(setting: Setting, model: str, workers: int) -> dict[str, Any]:
         "all_seconds": seconds,
         "steps_redone": max(redone),
         "share_of_memory": peak / memory if memory else None,
+        "host_memory_gb": host / 1e9,
         "out_of_memory": len(re.findall("out of memory", text, re.IGNORECASE)),
     }
 
@@ -101,7 +108,7 @@ def killed(setting: Setting, model: str, workers: int, micro_batch: int) -> Sect
         model,
         run={"steps": 100_000},
         data={"seq_len": 2048, "workers": workers},
-        batch={"global_batch": 8, "micro_batch": micro_batch},
+        batch={"global_batch": max(8, micro_batch), "micro_batch": micro_batch},
         precision={"dtype": "bf16"},
         # While a large state is copied some steps pass, and there is memory for one copy.
         checkpoint={"every": 0, "slots": 2 if small else 1},
@@ -109,16 +116,23 @@ def killed(setting: Setting, model: str, workers: int, micro_batch: int) -> Sect
     )
 
 
-def filling(setting: Setting, memory: int) -> tuple[str, int]:
-    """For a GPU of so many bytes the largest model whose state takes no more than STATE of them,
-    and the largest micro-batch whose predicted peak takes no more than PEAK. Half empty, the GPU
-    would bear a successor beside a killed rank that still has its memory."""
-    most = STATE * memory / BYTES_PER_PARAMETER
-    fitting = [name for name, count in PARAMETERS.items() if count <= most]
-    if not fitting:
+def filling(setting: Setting, memory: int, host: int) -> tuple[str, int]:
+    """The largest model whose state takes no more than STATE of a GPU of `memory` bytes, and a copy
+    of it no more than SLOT of `host` bytes; and the largest micro-batch whose predicted peak takes
+    no more than PEAK of the GPU. Half empty, it would bear a successor beside a killed rank that
+    still has its memory."""
+    names = [name for name in QWEN3 if BYTES_PER_PARAMETER * PARAMETERS[name] <= STATE * memory]
+    if not names:
         raise UnsupportedError(f"no model's state takes 0.6 of {memory / 1e9:.0f} GB, or less")
+    fitting = [name for name in names if SLOT_BYTES * PARAMETERS[name] <= SLOT * host]
+    if not fitting:
+        raise UnsupportedError(
+            f"a copy of {names[0]} takes {SLOT_BYTES * PARAMETERS[names[0]] / 1e9:.0f} GB of host "
+            f"memory, and {host / 1e9:.0f} GB are free, {SLOT:.0%} of which it may have"
+        )
     model = fitting[-1]
-    for micro_batch in (8, 4, 2):
+    # Where host memory is what is short, activations fill the GPU.
+    for micro_batch in (8, 4, 2) if fitting == names else (32, 16, 8, 4, 2):
         path = write_recipe(setting, "tried", killed(setting, model, 0, micro_batch))
         found = predict(load_recipe(str(path), []), 1, 1, device="cuda", gpu_memory=memory)
         if found.peak <= PEAK * memory:

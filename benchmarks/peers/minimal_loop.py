@@ -2,6 +2,7 @@
 tutorials. Start it with torchrun and a recipe (see benchmarks/support/peer.py)."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from benchmarks.support.peer import Clock, Job, run_peer
+
+KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+"""Results that selective recomputation keeps."""
 
 
 def train(job: Job, clock: Clock) -> None:
@@ -19,9 +29,12 @@ def train(job: Job, clock: Clock) -> None:
     recipe = job.recipe
     dist.init_process_group("nccl" if job.device.type == "cuda" else "gloo")
     model = job.model().to(job.device)
-    if recipe.strategy.activation_checkpointing == "full":
+    if recipe.strategy.activation_checkpointing != "none":
+        options: dict[str, Any] = {"preserve_rng_state": False}
+        if recipe.strategy.activation_checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT))
         for number, block in enumerate(model.model.layers):
-            model.model.layers[number] = checkpoint_wrapper(block, preserve_rng_state=False)
+            model.model.layers[number] = checkpoint_wrapper(block, **options)
     blocks = list(model.blocks)
     if recipe.strategy.compile:
         for part in (*blocks, *model.compiled_beside_blocks):

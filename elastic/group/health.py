@@ -5,7 +5,10 @@
 initialise CUDA). The process says what it is about to do before it does it, so that a check
 that never ends still has a name. All checks run at the same time, and each has a time-out.
 
-    python -m elastic.group.health compute | gpu
+A folder is read, and Linux is asked for its network, in a thread: both cost too little for a
+process, and a thread that waits for a dead server is left alone as well.
+
+    python -m elastic.group.health compute | gpu | nvlink
 """
 
 import json
@@ -15,13 +18,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elastic.group.mounts import look_at, mount_of
+from elastic.group.network import network_problems
 from elastic.process import die_with_parent, search_path
 
 SECONDS = 60.0
@@ -31,39 +36,87 @@ GPU_SECONDS = 120.0
 ROUND_TRIP_SECONDS = 1.0
 """A store slower than that does not carry leases, which are about as long."""
 GPU_BYTES = 256 << 20
+ONLY_TOLD = ("gpu", "nvlink", "network")
+"""Checks whose problems keep no node out: what is slow, or cannot be asked, may still train."""
 
 
 @dataclass(frozen=True)
 class HealthProblem:
-    """One reason not to join."""
+    """Something that is wrong with this machine."""
 
     check: str
     what: str
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it is a reason not to join."""
+        return self.check not in ONLY_TOLD
 
     def __str__(self) -> str:
         return f"{self.check}: {self.what}"
 
 
+@dataclass(frozen=True)
+class Health:
+    """What is known of this machine once it is checked."""
+
+    problems: Sequence[HealthProblem]
+    domain: str
+    """The NVLink domain of its GPUs; empty if they reach no other node."""
+
+
 def check_node(
     store_round_trip: Callable[[], float],
     *,
+    folders: Mapping[str, str] | None = None,
+    network: bool = False,
+    root: Path = Path("/"),
     seconds: float = SECONDS,
     gpu_seconds: float = GPU_SECONDS,
-) -> list[HealthProblem]:
-    """Check this machine: its cores, the GPUs of an NVIDIA driver, its way to the store. Nothing
-    found, nothing returned. Takes at most the longest time-out.
+) -> Health:
+    """Check this machine: its cores, the GPUs of an NVIDIA driver and their links, its network, and
+    its way to the store and to folders. Takes at most the longest time-out.
 
     Args:
         store_round_trip: asks the store for something and returns the seconds that took.
+        folders: paths that the ranks need, by the key that names them.
+        network: whether the job has other nodes, which are reached over it.
+        root: folder with `sys` in it; `/` but in tests.
         seconds: time-out of each check.
         gpu_seconds: time-out of the check of all GPUs.
     """
     checks = [
         _Check("compute", seconds, _Check.run_child),
         _Check("store", seconds, partial(_time_store, store_round_trip)),
+        *_folder_checks(folders or {}, seconds),
     ]
+    if network:
+        checks.append(_Check("network", seconds, partial(_look_at_network, root)))
     if Path("/dev/nvidiactl").exists():
         checks.append(_Check("gpu", gpu_seconds, _Check.run_child))
+        checks.append(_Check("nvlink", gpu_seconds, _Check.run_child))
+    return Health(_run(checks), "".join(check.domain for check in checks))
+
+
+def check_folders(
+    folders: Mapping[str, str], *, seconds: float = SECONDS
+) -> Sequence[HealthProblem]:
+    """Whether what is mounted answers where these paths lie, by the key that names each. A path
+    that is not there is no problem of its mount."""
+    return _run(_folder_checks(folders, seconds))
+
+
+def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]:
+    checks = []
+    for key, folder in folders.items():
+        path = Path(folder).absolute()
+        advice = f" from {path}{mount_of(path)}; mend or remount it, or name another path"
+        checks.append(_Check(key, seconds, partial(_look_at_folder, path), advice))
+    return checks
+
+
+def _run(checks: Sequence["_Check"]) -> list[HealthProblem]:
+    """Run checks at the same time."""
     for check in checks:
         check.start()
     return [problem for check in checks for problem in check.result()]
@@ -72,8 +125,10 @@ def check_node(
 class _Check:
     """A check in a thread, which is left alone if it does not end in time."""
 
-    def __init__(self, name: str, seconds: float, run: Callable[["_Check"], None]) -> None:
-        self.at, self.seconds = name, seconds
+    def __init__(
+        self, name: str, seconds: float, run: Callable[["_Check"], None], advice: str = ""
+    ) -> None:
+        self.at, self.seconds, self.advice, self.domain = name, seconds, advice, ""
         self._run, self._problems = run, list[HealthProblem]()
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._work, name=f"check-{name}", daemon=True)
@@ -88,7 +143,7 @@ class _Check:
     def result(self) -> list[HealthProblem]:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.found(f"no answer within {self.seconds:g} s")
+            self.found(f"no answer within {self.seconds:g} s{self.advice}")
             if self._process is not None:
                 # One that waits for a dead driver stays until that answers: not waited for.
                 with suppress(ProcessLookupError):
@@ -115,7 +170,7 @@ class _Check:
         for line in self._process.stdout or ():
             if line.startswith('{"at": '):
                 finding = json.loads(line)
-                self.at = finding["at"]
+                self.at, self.domain = finding["at"], finding.get("domain", "")
                 if finding["problem"]:
                     self.found(finding["problem"])
             elif line.strip():
@@ -135,6 +190,18 @@ def _time_store(round_trip: Callable[[], float], check: _Check) -> None:
     took = round_trip()
     if took > ROUND_TRIP_SECONDS:
         check.found(f"a round trip takes {took:.1f} s, more than {ROUND_TRIP_SECONDS:g} s")
+
+
+def _look_at_folder(path: Path, check: _Check) -> None:
+    try:
+        look_at(path)
+    except OSError as error:
+        check.found(f"{error.strerror}{check.advice}")
+
+
+def _look_at_network(root: Path, check: _Check) -> None:
+    for problem in network_problems(root, os.environ):
+        check.found(problem)
 
 
 # --- in the child ----------------------------------------------------------------------------
@@ -222,6 +289,14 @@ def check_gpus() -> Iterator[Finding]:
 def main(arguments: list[str]) -> None:
     """One check, one JSON object a line."""
     die_with_parent()
+    if arguments == ["nvlink"]:
+        from elastic.group.nvml import ask_links
+
+        problems, domain = ask_links()
+        for problem in [*problems, None]:
+            said = {"at": "nvlink", "problem": problem, "domain": domain}
+            print(json.dumps(said), flush=True)
+        return
     for at, problem in check_gpus() if arguments == ["gpu"] else check_compute():
         print(json.dumps({"at": at, "problem": problem}), flush=True)
 

@@ -21,7 +21,8 @@ is another. Up to `OBSERVERS` nodes are all observers, and ask nobody.
 
 The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Who
 completes none waits as a spare, until others come with whom it does. Where a node is lost, the
-replicas of all others keep their nodes, so that these keep what they have in memory.
+replicas of all others keep their nodes, so that these keep what they have in memory. Nodes that
+stand together are neighbours, see place.py.
 
 Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
 for the length of a lease, on its own monotonic clock, takes that node out of the document. No
@@ -42,6 +43,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
+from elastic.group.place import common, grouped, is_place, levels, natural
+
 BEAT_SECONDS = 0.2
 """How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
 NODES_PER_BEAT = 128
@@ -58,6 +61,8 @@ OBSERVERS = 3
 
 
 T = TypeVar("T")
+Replica = list[str]
+"""Nodes that hold whole replicas of the model together, in the order of their ranks."""
 
 
 def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
@@ -117,6 +122,8 @@ class Membership:
     """Ranks of each node, but for those in `uneven`."""
     uneven: tuple[tuple[str, int], ...] = ()
     """(node, its ranks)."""
+    places: tuple[tuple[str, str], ...] = ()
+    """(node, where it stands) of those that have stated it; see place.py."""
     members: tuple[str, ...] = ()
     """Nodes of this round that are still in it, in the order of their group ranks."""
     size: int = 0
@@ -160,6 +167,8 @@ class Membership:
         for key in ("members", "broken", "arrived", "suspects"):
             body[key] = tuple(body.get(key, ()))
         body["uneven"] = tuple((node, ranks) for node, ranks in body.get("uneven", ()))
+        places = body.get("places", ())
+        body["places"] = tuple((node, place) for node, place in places if is_place(place))
         for key in ("failures", "struck"):
             body[key] = tuple(read_fields(Failure, failure) for failure in body.get(key, ()))
         for key, kind in (("lost", Failure), ("cause", Failure), ("closed", Closed)):
@@ -191,8 +200,11 @@ class Limits:
     """Failures of one node within an hour for which it is sent away, if enough others are there."""
 
 
-def arrive(state: Membership, node: str, ranks: int = 1, identity: str = "") -> Membership:
-    """`node`, with so many ranks, wants to be in the next round of a job of this identity."""
+def arrive(
+    state: Membership, node: str, ranks: int = 1, identity: str = "", place: str = ""
+) -> Membership:
+    """`node`, with so many ranks, wants to be in the next round of a job of this identity. It
+    stands at `place`."""
     if node in state.arrived or strange(state, node, identity):
         return state
     uneven = tuple(one for one in state.uneven if one[0] != node)
@@ -200,7 +212,14 @@ def arrive(state: Membership, node: str, ranks: int = 1, identity: str = "") -> 
         state = replace(state, identity=identity, ranks=ranks)
     elif ranks != state.ranks:
         uneven = (*uneven, (node, ranks))
-    return replace(state, arrived=(*state.arrived, node), uneven=uneven)
+    places = _placed(state, {node: place})
+    return replace(state, arrived=(*state.arrived, node), uneven=uneven, places=places)
+
+
+def _placed(state: Membership, stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """`Membership.places` once these nodes have stated where they stand."""
+    others = (one for one in state.places if one[0] not in stated)
+    return (*others, *(one for one in stated.items() if one[1] and is_place(one[1])))
 
 
 def strange(state: Membership, node: str, identity: str) -> bool:
@@ -210,7 +229,7 @@ def strange(state: Membership, node: str, identity: str) -> bool:
 
 
 def begin(
-    state: Membership, node: str, now: float, ranks: int = 1, identity: str = ""
+    state: Membership, node: str, now: float, ranks: int = 1, identity: str = "", place: str = ""
 ) -> Membership:
     """`node`, which was in no round yet, wants to be in the next one; `now` is Unix time. If nobody
     else is left, it begins a new job of this name; while others are there that has ended, nothing
@@ -219,7 +238,7 @@ def begin(
     if node in state.members or node in state.arrived:
         return state
     if others:
-        return state if state.closed else arrive(state, node, ranks, identity)
+        return state if state.closed else arrive(state, node, ranks, identity, place)
     lost = None if state.closed else state.lost
     fresh = Membership(
         version=max(state.version, int(now * 1000)),
@@ -228,7 +247,7 @@ def begin(
         job=f"{node} {now:.3f}",
         lost=lost,
     )
-    return arrive(fresh, node, ranks, identity)
+    return arrive(fresh, node, ranks, identity, place)
 
 
 @dataclass(frozen=True)
@@ -242,6 +261,8 @@ class Ask:
     """Generation of that round in which all its ranks have paused; -1: it has dropped them."""
     ranks: int = 1
     identity: str = ""
+    place: str = ""
+    """Where it stands; see place.py."""
 
 
 def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:
@@ -252,8 +273,8 @@ def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:
         return state
     if ask.after:
         here = leave(state, node) if _drops(state, node, ask) else state
-        return arrive(here, node, ask.ranks, ask.identity)
-    return begin(state, node, now, ask.ranks, ask.identity)
+        return arrive(here, node, ask.ranks, ask.identity, ask.place)
+    return begin(state, node, now, ask.ranks, ask.identity, ask.place)
 
 
 def over(state: Membership) -> bool:
@@ -286,7 +307,7 @@ def heed_all(state: Membership, asks: Mapping[str, Ask], now: float) -> Membersh
             return heed_all(state, dict(asked[place + 1 :]), now)
     members, arrived = set(state.members), set(state.arrived)
     arrivals = {
-        node: ask.ranks
+        node: ask
         for node, ask in come.items()
         if node not in arrived
         and (node not in members or 0 < ask.after >= state.round)
@@ -295,8 +316,14 @@ def heed_all(state: Membership, asks: Mapping[str, Ask], now: float) -> Membersh
     if not arrivals:
         return state
     others = tuple(one for one in state.uneven if one[0] not in arrivals)
-    differing = tuple(one for one in arrivals.items() if one[1] != state.ranks)
-    return replace(state, arrived=(*state.arrived, *arrivals), uneven=(*others, *differing))
+    ranks = ((node, ask.ranks) for node, ask in arrivals.items())
+    differing = tuple(one for one in ranks if one[1] != state.ranks)
+    return replace(
+        state,
+        arrived=(*state.arrived, *arrivals),
+        uneven=(*others, *differing),
+        places=_placed(state, {node: ask.place for node, ask in arrivals.items()}),
+    )
 
 
 def leave(state: Membership, *nodes: str) -> Membership:
@@ -310,6 +337,7 @@ def leave(state: Membership, *nodes: str) -> Membership:
         broken=_broken(state, gone),
         arrived=tuple(other for other in state.arrived if other not in gone),
         uneven=tuple(one for one in state.uneven if one[0] not in gone),
+        places=tuple(one for one in state.places if one[0] not in gone),
     )
 
 
@@ -319,7 +347,8 @@ def _broken(state: Membership, gone: Set[str]) -> tuple[str, ...]:
         return ()
     before = set(state.broken)
     whole = [member for member in state.members if member not in before]
-    hit = [group for group in _replicas(state, whole, state.unit) if not gone.isdisjoint(group)]
+    replicas, _ = _replicas(state, whole, state.unit)
+    hit = [nodes for nodes in replicas if not gone.isdisjoint(nodes)]
     broken = before.union(*hit) - gone
     return tuple(member for member in state.members if member in broken)
 
@@ -340,16 +369,17 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         quiet: seconds for which the arrivals have been the same.
 
     Nodes that were in the round before keep their order, so that group rank 0 and the neighbours of
-    a node change as little as possible; whose replica is broken comes after them. Arrivals for
-    which there is no room or no work, or who complete no replica, go on waiting, as spares.
+    a node change as little as possible; whose replica is broken comes after them. A replica that is
+    new comes after the others of its place. Arrivals for which there is no room or no work, or who
+    complete no replica, go on waiting, as spares.
     """
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
-    order = _in_order(state)
-    chosen = _fitting(state, order, limits)
+    replicas = _fitting(state, _candidates(state, limits.unit), limits)
+    chosen = _nodes(_side_by_side(state, replicas))
     if len(chosen) < limits.minimum:
         return state
-    one_more = _fitting(state, [*order, ""], replace(limits, unit=1))
+    one_more = _nodes(_fitting(state, [*_candidates(state, 1), [""]], limits))
     if "" in one_more and quiet < (
         limits.settle if state.round >= state.first else limits.first_call
     ):
@@ -363,7 +393,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         broken=(),
         address="",
         generation=0,
-        arrived=tuple(sorted(set(order) - set(chosen))),
+        arrived=tuple(sorted(set(inside(state)) - set(chosen))),
         lost=None,
         cause=state.lost,
         alarm=0,
@@ -374,35 +404,54 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
 
 def room(state: Membership, limits: Limits) -> int:
     """How many nodes wait that the next round could take beyond those of this one."""
-    return len(set(_fitting(state, _in_order(state), limits)) - set(state.members))
+    chosen = _nodes(_fitting(state, _candidates(state, limits.unit), limits))
+    return len(set(chosen) - set(state.members))
 
 
-def _in_order(state: Membership) -> list[str]:
-    """The members whose replicas are whole, the other members, and those that wait."""
-    broken, members = set(state.broken), set(state.members)
-    whole = [member for member in state.members if member not in broken]
-    return [*whole, *state.broken, *sorted(set(state.arrived) - members)]
+def _nodes(replicas: Sequence[Replica]) -> tuple[str, ...]:
+    return tuple(node for nodes in replicas for node in nodes)
 
 
-def _fitting(state: Membership, order: Sequence[str], limits: Limits) -> tuple[str, ...]:
-    """The first replicas that these nodes make, as many as there is room and work for. Where there
-    is work for fewer nodes than `minimum`, no fewer than these: their ranks will say what is wrong.
+def _candidates(state: Membership, unit: int) -> list[Replica]:
+    """Replicas of the next round, in the order in which there is room for them: those of this round
+    that are whole, those with its other members, and those of nodes that wait."""
+    broken, places = set(state.broken), dict(state.places)
+    whole, left = _replicas(state, [node for node in state.members if node not in broken], unit)
+    waiting = sorted(
+        set(state.arrived) - set(state.members),
+        key=lambda node: (natural(places.get(node, "")), natural(node)),
+    )
+    others = [*left, *state.broken]
+    near = _near(state, [*others, *waiting], unit)
+    if set(others) <= set(_nodes(near)):
+        return whole + sorted(near, key=set(others).isdisjoint)
+    # A member, which has a part of the state in memory, goes before nodes that stand nearer.
+    return whole + _replicas(state, [*others, *waiting], unit)[0]
+
+
+def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> list[Replica]:
+    """The first of these replicas, as many as there is room and work for. Where there is work for
+    fewer nodes than `minimum`, no fewer than these: their ranks will say what is wrong.
     """
     ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
-    chosen: list[str] = []
-    for nodes in _replicas(state, order, limits.unit):
+    chosen: list[Replica] = []
+    size = 0
+    for nodes in replicas:
         needs = sum(ranks.get(node, state.ranks) for node in nodes)
-        fits = len(chosen) + len(nodes) <= limits.maximum
-        if fits and (needs <= left or len(chosen) < limits.minimum):
-            chosen += nodes
+        fits = size + len(nodes) <= limits.maximum
+        if fits and (needs <= left or size < limits.minimum):
+            chosen.append(nodes)
+            size += len(nodes)
             left -= needs
-    return tuple(chosen)
+    return chosen
 
 
-def _replicas(state: Membership, order: Sequence[str], unit: int) -> list[list[str]]:
-    """The nodes that make whole replicas together: one that has ranks for some by itself, and
-    otherwise the next ones in order. Who is left over completes none."""
-    uneven, found = dict(state.uneven), []
+def _replicas(
+    state: Membership, order: Sequence[str], unit: int
+) -> tuple[list[Replica], list[str]]:
+    """The replicas that nodes make together: one that has ranks for some by itself, and otherwise
+    the next ones in order. Also the nodes that are left over, which complete none."""
+    uneven, found = dict(state.uneven), list[Replica]()
     together: list[str] = []
     ranks = 0
     for node in order:
@@ -415,7 +464,30 @@ def _replicas(state: Membership, order: Sequence[str], unit: int) -> list[list[s
         if ranks % unit == 0:
             found.append(together)
             together, ranks = [], 0
+    return found, together
+
+
+def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
+    """The replicas that nodes make with others of their place, from the inside out: those of a rack
+    first, and those that span racks of what is left over in each."""
+    where = {node: levels(place) for node, place in state.places}
+    found, left = list[Replica](), list(nodes)
+    for depth in range(max(map(len, where.values()), default=0), -1, -1):
+        places: dict[tuple[str, ...], list[str]] = {}
+        for node in left:
+            places.setdefault(where.get(node, ())[:depth], []).append(node)
+        left = []
+        for together in places.values():
+            replicas, others = _replicas(state, together, unit)
+            found += replicas
+            left += others
     return found
+
+
+def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replica]:
+    """The replicas, those of one place next to each other."""
+    where = {node: levels(place) for node, place in state.places}
+    return grouped(replicas, lambda nodes: common([where.get(node, ()) for node in nodes]))
 
 
 def fail(
@@ -444,7 +516,8 @@ def fail(
         row = counted[counted.index(same[0]) :]
         again = all(item.step <= failure.step for item in row)
     again = again and (len(ranks) == 1 or (bool(failure.error) and len(set(map(_kind, same))) == 1))
-    spared = len(_fitting(state, _in_order(leave(state, failure.node)), limits)) >= limits.minimum
+    without = _candidates(leave(state, failure.node), limits.unit)
+    spared = len(_nodes(_fitting(state, without, limits))) >= limits.minimum
     often = f"{limits.same_step} times in a row in step {failure.step}"
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -585,9 +658,8 @@ def nodes_about(state: Membership) -> int:
 def same_for_members(one: Membership, other: Membership) -> bool:
     """Whether two documents differ at most in who has arrived: nobody but the observers acts upon
     that before a round begins, or there is room for it."""
-    return replace(one, version=0, arrived=(), uneven=()) == replace(
-        other, version=0, arrived=(), uneven=()
-    )
+    untold: dict[str, Any] = {"version": 0, "arrived": (), "uneven": (), "places": ()}
+    return replace(one, **untold) == replace(other, **untold)
 
 
 @dataclass

@@ -158,7 +158,8 @@ class Node:
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         self._end = False
         self._facts: Facts | None = None
-        self._told = threading.Event()
+        self._folders: dict[str, str] = {}
+        self._told, self._told_folders = threading.Event(), threading.Event()
         self._ask()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         os.environ[NODE_SOCKET] = self.socket_path
@@ -173,6 +174,12 @@ class Node:
         to import; None if that takes longer than `timeout` seconds. From any thread."""
         self._told.wait(timeout)
         return self._facts
+
+    def folders(self, timeout: float) -> Mapping[str, str]:
+        """Paths that the ranks need, by the key that names each, once the zygote has said so; none
+        if that takes longer than `timeout` seconds. From any thread."""
+        self._told_folders.wait(timeout)
+        return self._folders
 
     def wake(self) -> None:
         """Have the node look at the membership now. From any thread."""
@@ -587,7 +594,10 @@ class Node:
                 self._replace_zygote()
             return
         message = json.loads(data)
-        if "facts" in message:
+        if "folders" in message:
+            self._folders = message["folders"]
+            self._told_folders.set()
+        elif "facts" in message:
             self._facts = Facts(**message["facts"])
             self._hangs.times.save_seconds = self._facts.save_seconds or SAVE_SECONDS
             self._told.set()

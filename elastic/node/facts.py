@@ -4,7 +4,9 @@
 the job. So the agent asks first: a package that torchrun starts with `-m PACKAGE ARGUMENT …` may
 have a module `facts` with a function `facts(arguments, ranks)`, which returns the fields of `Facts`
 for a node of so many ranks. It is called in the node's zygote, once that is warm. Of a program
-without one nothing is known, and nothing is compared.
+without one nothing is known, and nothing is compared. The module may also have a function
+`folders(arguments)`, which returns the paths that the ranks need, by the key that names each; it
+touches none of them. The agent looks whether they answer, while `facts` may wait for them.
 """
 
 import hashlib
@@ -21,6 +23,8 @@ from typing import Any
 
 MOST_NAMED = 8
 """Differing keys that are named."""
+MOST_FOLDERS = 64
+"""Paths that are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,21 +96,32 @@ def differences(
 def ask(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
     """What `package` says of its job on a node of so many ranks: the fields of `Facts`; empty if it
     says nothing. In the zygote, which imports nothing of a package that has no such module."""
-    if not package.isidentifier():
-        return {}
-    if error := in_the_way(package):
+    if package.isidentifier() and (error := in_the_way(package)):
         return {"error": error}
+    module = _module(package)
+    said: dict[str, Any] = module.facts(tuple(arguments), ranks) if module else {}
+    return said
+
+
+def ask_folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
+    """The paths that the ranks of `package` need, as far as it says so. In the zygote."""
+    module = None if package.isidentifier() and in_the_way(package) else _module(package)
+    said: dict[str, str] = getattr(module, "folders", lambda _: {})(tuple(arguments))
+    return dict([*said.items()][:MOST_FOLDERS])
+
+
+def _module(package: str) -> Any:
+    """The module `facts` of a package; None if it has none."""
+    if not package.isidentifier():
+        return None
     spec = find_spec(package)
     if not spec:
         sys.path.append(os.getcwd())
         spec = PathFinder.find_spec(package)
     folders = (spec and spec.submodule_search_locations) or []
     if not any((Path(folder) / "facts.py").is_file() for folder in folders):
-        return {}
-    said: dict[str, Any] = importlib.import_module(f"{package}.facts").facts(
-        tuple(arguments), ranks
-    )
-    return said
+        return None
+    return importlib.import_module(f"{package}.facts")
 
 
 def in_the_way(package: str) -> str:

@@ -8,8 +8,9 @@ failure, and the ranks of a node share the memory of the code.
 It is told what to do by the node's agent (agent.py) over a socket, one JSON object a message:
 `{"preload": [module]}`, `{"describe": [package, ranks, argument, …]}` (see facts.py),
 `{"spawn": key, "env": {…}}` with the file descriptors of a job (see `RankProgram`), and
-`{"kill": key}`; it answers `{"facts": {…}}`, `{"started": key, "pid": …}` and
-`{"ended": key, "code": …}`. When the agent goes, so does it, and with it every process it forked.
+`{"kill": key}`; it answers `{"folders": {…}}` and then `{"facts": {…}}`, `{"started": key, "pid":
+…}` and `{"ended": key, "code": …}`. When the agent goes, so does it, and with it every process it
+forked.
 """
 
 import atexit
@@ -22,14 +23,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic.exits import SIGNALS, heeded
-from elastic.node.facts import ask
+from elastic.node.facts import ask, ask_folders
 from elastic.node.watchdog import register_dumps
 from elastic.process import die_with_parent, outlive, search_path, set_name
 
@@ -161,7 +162,9 @@ def _obey(
         for module in message["preload"]:
             _preload(module)
     elif "describe" in message:
-        _send(agent, {"facts": _describe(*message["describe"])})
+        package, ranks, *arguments = message["describe"]
+        _send(agent, {"folders": _folders(package, arguments)})
+        _send(agent, {"facts": _describe(package, ranks, arguments)})
     elif "kill" in message:
         if message["kill"] in children:
             os.kill(children[message["kill"]], signal.SIGKILL)
@@ -187,7 +190,15 @@ def _preload(module: str) -> None:
         sys.modules.pop(module, None)
 
 
-def _describe(package: str, ranks: int, *arguments: str) -> dict[str, Any]:
+def _folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
+    """What the program of the ranks says of the paths that it needs."""
+    try:
+        return ask_folders(package, arguments)
+    except Exception:  # `_describe` tells
+        return {}
+
+
+def _describe(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
     """What the program of the ranks says of its job."""
     try:
         return ask(package, ranks, arguments)

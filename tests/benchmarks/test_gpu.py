@@ -448,7 +448,7 @@ def test_recipes_of_cases_are_right(tmp_path):
     assert sections["model"]["attention"] == "varlen"
     # What is killed fills the GPUs that are lent, without touching their ends.
     for memory, expected in {85_000_000_000: ("1.7B", 4), 150_000_000_000: ("4B", 2)}.items():
-        model, micro_batch = survives.filling(setting, memory)
+        model, micro_batch = survives.filling(setting, memory, 128 << 30)
         assert (model, micro_batch) == expected
         path = write_recipe(setting, "run", survives.killed(setting, model, 1, micro_batch))
         found = predict(load_recipe(str(path), []), 1, 1, device="cuda", gpu_memory=memory)

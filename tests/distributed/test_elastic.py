@@ -135,6 +135,21 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace,
     assert (history.step, history.problems) == (40, [])
 
 
+def test_nodes_get_ranks_by_where_they_stand_and_no_bit_depends_on_it(cluster, workspace, train):
+    """The second states the first rack, so that it has rank 0, whatever its address."""
+    nodes = cluster("2", "run.dir=placed", "run.steps=8")
+    named, usual = [], nodes.environment
+    for rack in (2, 1):
+        nodes.environment = {**usual, "PERDURE_PLACE": f"row/rack{rack}"}
+        named.append(nodes.add())
+    assert nodes.wait(60) == [0, 0], named[1].text()
+    line = "placement: dp_shard=2 across 2 nodes; ranks 0 in row/rack1, 1 in row/rack2"
+    assert line in named[1].text(), named[1].text()
+    assert line not in named[0].text()
+    train(2, "run.dir=together", *RECIPE, "run.steps=8")
+    assert losses(workspace, "placed") == losses(workspace, "together")
+
+
 @soak
 def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
     nodes = cluster("1", "run.dir=rank", "elastic.snapshot_every=1", "checkpoint.slots=2", ranks=2)

@@ -175,10 +175,10 @@ def describe(run: Run) -> str:
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
-    placed = []
+    placed = [world.places] if world.places else []
     sizes = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp, recipe.strategy.ep
-    if max(sizes) > 1:
-        placed = [f"placement: {placement(recipe, world.world_size, world.local_world_size)}"]
+    if max(sizes) > 1 or placed:
+        placed.insert(0, placement(recipe, world.world_size, world.local_world_size))
     lines = [
         f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
         f"{formats}, {strategy} over {world.world_size} rank(s) on "
@@ -186,7 +186,7 @@ def describe(run: Run) -> str:
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
         f"{epochs:.2f} epochs",
-        *placed,
+        *([f"placement: {'; '.join(filter(None, placed))}"] if placed else []),
         *(f"note: {note}" for note in notes),
     ]
     steps, lost = recipe.run.steps, max(0, run.log.reached - start.step)

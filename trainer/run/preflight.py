@@ -15,6 +15,7 @@ from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.batch_plan import plan_batch
+from elastic.group.health import check_folders
 from elastic.world import drop_world
 from trainer.parallel.fsdp import without_ties
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
@@ -55,6 +56,20 @@ def check_inputs(
     refusals.tell()
 
 
+def folders_of(recipe: Recipe) -> dict[str, str]:
+    """The local paths that every rank needs, by key: folders, and of prepared data the file that
+    each rank reads first. Touches none of them."""
+    data = {f"data.sources.{n}.path": one.path for n, one in enumerate(recipe.data.sources)}
+    named = {
+        "run.dir": recipe.run.dir,
+        "checkpoint.directory": recipe.checkpoint_directory,
+        "model.init_from": recipe.model.init_from,
+        "strategy.offload_directory": recipe.strategy.offload_directory,
+        **{key: str(Path(path) / "index.json") for key, path in data.items()},
+    }
+    return {key: path for key, path in named.items() if path and "://" not in path}
+
+
 def check_launch(
     recipe: Recipe, world_size: int, local_world_size: int, most: int = 0
 ) -> Sequence[str]:
@@ -66,6 +81,8 @@ def check_launch(
     """
     from trainer.optim.schedule import build_schedule
 
+    if silent := check_folders(folders_of(recipe)):  # what follows would wait for them, too
+        raise RecipeError("; ".join(map(str, silent)))
     refusals, task = Refusals(), None
     for key, names, given in (
         ("tracking.sinks", recipe.tracking.sinks, "the run directory"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
+from trainer.parallel.mesh import placement
 from trainer.plan import costs
 from trainer.plan.prediction import HOW
 from trainer.plan.search import ROOM, Candidate, Plan
@@ -221,6 +222,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
                 f"and on each node {_node(best)}."
             ),
             _whole_run(plan, best, price),
+            *map(_fill, _placements(plan, best)),
             *map(_fill, _pipeline(best)),
             *map(_fill, _remarks(plan)),
             "In the recipe:",
@@ -250,6 +252,19 @@ def _remarks(plan: Plan) -> list[str]:
     if fastest < best:
         return [f"Offload would save {1 - fastest / best:.1%} of the time: too little to rely on."]
     return []
+
+
+def _placements(plan: Plan, best: Candidate) -> list[str]:
+    """What lies inside a node and what goes across, of the recipe as it is and of the best way."""
+    lines = []
+    for what, candidate in (("of the recipe as it is", plan.own), (f"of {best.label}", best)):
+        strategy = candidate.recipe.strategy
+        refused = candidate is plan.own and bool(plan.refused or plan.own is best)
+        if not refused and max(strategy.tp, strategy.pp, strategy.cp, strategy.ep) > 1:
+            machine = plan.machine
+            where = placement(candidate.recipe, machine.world_size, machine.gpus_per_node)
+            lines.append(f"Placement {what}: {where}.")
+    return lines
 
 
 def _pipeline(candidate: Candidate) -> list[str]:

@@ -18,7 +18,7 @@ from elastic.group.health import (
 
 
 def check(store=lambda: 0.01, **options):
-    return [str(found) for found in check_node(store, **options)]
+    return [str(found) for found in check_node(store, **options).problems]
 
 
 def problems(findings):
@@ -38,6 +38,18 @@ def test_every_problem_is_told_at_once(monkeypatch):
         "compute: its process ended with code 1: no message",
         "store: OSError: nobody there",
     ]
+
+
+def test_what_is_slow_is_told_and_what_others_would_wait_for_keeps_a_node_out(tmp_path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / "sys/class/infiniband" / name / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+    (tmp_path / "loop").symlink_to("loop")
+    found = check_node(
+        lambda: 0.01, folders={"run.dir": f"{tmp_path}/loop"}, network=True, root=tmp_path
+    ).problems
+    assert [(one.check, one.refuses) for one in found] == [("run.dir", True), ("network", False)]
 
 
 def test_a_slow_store_is_a_problem_and_a_hanging_one_is_not_waited_for():

@@ -30,15 +30,17 @@ from elastic.group.membership import (
     watched,
 )
 from elastic.group.membership import begin as newcomer
+from elastic.group.place import grouped, levels
 
 LIMITS = Limits(minimum=2, maximum=3)
 
 
-def begin(*nodes, limits=LIMITS, state=None):
-    """The round after `state` with these nodes."""
+def begin(*nodes, limits=LIMITS, state=None, ranks=1):
+    """The round after `state` with these nodes; `rack1.b` is b, which stands in rack1."""
     state = state or Membership()
     for node in nodes:
-        state = arrive(state, node)
+        place, _, name = node.rpartition(".")
+        state = arrive(state, name, ranks, place=place)
     return complete(state, limits, quiet=99)
 
 
@@ -140,6 +142,52 @@ def test_nodes_of_many_ranks_make_replicas_by_themselves_and_others_together():
     assert (state.members, state.arrived) == (("b", "c", "a", "d"), ("e",))
     assert leave(state, "b").broken == ()
     assert leave(state, "a").broken == ("d",)
+
+
+def test_nodes_of_a_rack_are_neighbours_and_who_stays_keeps_its_place():
+    limits = Limits(minimum=1, maximum=6)
+    state = begin("r10.a", "r2.b", "r10.c", "r2.d", limits=limits)
+    assert state.members == ("b", "d", "a", "c"), "racks in the order of their numbers"
+    assert Membership.decode(state.encode()) == state
+    # A spare of the rack takes the place of a lost node: all other racks keep their ranks.
+    after = begin("r2.d", "r10.a", "r10.c", "r2.z", limits=limits, state=lose(state, "b", 0.0))
+    assert after.members == ("d", "z", "a", "c")
+    assert after.places == (("d", "r2"), ("a", "r10"), ("c", "r10"), ("z", "r2"))
+    # A node of a new rack, or of none, comes last.
+    coming = ("r2.d", "r2.z", "r10.a", "r10.c", "r1.y", "x")
+    after = begin(*coming, limits=limits, state=after)
+    assert after.members == ("d", "z", "a", "c", "x", "y")
+    names = begin("node10", "node9", limits=limits).members
+    assert names == ("node9", "node10")
+
+
+def test_a_replica_is_of_one_rack_where_it_can_be():
+    limits = Limits(minimum=1, maximum=8, unit=2)
+    state = begin("r1.a", "r1.b", "r1.c", "r2.d", "r2.e", "r2.f", limits=limits)
+    assert state.members == ("a", "b", "d", "e", "c", "f"), "only the last spans both"
+    state = begin("r1.a", "r1.b", "r1.c", "r2.d", "r2.e", limits=limits)
+    assert (state.members, state.arrived) == (("a", "b", "d", "e"), ("c",))
+    # b has lost a, and joins c of its rack; nobody else is touched.
+    lost = lose(state, "a", 0.0)
+    after = begin("r1.b", "r2.d", "r2.e", "r2.f", "r1.c", limits=limits, state=lost)
+    assert (after.members, after.arrived) == (("d", "e", "b", "c"), ("f",))
+    # b, which has a part of the state, goes before two that stand in one rack.
+    small = Limits(minimum=1, maximum=2, unit=2)
+    lost = lose(begin("r1.a", "r1.b", limits=small), "a", 0.0)
+    after = begin("r1.b", "r2.c", "r2.d", limits=small, state=lost)
+    assert (after.members, after.arrived) == (("b", "c"), ("d",))
+
+
+def test_what_a_node_states_is_bounded():
+    for place in ("x" * 41, "a b", "a/b/c/d/e", 7, ["a"]):
+        assert arrive(Membership(), "a", place=place).places == ()
+        odd = replace(begin("a", "b"), places=(("a", place),))
+        assert Membership.decode(odd.encode()).places == ()
+    state = begin("r1.a", "b")
+    assert state.places == (("a", "r1"),)
+    assert leave(state, "a").places == ()
+    back = arrive(leave(state, "a"), "a", place="r2")
+    assert back.places == (("a", "r2"),)
 
 
 def test_below_the_minimum_nothing_begins_until_a_node_comes():
@@ -346,6 +394,7 @@ ASKS = st.builds(
     after=st.integers(0, 3),
     ranks=st.integers(1, 2),
     identity=st.sampled_from(["", "other"]),
+    place=st.sampled_from(["", "r1", "r2"]),
 )
 
 
@@ -368,8 +417,11 @@ def test_what_many_ask_for_is_what_each_asks_for(state, asks):
     for node, ask in sorted(asks.items(), key=lambda item: not item[1].leaves):
         one_by_one = heed(one_by_one, node, ask, 1.0)
     at_once = heed_all(state, asks, 1.0)
-    sort = {"uneven": tuple(sorted(one_by_one.uneven))}
-    assert replace(at_once, uneven=tuple(sorted(at_once.uneven))) == replace(one_by_one, **sort)
+    by_name, at_once_by_name = (
+        replace(one, uneven=tuple(sorted(one.uneven)), places=tuple(sorted(one.places)))
+        for one in (one_by_one, at_once)
+    )
+    assert by_name == at_once_by_name
 
 
 @given(NODE_NAMES, NODE_NAMES)
@@ -415,8 +467,12 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(EVENTS, st.sampled_from([1, 2, 3]))
-def test_whatever_happens_the_living_end_up_in_one_round(events, unit):
+@given(
+    EVENTS,
+    st.sampled_from([1, 2, 3]),
+    st.dictionaries(st.sampled_from(NODES), st.sampled_from(["r1/x", "r1/y", "r2"])),
+)
+def test_whatever_happens_the_living_end_up_in_one_round(events, unit, places):
     """Nodes follow the rules of the handler: they come again when their round has changed."""
     limits = Limits(minimum=1, maximum=4, unit=unit, restarts=1000, same_step=1000)
     state, alive, rounds = Membership(), set(), {}
@@ -426,7 +482,7 @@ def test_whatever_happens_the_living_end_up_in_one_round(events, unit):
             mine = rounds.get(node)
             broken = mine != state.round or node not in state.members
             if broken or len(state.members) < state.size or room(state, limits):
-                state = arrive(state, node) if node not in state.arrived else state
+                state = arrive(state, node, place=places.get(node, ""))
         return state
 
     def turn(state, quiet):
@@ -438,14 +494,20 @@ def test_whatever_happens_the_living_end_up_in_one_round(events, unit):
             assert not set(state.members) & set(state.arrived)
             assert len(state.members) % unit == 0
             whole = [node for node in before.members if node not in before.broken]
-            assert list(state.members[: len(whole)]) == whole, "a lost node costs its replica only"
+            stay = [node for node in state.members if node in whole]
+            assert stay == whole, "a lost node costs its replica only"
+            if unit == 1:
+                where = {node: levels(places.get(node, "")) for node in state.members}
+                assert grouped(state.members, where.get) == list(state.members)
+            if not places:
+                assert list(state.members[: len(whole)]) == whole
             rounds.update(dict.fromkeys(state.members, state.round))
         return state
 
     for event, node in events:
         if event == "come" and node not in alive:
             alive.add(node)
-            state = arrive(state, node)
+            state = arrive(state, node, place=places.get(node, ""))
         elif event == "die" and node in alive:
             alive.discard(node)
             rounds.pop(node, None)

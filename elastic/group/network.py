@@ -1,0 +1,189 @@
+"""Whether the network of a node is in order, as Linux tells it under /sys: InfiniBand and RoCE
+ports, and the interfaces that gloo and NCCL are told to use.
+
+What is not there is no fault, nor is a port that is switched off and that nobody named.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PORTS, INTERFACES = "sys/class/infiniband", "sys/class/net"
+PAUSE_SECONDS = 0.2
+"""Between two looks at counters of errors."""
+PORT_ERRORS = (
+    *("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors"),
+    *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
+)
+INTERFACE_ERRORS = ("rx_crc_errors", "rx_frame_errors", "tx_carrier_errors")
+"""Files of counters that stand still where a cable and its ends are in order."""
+HCA, NO_HCA = "NCCL_IB_HCA", "NCCL_IB_DISABLE"
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables by which NCCL and gloo are told what to use."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an adapter."""
+
+    name: str
+    """`mlx5_0:1`, as NCCL_IB_HCA names it."""
+    kind: str
+    """Kinds of the adapter and of its link: ports of one kind are held against each other."""
+    state: str
+    """ACTIVE, DOWN, INIT or ARMED."""
+    enabled: bool
+    """Whether it looks for another end."""
+    rate: float
+    """Gb/s."""
+    errors: Mapping[str, int]
+
+
+def network_problems(
+    root: Path, environment: Mapping[str, str], pause: float = PAUSE_SECONDS
+) -> list[str]:
+    """What is wrong, in a line each, with what to do.
+
+    Args:
+        root: folder with `sys` in it; `/` but in tests.
+        environment: with what NCCL and gloo are told.
+        pause: seconds between two looks at counters.
+    """
+    before = _counters(root, environment)
+    if before:
+        time.sleep(pause)
+    problems = [*_port_problems(root, environment), *_interface_problems(root, environment)]
+    for name, errors in _counters(root, environment).items():
+        then = before.get(name, errors)
+        more = {key: count - then.get(key, count) for key, count in errors.items()}
+        if risen := [f"{key} by {count}" for key, count in more.items() if count > 0]:
+            problems.append(
+                f"{name}: errors rise within {pause:g} s ({', '.join(risen)}); clean or replace "
+                "its cable or transceiver"
+            )
+    return problems
+
+
+def _port_problems(root: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    ports = list(_ports(root, environment))
+    named = environment.get(HCA, "").lstrip("=")
+    named = "" if named.startswith("^") else named
+    up = [port for port in ports if port.state == "ACTIVE"]
+    for port in ports:
+        if port.state == "INIT":
+            yield f"{port.name} waits to be set up; see that a subnet manager (opensm) runs"
+        elif port.state != "ACTIVE" and named:
+            yield f"{port.name} is {port.state}, and {HCA} names it; see its cable and its switch"
+        alike = [other for other in up if other.kind == port.kind]
+        if port.state not in ("ACTIVE", "INIT") and not named and port.enabled and alike:
+            yield (
+                f"{port.name} is {port.state}, and {len(alike)} of its kind here ACTIVE; see its "
+                f"cable and its switch, or name the ports to use in {HCA}"
+            )
+        most = max((other.rate for other in alike), default=0.0)
+        if port in up and port.rate < most:
+            yield (
+                f"{port.name} runs at {port.rate:g} Gb/s, and another of its kind here at {most:g};"
+                f" see its cable and its switch, or name the ports to use in {HCA}"
+            )
+    if named and not ports and (root / PORTS).is_dir():
+        known = ", ".join(sorted(one.name for one in (root / PORTS).iterdir()))
+        yield f"{HCA}={environment[HCA]} names no adapter of this machine; it has {known or 'none'}"
+
+
+def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[str]:
+    folder = root / INTERFACES
+    if not folder.is_dir():
+        return
+    known = sorted(path.name for path in folder.iterdir())
+    for variable in (GLOO, NCCL):
+        given = environment.get(variable, "")
+        if not given or given.startswith("^"):
+            continue
+        exact = variable == GLOO or given.startswith("=")
+        for word in filter(None, given.lstrip("=").split(",")):
+            found = [
+                name for name in known if name == word or (not exact and name.startswith(word))
+            ]
+            if not found:
+                yield f"{variable}={given}: there is no interface {word}, but {', '.join(known)}"
+            for name in found:
+                if _read(folder / name / "operstate") in ("down", "lowerlayerdown"):
+                    yield (
+                        f"{variable}={given}: interface {name} is down; see its cable, or start it "
+                        f"with `ip link set {name} up`"
+                    )
+    for name in known:
+        slaves = _read(folder / name / "bonding" / "slaves").split()
+        for slave in slaves:
+            if _read(folder / slave / "operstate") in ("down", "lowerlayerdown"):
+                yield (
+                    f"interface {slave} of bond {name} is down, so that {name} is slower; see its "
+                    "cable and its switch"
+                )
+
+
+def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[Port]:
+    """The ports that NCCL would use, were they all in order."""
+    folder = root / PORTS
+    if not folder.is_dir() or environment.get(NO_HCA) == "1":
+        return
+    for adapter in sorted(folder.iterdir()):
+        for path in sorted((adapter / "ports").glob("*")):
+            name = f"{adapter.name}:{path.name}"
+            if not _wanted(name, environment.get(HCA, "")):
+                continue
+            physical = _read(path / "phys_state").partition(":")[2].strip()
+            rate = re.match(r"[0-9.]+", _read(path / "rate"))
+            yield Port(
+                name,
+                kind=f"{_read(adapter / 'hca_type')} {_read(path / 'link_layer')}",
+                state=_read(path / "state").partition(":")[2].strip(),
+                enabled=physical != "Disabled",
+                rate=float(rate[0]) if rate else 0.0,
+                errors=_numbers(path / "counters", PORT_ERRORS),
+            )
+
+
+def _wanted(port: str, given: str) -> bool:
+    """Whether NCCL uses a port (`mlx5_0:1`) where NCCL_IB_HCA is `given`: names of adapters, or
+    what they begin with, perhaps with a port; `=` before the first: these exactly, `^`: all but
+    these."""
+    words = [word for word in given.lstrip("^=").split(",") if word]
+    if not words:
+        return True
+    adapter, _, number = port.partition(":")
+    exact = given.lstrip("^").startswith("=")
+
+    def named(word: str) -> bool:
+        name, _, only = word.partition(":")
+        same = adapter == name if exact else adapter.startswith(name)
+        return same and only in ("", number)
+
+    return any(map(named, words)) != given.startswith("^")
+
+
+def _counters(root: Path, environment: Mapping[str, str]) -> dict[str, Mapping[str, int]]:
+    """Counters of errors of what is in use, by name."""
+    found = {port.name: port.errors for port in _ports(root, environment) if port.state == "ACTIVE"}
+    with suppress(OSError):
+        for path in sorted((root / INTERFACES).iterdir()):
+            if (path / "device").exists() and _read(path / "operstate") == "up":
+                found[path.name] = _numbers(path / "statistics", INTERFACE_ERRORS)
+    return {name: errors for name, errors in found.items() if errors}
+
+
+def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
+    texts = {name: _read(folder / name) for name in names}
+    return {name: int(text) for name, text in texts.items() if text.isdigit()}
+
+
+def _read(path: Path) -> str:
+    """What a file says; empty if it is not there, or its device does not tell."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
