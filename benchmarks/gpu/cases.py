@@ -173,7 +173,10 @@ def _mfu(share: float, source: str) -> Bound:
 
 
 _SMALL = _mfu(0.50, "this project's aim; TinyLlama 1.1B had 52 % on A100, by its README")
-_KEMPNER = "KempnerForge, Llama 8B all in bf16 on one H200: 10,471 tokens/s, which it calls 57.8 %"
+_KEMPNER = (
+    "KempnerForge, April 2026: 10,471 tokens/s of Llama 8B, all in bf16, on one H200 are 54.5 % by "
+    "family.py; 57.8 % by its own count"
+)
 _TITAN = "torchtitan, December 2024: FSDP2 and torch.compile on 8 H100 of 500 W"
 
 

@@ -123,7 +123,7 @@ class Membership:
     uneven: tuple[tuple[str, int], ...] = ()
     """(node, its ranks)."""
     places: tuple[tuple[str, str], ...] = ()
-    """(node, where it stands) of those that have stated it; see place.py."""
+    """(node, where it stands) of those that have stated it, by name of node; see place.py."""
     members: tuple[str, ...] = ()
     """Nodes of this round that are still in it, in the order of their group ranks."""
     size: int = 0
@@ -157,8 +157,11 @@ class Membership:
     closed: Closed | None = None
 
     def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        """As JSON. It is read by all, so a place that many nodes have is in it once."""
+        body, stated = asdict(replace(self, places=())), dict(self.places)
+        number = {place: index for index, place in enumerate(dict.fromkeys(stated.values()))}
+        at = [number.get(stated.get(node, ""), -1) for node in inside(self)] if stated else []
+        return json.dumps({**body, "places": [[*number], at]}, separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> "Membership":
@@ -167,8 +170,10 @@ class Membership:
         for key in ("members", "broken", "arrived", "suspects"):
             body[key] = tuple(body.get(key, ()))
         body["uneven"] = tuple((node, ranks) for node, ranks in body.get("uneven", ()))
-        places = body.get("places", ())
-        body["places"] = tuple((node, place) for node, place in places if is_place(place))
+        places, at = body.get("places", ((), ()))
+        nodes, known = dict.fromkeys((*body["members"], *body["arrived"])), range(len(places))
+        stated = {node: places[one] for node, one in zip(nodes, at, strict=False) if one in known}
+        body["places"] = _sorted(stated)
         for key in ("failures", "struck"):
             body[key] = tuple(read_fields(Failure, failure) for failure in body.get(key, ()))
         for key, kind in (("lost", Failure), ("cause", Failure), ("closed", Closed)):
@@ -218,8 +223,13 @@ def arrive(
 
 def _placed(state: Membership, stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """`Membership.places` once these nodes have stated where they stand."""
-    others = (one for one in state.places if one[0] not in stated)
-    return (*others, *(one for one in stated.items() if one[1] and is_place(one[1])))
+    return _sorted({**dict(state.places), **stated})
+
+
+def _sorted(stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """`Membership.places`: in one order, as copies of the document are compared."""
+    good = (node for node in sorted(stated) if stated[node] and is_place(stated[node]))
+    return tuple((node, stated[node]) for node in good)
 
 
 def strange(state: Membership, node: str, identity: str) -> bool:
@@ -384,9 +394,13 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         limits.settle if state.round >= state.first else limits.first_call
     ):
         return state
+    # Only among nodes that wait does its number in a place order a node.
+    places = dict(state.places)
+    places |= {node: "/".join(levels(places[node])) for node in chosen if node in places}
     return replace(
         state,
         round=state.round + 1,
+        places=_sorted(places),
         members=chosen,
         size=len(chosen),
         unit=limits.unit,

@@ -15,8 +15,8 @@ PAUSE_SECONDS = 0.2
 """Between two looks at counters of errors: a link that fails has more at the second."""
 MOST_LINKS = 64
 """NVLinks of a GPU that are asked for; a GPU says which is its last."""
-FABRIC_NOT_STARTED, FABRIC_IN_PROGRESS, FABRIC_COMPLETED = 1, 2, 3
-"""How far a GPU has come to join the NVLink fabric of its switches; 0: it has none."""
+NO_FABRIC, FABRIC_COMPLETED = 0, 3
+"""How far a GPU has come to join the NVLink fabric of its switches: there is none, or it has."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
 """NVML's numbers of counters of a link."""
 
@@ -47,8 +47,8 @@ class GpuLinks:
     down: frozenset[int] = frozenset()
     errors: int = 0
     """Errors of its links so far."""
-    fabric: int = 0
-    """How far it has come to join a fabric; see FABRIC_COMPLETED."""
+    joined: bool = True
+    """Whether it has joined the fabric of its NVLink switches, if there are any."""
     domain: str = ""
     """The NVLink domain over several nodes that it has joined; empty: it is in none."""
 
@@ -100,11 +100,13 @@ class Nvml:
                     errors += counted.value
         info, domain = FabricInfo(), ""
         if self._fails("nvmlDeviceGetGpuFabricInfo", device, ctypes.byref(info)):
-            info.state = 0  # the GPU has no fabric, or the driver does not know of any
-        if info.state == FABRIC_COMPLETED and any(info.cluster):
+            info.state = NO_FABRIC  # or the driver does not know of any
+        member = info.state == FABRIC_COMPLETED and not info.status
+        if member and any(info.cluster):  # zeros: it reaches no other node
             domain = f"nvl-{bytes(info.cluster).hex()[:8]}.{info.clique}"
         up, down = frozenset(links[True]), frozenset(links[False])
-        return GpuLinks(name.value.decode(), up, down, errors, info.state, domain)
+        joined = member or info.state == NO_FABRIC
+        return GpuLinks(name.value.decode(), up, down, errors, joined, domain)
 
     def _fails(self, function: str, *arguments: Any) -> int:
         """Call a function that not every GPU or driver has; 0 if it has succeeded."""
@@ -140,7 +142,7 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
                 f"GPU {index}: {now.errors - then.errors} NVLink errors within {PAUSE_SECONDS:g} "
                 f"s; see `nvidia-smi nvlink -e -i {index}`, and take this machine out if they go on"
             )
-        if now.fabric in (FABRIC_NOT_STARTED, FABRIC_IN_PROGRESS):
+        if not now.joined:
             problems.append(
                 f"GPU {index}: it has not joined its NVLink fabric; see that nvidia-fabricmanager "
                 "runs on this machine"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import correct, machine, saves, speed, survives
-from benchmarks.gpu.cases import CASES, SLICES, Bound, Case, chosen, judge
+from benchmarks.gpu.cases import CASES, SLICES, Bound, Case, chosen, judge, standings
 from benchmarks.gpu.driver import State, code_digest, run_cases, source, write_json
 from benchmarks.gpu.report import PAGE, page, read_results, slug, take_in
 from benchmarks.gpu.setting import PARAMETERS, QWEN3, Setting, UnsupportedError, write_recipe
@@ -187,6 +187,13 @@ def test_verdicts_on_cases_without_figures():
     assert verdict(slow) == "falls short"
     assert verdict(slow, "toy") == "pass"
     assert verdict({**slow, "figures": {"speed": 1, "same": 2}}, "toy") == "falls short"
+
+    def standing(entry, size="full"):
+        return [how for _, how, _ in standings(one, entry, {}, {}, size)]
+
+    assert standing(slow) == ["short", "met"]
+    assert standing(slow, "toy") == ["not run", "met"]
+    assert standing(None) == standing({**slow, "status": "died"}) == ["not run", "not run"]
 
 
 def test_the_table_of_cases():
@@ -453,6 +460,10 @@ def test_recipes_of_cases_are_right(tmp_path):
         path = write_recipe(setting, "run", survives.killed(setting, model, 1, micro_batch))
         found = predict(load_recipe(str(path), []), 1, 1, device="cuda", gpu_memory=memory)
         assert 0.65 < found.peak / memory < 0.75
+    with pytest.raises(UnsupportedError, match=r"a copy of 0\.6B takes 7 GB of host memory"):
+        survives.filling(setting, 85_000_000_000, 8_000_000_000)
+    with pytest.raises(UnsupportedError, match="8B: 1000000000 GB of host memory, and"):
+        setting.need_host(1e18, "8B")
     for model in QWEN3:
         sections = sections_of(setting, model, micro_batch=2, mask=True, recompute="full")
         path = write_recipe(setting, model, sections)

@@ -13,7 +13,7 @@ import pytest
 from elastic.group.health import check_folders
 from elastic.group.mounts import mount_of
 from elastic.group.network import network_problems
-from elastic.group.nvml import FABRIC_IN_PROGRESS, GpuLinks, ask_links, domain_of, link_problems
+from elastic.group.nvml import GpuLinks, ask_links, domain_of, link_problems
 
 ACTIVE = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
 
@@ -133,7 +133,7 @@ H100, ALL = "NVIDIA H100 80GB HBM3", frozenset(range(18))
         ([GpuLinks(H100, ALL)], [GpuLinks(H100, ALL, errors=2)], ["GPU 0: 2 NVLink errors within"]),
         (
             [GpuLinks(H100, ALL)],
-            [GpuLinks(H100, ALL, fabric=FABRIC_IN_PROGRESS)],
+            [GpuLinks(H100, ALL, joined=False)],
             ["GPU 0: it has not joined its NVLink fabric; see that nvidia-fabricmanager runs"],
         ),
     ],
