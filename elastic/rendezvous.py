@@ -11,7 +11,8 @@ this machine and nobody hosts one there), join_timeout (seconds, default 600; a 
 before waits an hour), first_call (seconds, default 3), lease (seconds, default 1.2),
 restarts (failures of one hour that are answered by a new generation, default 30), unit (ranks of
 which each round has a multiple, default what the program says of itself, or 1), secret (file with
-the secret of the job; see secret.py).
+the secret of the job; see secret.py). Nodes that stand together get ranks next to each other; see
+place.py.
 """
 
 import atexit

@@ -185,6 +185,7 @@ def _speeds(
 ) -> Iterator[Case]:
     """This trainer, and a minimal loop with the same kernels."""
     words = [model, str(options["micro_batch"]), *(["causal"] if "mask" in options else [])]
+    words += ["bf16"] if "all_bf16" in options else []
     words += [f"{options['gpus']}_gpus"] if "gpus" in options else []
     name, options = "_".join(words), {"model": model, **options}
     bounds = [
@@ -281,6 +282,10 @@ CASES: tuple[Case, ...] = (
     _case(
         "speed.peer.torchtitan_0.6B_8_causal", 8, 60,
         peer="torchtitan", model="0.6B", micro_batch=8, mask=False,
+    ),
+    *_speeds(
+        9, "llama_8B", 110, _mfu(0.545, _KEMPNER),
+        micro_batch=4, mask=False, recompute="full", all_bf16=True,
     ),
     *_speeds(
         9, "llama_8B", 120, Bound("tokens_per_second_per_gpu", ">=", 6667, source=_TITAN),

@@ -29,6 +29,8 @@ def train(job: Job, clock: Clock) -> None:
     recipe = job.recipe
     dist.init_process_group("nccl" if job.device.type == "cuda" else "gloo")
     model = job.model().to(job.device)
+    if getattr(recipe.precision, "master", "fp32") != "fp32":
+        model = model.bfloat16()
     if recipe.strategy.activation_checkpointing != "none":
         options: dict[str, Any] = {"preserve_rng_state": False}
         if recipe.strategy.activation_checkpointing == "selective":
