@@ -110,6 +110,12 @@ def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
     return []
 
 
+def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files beside weights that are stored in bf16: config.json says so."""
+    config = json.loads(files[CONFIG])
+    return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
+
+
 def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
     """What lies beside the weights in a published checkpoint, config.json for a run's own."""
     files, left = beside_weights(directory)

@@ -80,4 +80,10 @@ def _exact(
         weight.sub_(mean.div(root).mul_(lr / (1 - beta1**steps)))
 
 
-ADAMW = Method("adamw", ("exp_avg", "exp_avg_sq"), counts=True, update=update_adamw)
+ADAMW = Method(
+    "adamw",
+    ("exp_avg", "exp_avg_sq"),
+    counts=True,
+    update=update_adamw,
+    squares=("exp_avg_sq",),
+)

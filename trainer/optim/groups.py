@@ -89,6 +89,6 @@ def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
 def moments(options: Optimizer) -> tuple[str, ...] | None:
     """Names of what is kept for each element of a parameter, in float32, if nothing else is kept
     and an element's update depends on no other; else None."""
-    if options.factory or options.name != "adamw":
+    if options.factory or options.name != "adamw" or options.state_dtype != "fp32":
         return None
     return ADAMW.moments

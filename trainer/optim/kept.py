@@ -17,6 +17,7 @@ from checkpointing.format.optimizers import (
     optimizer_targets,
 )
 from checkpointing.format.values import from_json, to_json
+from trainer.optim.formats import Format
 from trainer.optim.method import MethodOptimizer
 
 RECIPES = "lr", "lr_scale"
@@ -51,11 +52,28 @@ def own_targets(
     parameters: Mapping[str, nn.Parameter],
     trees: Mapping[str, Any] | None,
     metas: Mapping[str, TensorMeta],
+    state_dtype: Format = "fp32",
 ) -> OptimizerTargets:
-    """Tensors for what `own_state` has saved; `put` gives the optimizer all of it. `trees` is None
-    in older checkpoints."""
+    """Tensors for what `own_state` has saved; `put` gives the optimizer all of it.
+
+    Args:
+        optimizer: that is to keep it.
+        parameters: by FQN.
+        trees: that were saved; None in older checkpoints.
+        metas: see `optimizer_targets`.
+        state_dtype: `optimizer.state_dtype` of the recipe that has saved it. Another one here is
+            converted.
+    """
     if isinstance(optimizer, MethodOptimizer):
-        return OptimizerTargets(optimizer_state(optimizer, parameters).tensors, lambda: None)
+        if state_dtype == optimizer.state_dtype:
+            return OptimizerTargets(optimizer_state(optimizer, parameters).tensors, lambda: None)
+        state = optimizer.state_in(state_dtype)
+        tensors = {
+            f"{name}.{key}": tensor
+            for name, parameter in parameters.items()
+            for key, tensor in sorted(state.get(parameter, {}).items())
+        }
+        return OptimizerTargets(tensors, lambda: optimizer.take(state, state_dtype))
     states = trees and {name: one["state"] for name, one in trees.items() if "state" in one}
     targets = optimizer_targets(optimizer, parameters, states, metas)
     names = {parameter: name for name, parameter in parameters.items()}

@@ -6,16 +6,32 @@ updated. Whoever makes, places, plans or moves optimizer state asks it. A recipe
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from checkpointing.format.tensors import local_tensor
+from trainer.optim.formats import (
+    PORTION,
+    Format,
+    Opened,
+    Piece,
+    Places,
+    format_of,
+    noise,
+    opened,
+    parts_of,
+    placed,
+    places_of,
+    portions_of,
+    zeros_of,
+)
+from trainer.recipe.seeds import stable_seed
 
-State = Mapping[nn.Parameter, dict[str, Any]]
+State = Mapping[Any, dict[str, Any]]
 """What an optimizer keeps: parameter → name → tensor."""
 
 
@@ -25,21 +41,41 @@ class Method:
 
     name: str
     moments: tuple[str, ...]
-    """Tensors for each parameter, with its shape, dtype and placement; zero at first."""
+    """Numbers for each element of a parameter, zero at first; stored as `parts_of` says."""
     counts: bool
     """Whether each parameter has its number of updates as well: `step`, a float32 scalar."""
     update: Callable[[Sequence[nn.Parameter], Mapping[str, Any], State, float, bool], None]
     """(parameters with gradients, their group, state, gradient factor, exact): one update of this
     rank's slices, by gradients times the factor, which it may change. On all ranks. With `exact`
     the bits do not depend on where slices end (see exact.py)."""
+    squares: tuple[str, ...] = ()
+    """Those of `moments` that are never negative."""
+    whole: bool = False
+    """Whether an update takes whole parameters, together with other ranks, and not some rows."""
 
     def state(
-        self, parameter: torch.Tensor, zeros_like: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        parameter: torch.Tensor,
+        how: Format = "fp32",
+        zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
     ) -> dict[str, torch.Tensor]:
-        """What is kept for a parameter, before its first update."""
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        moments = {name: zeros_like(parameter) for name in self.moments}
-        return {"step": step, **moments} if self.counts else moments
+        """What is kept for a parameter, before its first update.
+
+        Args:
+            parameter: whose.
+            how: its moments are stored.
+            zeros_like: makes those that are like the parameter.
+        """
+        found = {}
+        if self.counts:
+            found["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in self.moments:
+            if how == "fp32" and parameter.dtype != torch.bfloat16:
+                found[name] = zeros_like(parameter)
+                continue
+            for part in parts_of(name, how, square=name in self.squares):
+                found[part.name] = zeros_of(parameter, part)
+        return found
 
 
 class MethodOptimizer(torch.optim.Optimizer):
@@ -47,7 +83,8 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     State exists from the start: it can be loaded into, and its memory is known. Gradients are
     multiplied by `gradient_factor` as they are read: a pass over them of its own would take a third
-    of AdamW's time again.
+    of AdamW's time again. What is stored in fewer bits than float32 is updated as [Note: rounding]
+    of formats.py says, with `seed`, which is to be another one in each step.
     """
 
     def __init__(
@@ -56,15 +93,30 @@ class MethodOptimizer(torch.optim.Optimizer):
         *,
         exact: bool = False,
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
+        state_dtype: Format = "fp32",
     ) -> None:
-        """`groups` have `params`, `method` and what that reads; `zeros_like` says where state is to
-        live."""
+        """Make the state.
+
+        Args:
+            groups: have `params`, pairs of FQN and parameter, `method` and what that reads.
+            exact: see `Method.update`.
+            zeros_like: says where state is to live that is like its parameter.
+            state_dtype: how moments are stored, where `format_of` agrees.
+        """
         super().__init__(groups, {})
-        self.exact = exact
-        self.gradient_factor = 1.0
+        self.exact, self.state_dtype = exact, state_dtype
+        self.gradient_factor, self.seed = 1.0, 0
+        self._names: dict[nn.Parameter, str] = {}
+        self._formats: dict[nn.Parameter, Format] = {}
+        """How the moments are stored of what is updated in portions."""
+        self._places: dict[nn.Parameter, Places] = {}
         for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = group["method"].state(parameter, zeros_like)
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                how = format_of(parameter, state_dtype)
+                self._names[parameter] = name
+                if how != "fp32" or parameter.dtype == torch.bfloat16:
+                    self._formats[parameter] = how
+                self.state[parameter] = group["method"].state(parameter, how, zeros_like)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -73,18 +125,122 @@ class MethodOptimizer(torch.optim.Optimizer):
             raise ValueError("gradients are computed before the update")
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if trained:
-                group["method"].update(trained, group, self.state, self.gradient_factor, self.exact)
+            live = [parameter for parameter in trained if parameter not in self._formats]
+            if live:
+                group["method"].update(live, group, self.state, self.gradient_factor, self.exact)
+            rounded = {one: self._formats[one] for one in trained if one in self._formats}
+            for how, portion in _portions(rounded, whole=group["method"].whole):
+                self._update(portion, how, group)
+
+    def _update(self, pieces: Sequence[Piece], how: Format, group: Mapping[str, Any]) -> None:
+        """Update some rows in float32, and round what is stored in fewer bits."""
+        method: Method = group["method"]
+        parameters = [piece.parameter for piece in pieces]
+        gradients = [local_tensor(p.grad).contiguous() for p in parameters if p.grad is not None]
+        of_weights: Format = "bf16" if parameters[0].dtype == torch.bfloat16 else "fp32"
+        weights = opened(pieces, [parameters], of_weights)
+        slopes = opened(pieces, [gradients], of_weights)
+        moments = {
+            name: self._moment(pieces, name, how, method, self.state) for name in method.moments
+        }
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for place, piece in enumerate(pieces):
+            parameter = piece.parameter
+            made, slope = weights.values[place], slopes.values[place]
+            kept: dict[str, Any] = {name: one.values[place] for name, one in moments.items()}
+            if method.whole:
+                shape = local_tensor(parameter).shape
+                made, slope = (placed(one.view(shape), parameter) for one in (made, slope))
+                kept = {name: one.view(shape) for name, one in kept.items()}
+            if method.counts:  # rows to come count on from the same number
+                step = self.state[parameter]["step"]
+                kept["step"] = step if piece.last else step.clone()
+            stand_in = nn.Parameter(made, requires_grad=False)
+            stand_in.grad = slope
+            state[stand_in] = kept
+        method.update([*state], group, state, self.gradient_factor, self.exact)
+        drawn = self._noise(pieces)
+        for one, words in zip((weights, *moments.values()), drawn, strict=False):
+            one.close(words)
+
+    def _moment(
+        self, pieces: Sequence[Piece], name: str, how: Format, method: Method, state: State
+    ) -> Opened:
+        """A moment of some pieces."""
+        square = name in method.squares
+        parts = parts_of(name, how, square=square)
+        tensors = [[state[piece.parameter][part.name] for piece in pieces] for part in parts]
+        return opened(pieces, tensors, how, square=square)
+
+    def _noise(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Drawn for some rows, see `noise`."""
+        parameters = dict.fromkeys(piece.parameter for piece in pieces)
+        for parameter in parameters:
+            if parameter not in self._places:
+                self._places[parameter] = places_of(parameter)
+        keys = {one: stable_seed(self.seed, self._names[one]) for one in parameters}
+        return noise(pieces, self._places, keys)
+
+    def state_in(self, state_dtype: Format) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """New state with moments in another format, to load into."""
+        return {
+            parameter: group["method"].state(parameter, format_of(parameter, state_dtype))
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+
+    @torch.no_grad()
+    def take(self, state: State, state_dtype: Format) -> None:
+        """Take over the numbers of a state with moments in another format."""
+        for group in self.param_groups:
+            method, formats = group["method"], {}
+            for parameter in group["params"]:
+                here = format_of(parameter, self.state_dtype)
+                formats[parameter] = format_of(parameter, state_dtype), here
+                if method.counts:
+                    self.state[parameter]["step"].copy_(state[parameter]["step"])
+            for (there, here), pieces in _portions(formats):
+                for name, words in zip(method.moments, self._noise(pieces), strict=False):
+                    ours = self._moment(pieces, name, here, method, self.state)
+                    theirs = self._moment(pieces, name, there, method, state)
+                    torch._foreach_copy_([*ours.values], [*theirs.values])
+                    ours.close(words)
+
+
+Way = TypeVar("Way", bound=Hashable)
+
+
+def _portions(
+    formats: Mapping[nn.Parameter, Way], *, whole: bool = False
+) -> Iterator[tuple[Way, list[Piece]]]:
+    """Parameters on one device in portions of one format each, see `portions_of`."""
+    members: dict[Way, list[nn.Parameter]] = {}
+    for parameter, how in formats.items():
+        members.setdefault(how, []).append(parameter)
+    for how, parameters in members.items():
+        on_cpu = local_tensor(parameters[0]).device.type == "cpu"
+        most = PORTION["cpu"] * torch.get_num_threads() if on_cpu else PORTION["cuda"]
+        for portion in portions_of(parameters, most, whole=whole):
+            yield how, portion
 
 
 def update(
-    optimizer: torch.optim.Optimizer, portions: Iterable[list[dict[str, Any]]], factor: float
+    optimizer: torch.optim.Optimizer,
+    portions: Iterable[list[dict[str, Any]]],
+    factor: float,
+    seed: int = 0,
 ) -> None:
-    """One optimizer step, a portion of the parameter groups at a time, with gradients times
-    `factor` (of clipping and of the loss scale). On all ranks."""
+    """One optimizer step, a portion of the parameter groups at a time. On all ranks.
+
+    Args:
+        optimizer: whose.
+        portions: of its parameter groups.
+        factor: of clipping and of the loss scale, by which gradients are multiplied.
+        seed: of this step, for what is drawn in rounding.
+    """
     groups = optimizer.param_groups
     if isinstance(optimizer, MethodOptimizer):
-        optimizer.gradient_factor = factor
+        optimizer.gradient_factor, optimizer.seed = factor, seed
     elif factor != 1.0:
         for gradient in (p.grad for group in groups for p in group["params"]):
             if gradient is not None:

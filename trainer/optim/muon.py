@@ -234,4 +234,4 @@ def _chunks(length: int, count: int) -> list[int]:
     return [max(0, min(most, length - rank * most)) for rank in range(count)]
 
 
-MUON = Method("muon", ("momentum_buffer",), counts=False, update=update_muon)
+MUON = Method("muon", ("momentum_buffer",), counts=False, update=update_muon, whole=True)

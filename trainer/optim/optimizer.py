@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
-from trainer.optim.groups import method_groups
+from trainer.optim.formats import Format, format_of, parts_of
+from trainer.optim.groups import method_groups, method_of
 from trainer.optim.kept import own_state
-from trainer.optim.method import MethodOptimizer, stand_in
+from trainer.optim.method import Method, MethodOptimizer, stand_in
 from trainer.recipe import Optimizer
 
 
@@ -37,7 +38,12 @@ def build_optimizer(
         from trainer.optim.own import build_own  # others get by without
 
         return build_own(parameters, options)
-    return MethodOptimizer(method_groups(parameters, options), exact=exact, zeros_like=zeros_like)
+    return MethodOptimizer(
+        method_groups(parameters, options),
+        exact=exact,
+        zeros_like=zeros_like,
+        state_dtype=options.state_dtype,
+    )
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -72,13 +78,14 @@ class StateTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    like_parameter: bool
-    """It has the parameter's shape, and is sharded as that is; else it is counted as whole on every
-    rank, though Adafactor's factors of rows are cut with the rows."""
+    block: int
+    """Elements of the parameter for which it has one number, and with which it is sharded; 0: it is
+    counted as whole on every rank, though Adafactor's factors of rows are cut with the rows."""
 
     def nbytes(self, elements: int) -> int:
         """On a rank that holds so many elements of the parameter."""
-        return self.dtype.itemsize * (elements if self.like_parameter else math.prod(self.shape))
+        count = elements // self.block if self.block else math.prod(self.shape)
+        return self.dtype.itemsize * count
 
 
 def state_of(
@@ -86,9 +93,9 @@ def state_of(
 ) -> dict[str, tuple[StateTensor, ...]]:
     """What the optimizer of a recipe keeps for each trained parameter, by FQN.
 
-    The optimizer is asked: it makes a step, and so its state, for stand-ins, small parameters of
-    other lengths, each dimension with a length of its own, by which it is found again in the shapes
-    of the state.
+    That of a factory is asked: it makes a step, and so its state, for stand-ins, small parameters
+    of other lengths, each dimension with a length of its own, by which it is found again in the
+    shapes of the state.
 
     Args:
         parameters: whole, of which shape and dtype count; may be on the meta device.
@@ -97,15 +104,17 @@ def state_of(
     Raises:
         RecipeError: as `build_optimizer`.
     """
+    if not options.factory:
+        return {
+            name: _stored(parameter, method_of(name, parameter, options), options.state_dtype)
+            if parameter.requires_grad
+            else ()
+            for name, parameter in parameters.items()
+        }
+    from trainer.optim.own import tried  # others get by without
 
     stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
-    if options.factory:
-        from trainer.optim.own import tried  # others get by without
-
-        optimizer = tried(stand_ins, options)
-    else:
-        optimizer = build_optimizer(stand_ins, options)
-    kept = own_state(optimizer, stand_ins).tensors
+    kept = own_state(tried(stand_ins, options), stand_ins).tensors
     found = {}
     for name, made in stand_ins.items():
         real = dict(zip(made.shape, parameters[name].shape, strict=True))
@@ -114,12 +123,34 @@ def state_of(
                 key.removeprefix(f"{name}."),
                 value.dtype,
                 tuple(real.get(length, length) for length in value.shape),
-                value.shape == made.shape,
+                int(value.shape == made.shape),
             )
             for key, value in kept.items()
             if key.startswith(f"{name}.")
         )
     return found
+
+
+def _stored(
+    parameter: torch.Tensor, method: Method, state_dtype: Format
+) -> tuple[StateTensor, ...]:
+    """What a named optimizer keeps for a parameter."""
+    how = format_of(parameter, state_dtype)
+    parts = [
+        part
+        for name in method.moments
+        for part in parts_of(name, how, square=name in method.squares)
+    ]
+    steps = [StateTensor("step", torch.float32, (), 0)] if method.counts else []
+    *rows, columns = parameter.shape or [1]
+    shapes = [(*rows, columns // part.block) if parameter.dim() else () for part in parts]
+    return (
+        *steps,
+        *(
+            StateTensor(part.name, part.dtype, shape, part.block)
+            for part, shape in zip(parts, shapes, strict=True)
+        ),
+    )
 
 
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:

@@ -190,10 +190,11 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A rank that has nobody
     to shard with would only have its parameters copied, and hooks in each pass. Exact mode, offload
     and tensor parallelism rest on FSDP, though: it sums the partial gradients of the latter. In a
-    pipeline it also casts what stages send.
+    pipeline it also casts what stages send. Of weights in bf16 it adds up gradients in float32.
     """
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
-    if recipe.exact or strategy.tp > 1 or strategy.offload != "none":
+    rounded = recipe.precision.master != "fp32"
+    if recipe.exact or rounded or strategy.tp > 1 or strategy.offload != "none":
         return True
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True

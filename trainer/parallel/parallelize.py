@@ -16,6 +16,7 @@ from checkpointing.format.layout import TensorMeta
 from checkpointing.format.tensors import broadcast
 from trainer.models.stacks import apart
 from trainer.optim.exact import use_exact_kernels
+from trainer.optim.formats import BLOCK, Format
 from trainer.optim.groups import moments
 from trainer.optim.kept import own_state, own_targets
 from trainer.parallel.activations import apply_activation_checkpointing
@@ -57,7 +58,9 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         from trainer.parallel.tensor import kinds_of
 
         with refusals:
-            kinds_of(model, strategy.tp, shards)
+            kinds = kinds_of(model, strategy.tp, shards)
+            if recipe.optimizer.state_dtype == "int8":
+                _check_blocks(model, kinds, strategy.tp)
             if getattr(model, "stacks", ()) and strategy.ep == 1:
                 raise RecipeError(
                     "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
@@ -199,7 +202,7 @@ class ParallelModel:
         return Targets(self, optimizer)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Zeros that live where the parameter does: for the optimizer's state."""
+        """Zeros that live where the parameter does: for optimizer state that is like it."""
         return self.file.zeros_like(parameter) if self.file else torch.zeros_like(parameter)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
@@ -246,7 +249,8 @@ class Targets:
         self, saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]
     ) -> dict[str, torch.Tensor]:
         model = self._model
-        targets = own_targets(self._optimizer, model.optimized, saved.get(KEPT), metas)
+        before: Format = saved.get("recipe", {}).get("optimizer", {}).get("state_dtype", "fp32")
+        targets = own_targets(self._optimizer, model.optimized, saved.get(KEPT), metas, before)
         self.put = targets.put
         return apart(targets.tensors, model.stacks)
 
@@ -276,9 +280,11 @@ def parallelize(
     stacks = getattr(model, "stacks", ())
     if recipe.exact:
         use_exact_kernels(device)
-    if sharded_by_fsdp or recipe.sharding == "OPTIMIZER_STATE":
+    by_rows = recipe.optimizer.state_dtype != "fp32"
+    if sharded_by_fsdp or recipe.sharding == "OPTIMIZER_STATE" or by_rows:
         for parameter in model.parameters():  # parts are rows, one after the other in memory
             parameter.data = parameter.data.contiguous()
+    keep_weights(model, recipe)
     stages: dict[int, Decoder] = {}
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
@@ -362,6 +368,30 @@ def parallelize(
         module, parameters, buffers, optimized, view, file, recipe, autocast,
         draw_weights, share_buffers, pipeline, context, stacks,
     )  # fmt: skip
+
+
+def _check_blocks(model: nn.Module, kinds: Mapping[str, str], tp: int) -> None:
+    """Refuse rows that tensor parallelism would cut within blocks of 8-bit state.
+
+    Raises:
+        RecipeError: the first of them.
+    """
+    for name, kind in kinds.items():
+        columns = getattr(model.get_submodule(name), "in_features", 0)
+        if kind == "row" and columns % BLOCK == 0 and columns // tp % BLOCK:
+            raise RecipeError(
+                f"optimizer.state_dtype: int8 has blocks of {BLOCK} elements, but tp={tp} cuts the "
+                f"{columns} columns of {name} into parts of {columns // tp}; use bf16, or another "
+                "strategy.tp"
+            )
+
+
+def keep_weights(model: nn.Module, recipe: Recipe) -> None:
+    """Have the parameters of a model in the format of `precision.master`, instead of float32."""
+    if recipe.precision.master == "bf16_stochastic":
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
 
 
 def _apply(

@@ -13,6 +13,7 @@ from torch import nn
 from trainer.models import Decoder
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
+from trainer.parallel.parallelize import keep_weights
 from trainer.recipe import Recipe
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Optimizer
@@ -64,8 +65,8 @@ class Shape:
         return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
 
     def moment_bytes(self, ranks: int) -> int:
-        """Bytes of the state that has the shape of the parameter, on the first rank."""
-        return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.like_parameter)
+        """Bytes of the state that is sharded with the parameter, on the first rank."""
+        return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.block)
 
     @property
     def saved_bytes(self) -> int:
@@ -121,6 +122,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         with torch.device("meta"):
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
             traced = Decoder(shallow, recipe.model.attention, model.family)
+    for one in (model, traced):
+        keep_weights(one, recipe)
     return Blueprint(
         recipe=recipe,
         model=model,

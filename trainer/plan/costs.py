@@ -57,6 +57,10 @@ UPDATE_TRAFFIC = 24
 """Bytes per parameter in an update, besides the optimizer's state, which is read and written: so is
 the weight, the update and the norm read the gradient, clipping reads and writes it. All float32."""
 
+ROUNDING_TRAFFIC = {"fp32": 0, "bf16": 250, "int8": 450}
+"""More bytes per parameter in an update that rounds its results, by optimizer.state_dtype: what
+formats.py reads and writes in float32 and of hashes. Weights in bf16 take as much as bf16 state."""
+
 ADDITION_TRAFFIC = 12
 """Bytes per parameter in host memory, where an offloaded gradient is added to that of the passes
 before: two are read, one is written."""

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trainer.optim.formats import PORTION, ROUNDING_BYTES
 from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
@@ -72,6 +73,10 @@ def memory_of(
     to_host = recipe.strategy.offload == "cpu" and device != "cpu"
     offloaded = to_disk or to_host
     state = _state_bytes(units, layout.shards)
+    rounding = 0
+    if recipe.optimizer.state_dtype != "fp32" or recipe.precision.master != "fp32":
+        owned = sum(count * sum(s.sharded(layout.shards) for s in unit) for unit, count in units)
+        rounding = ROUNDING_BYTES * min(PORTION["cpu" if device == "cpu" else "cuda"], owned)
     activations = traces[0].saved
     if layout.by_fsdp or order:
         parameters, gradients = slices, slices
@@ -86,7 +91,7 @@ def memory_of(
         activations, found = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
-        moments = [Moment("update", slices)] + [
+        moments = [Moment("update", slices, 0, 0 if offloaded else rounding)] + [
             replace(moment, pass_=moment.pass_ + beside)
             for of_stage, passes in zip(held, found, strict=True)
             for which, beside in passes.items()
@@ -98,7 +103,7 @@ def memory_of(
         if recipe.sharding == "OPTIMIZER_STATE":
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(shapes, layout.replicas)
-        moments = ddp_moments(stages[0], layout, traces[0], gathered)
+        moments = ddp_moments(stages[0], layout, traces[0], gathered + rounding)
     standing = buffers + (0 if offloaded else parameters + state)
     in_memory = 2 * _pinned_bytes(shapes, layout.shards) + state if to_host else 0
 

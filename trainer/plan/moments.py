@@ -113,7 +113,8 @@ class Held:
         self._reduced = _reduced_size(recipe)
         self._every_pass = recipe.strategy.reduce_every_pass
         self._free = recipe.gathers_twice
-        self._in_place = not offloaded and not recipe.exact
+        in_float32 = recipe.precision.master == "fp32" and not recipe.exact
+        self._in_place = in_float32 and not offloaded
         """What is all-reduced is the gradient itself."""
         blocks = dict.fromkeys(stage.units[1:])  # most are alike
         self._parts = [part for unit in blocks for part in parts_of(unit)]

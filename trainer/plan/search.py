@@ -397,12 +397,13 @@ def _shardings(
 
 
 def _refused(recipe: Recipe) -> bool:
-    """Whether its strategy does not go with the model parallelism that it has. What else a recipe
-    contradicts itself in was told when it was read."""
+    """Whether its strategy does not go with the model parallelism or the formats that it has. What
+    else a recipe contradicts itself in was told when it was read."""
     strategy = recipe.strategy
     if strategy.ep > 1:  # it goes with few other keys, too
         return any(contradictions(recipe))
-    return strategy.together > 1 and any(
+    narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
+    return (strategy.together > 1 or narrow) and any(
         key.startswith("strategy.") for key, _ in contradictions(recipe)
     )
 
@@ -432,7 +433,8 @@ def _reductions(
     """Gradients may be reduced after every pass, if there are several."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategy.name == "fsdp" and strategy.sharding != "OPTIMIZER_STATE"
-    if several and by_fsdp and not recipe.exact and strategy.pp_schedule != "zero_bubble":
+    in_float32 = not recipe.exact and recipe.precision.master == "fp32"
+    if several and by_fsdp and in_float32 and strategy.pp_schedule != "zero_bubble":
         return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
     return [strategy]
 

@@ -15,6 +15,7 @@ from trainer.plan.costs import (
     NETWORK_SHARE,
     PAGEABLE_SHARE,
     PEAK_SHARE,
+    ROUNDING_TRAFFIC,
     TAKEN_SHARE,
     UPDATE_ON_DISK,
     UPDATE_TRAFFIC,
@@ -170,14 +171,19 @@ def _offload(
     cut = layout.replicas if recipe.sharding == "OPTIMIZER_STATE" else layout.shards
     owned, units = elements(stages, cut), counted(stages)
     state = sum(count * sum(shape.moment_bytes(cut) for shape in unit) for unit, count in units)
-    traffic, on_disk = UPDATE_TRAFFIC * owned + 2 * state, UPDATE_ON_DISK * owned + 2 * state
+    rounding = ROUNDING_TRAFFIC[recipe.optimizer.state_dtype]
+    if recipe.precision.master != "fp32":
+        rounding = max(rounding, ROUNDING_TRAFFIC["bf16"])
+    traffic = (UPDATE_TRAFFIC + rounding) * owned + 2 * state
+    on_disk = UPDATE_ON_DISK * owned + 2 * state
     if recipe.strategy.offload == "none":
         return 0.0, traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
     sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
     update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
     often = gathering_passes(recipe, layout)
     gathers = 2 * layout.passes if recipe.gathers_twice else often
-    moved = 4 * owned * (gathers + layout.reductions)  # float32, as the shards are
+    itemsize = 4 if recipe.precision.master == "fp32" else 2  # as the shards are
+    moved = itemsize * owned * (gathers + layout.reductions)
     transfers = moved / machine.gpu.pcie
     if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
         from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH

@@ -289,6 +289,21 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "only adamw and muon have an exact mode: other updates may round the end of a shard "
             "otherwise; remove it, or set run.determinism=fast",
         )
+    if optimizer.state_dtype != "fp32":
+        if optimizer.factory:
+            yield (
+                "optimizer.state_dtype",
+                "only for optimizer.name: adamw and muon, as the optimizer of a factory stores its "
+                "own state; remove it",
+            )
+        if recipe.strategy.offload == "nvme":
+            yield (
+                "strategy.offload",
+                f"nvme updates float32 state, not optimizer.state_dtype={optimizer.state_dtype}; "
+                "use strategy.offload=cpu, or optimizer.state_dtype=fp32",
+            )
+    if recipe.precision.master == "bf16_stochastic":
+        yield from _master_contradictions(recipe)
     if recipe.strategy.offload == "nvme" and (optimizer.factory or optimizer.name == "muon"):
         yield (
             "strategy.offload",
@@ -300,6 +315,32 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
     if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
         yield "schedule.factory", f"excludes {', '.join(shape)}; remove these, or the factory"
+
+
+def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What does not go with weights in bf16."""
+    for key, chosen, problem in (
+        (
+            "optimizer.factory",
+            bool(recipe.optimizer.factory),
+            "would lose small changes of them, as it does not round stochastically; use "
+            "optimizer.name=adamw or muon",
+        ),
+        (
+            "strategy.sharding",
+            recipe.sharding == "OPTIMIZER_STATE",
+            "OPTIMIZER_STATE (ZeRO-1) would add up gradients in bf16; use SHARD_GRAD_OP",
+        ),
+        (
+            "strategy.reduce_every_pass",
+            recipe.strategy.reduce_every_pass,
+            "adds up gradients of passes in the format of the weights; set false",
+        ),
+        ("strategy.offload", recipe.strategy.offload == "nvme", "nvme has float32; use cpu"),
+        ("model.kgat", bool(recipe.model.kgat), "computes with float32 weights; remove it"),
+    ):
+        if chosen:
+            yield key, f"with precision.master=bf16_stochastic: {problem}, or precision.master=fp32"
 
 
 def _graph_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

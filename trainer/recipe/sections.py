@@ -219,6 +219,11 @@ class Optimizer:
     clip_norm: Amount = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """For adamw and muon: how their running means are stored, in 4, 2 or 1.03 bytes an element.
+    bf16 is rounded stochastically. int8 has a scale for each 128 elements of a row; of parameters
+    whose rows are no multiple of that, means are bf16. See docs/strategies.md."""
+
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with a learning rate or a weight decay of their own."""
 
@@ -325,12 +330,16 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats. Trained parameters and optimizer state are float32; what a factory makes in
-    bf16 or fp16 is converted."""
+    """Number formats. Trained parameters are float32 unless `master` says otherwise; what a factory
+    makes in bf16 or fp16 is converted."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Format of activations and matrix products (and of gathered parameters under fsdp).
     Gradients are reduced in float32. fp16 uses a dynamic loss scale."""
+
+    master: Literal["fp32", "bf16_stochastic"] = "fp32"
+    """Format of the weights that an update changes. bf16_stochastic: bf16, rounded stochastically,
+    in 2 bytes a parameter; gradients have 2, too, once they are reduced. See docs/strategies.md."""
 
     matmul: Literal["fp8_rowwise", "fp8_tensorwise", "mxfp8"] | None = None
     """Have the linear layers of the blocks multiply in 8 bits, through torchao. One scale for each

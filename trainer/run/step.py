@@ -101,7 +101,8 @@ def train_step(run: Run, batches: Batches) -> StepResult:
         set_rate(optimizer, lr)
         if options.factory:  # a user's may draw: replicas are to draw alike, and after a resume
             torch.manual_seed(stable_seed(recipe.run.seed, "update", step))
-        update(optimizer, model.portions(optimizer), factor)
+        seed = stable_seed(recipe.run.seed, "rounding", step)
+        update(optimizer, model.portions(optimizer), factor, seed)
         model.publish_weights()
         # No step comes that would hear what its save finds.
         last = step == recipe.run.steps or found.pause > 0

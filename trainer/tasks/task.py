@@ -21,7 +21,7 @@ from trainer.kgat.model import KGAT, Adjacency, initial_tensor
 from trainer.kgat.stream import GraphStream, UserStream
 from trainer.models import Decoder, Family, read_config
 from trainer.models.family import family_of, find_family
-from trainer.models.model_files import files_beside, files_without_tokenizer
+from trainer.models.model_files import files_beside, files_without_tokenizer, of_bf16
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory, refusing
@@ -137,6 +137,8 @@ def build_task(recipe: Recipe) -> Task:
     files, notes = files_beside(
         architecture, Path(start) if start else None, source, read_index(source), family
     )
+    if recipe.precision.master == "bf16_stochastic":
+        files = of_bf16(files)
     parameters = sum(p.numel() for p in decoder.parameters())
     return Task(
         f"{architecture.model_type} decoder",
@@ -232,6 +234,8 @@ def _build_on_samples(recipe: Recipe) -> Task:
         after_step = _after_step(family)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(architecture, start, family)
+        if recipe.precision.master == "bf16_stochastic":
+            files = of_bf16(files)
         notes = [*of_formats, *notes]
         name = f"{architecture.model_type} decoder"
     for batch in tried:

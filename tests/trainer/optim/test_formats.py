@@ -1,0 +1,221 @@
+"""Weights and state in bf16 and int8: how far rounding moves a number, that it is right on average,
+and that neither shards nor worlds show in it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.checkpointing.worlds import run_ranks
+from trainer.optim import formats
+from trainer.optim.formats import BLOCK, in_float32, noise, places_of, portions_of, stored
+from trainer.optim.kept import own_targets
+from trainer.optim.method import update
+from trainer.optim.optimizer import build_optimizer, state_of
+from trainer.recipe import Optimizer
+
+HOWS = [("bf16", False), ("int8", False), ("int8", True)]
+
+
+def drawn(count, key=0):
+    parameter = nn.Parameter(torch.zeros(count))
+    (pieces,) = portions_of([parameter], count, whole=False)
+    return noise(pieces, {parameter: places_of(parameter)}, {parameter: key})
+
+
+def steps_around(values, how, square):
+    """Distance between the two numbers of a format that a value lies between."""
+    if how == "bf16":
+        return 2.0 ** (values.abs().log2().floor() - 7)
+    scales = values.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
+    share = (values.abs() / scales).double()
+    power, count = (4, 256) if square else (2, 127)
+    below = (share ** (1 / power) * count).floor()
+    return (((below + 1) / count) ** power - (below / count) ** power) * scales
+
+
+@pytest.mark.parametrize(("how", "square"), HOWS)
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.floats(-12, 12), min_size=4, max_size=4),
+    st.integers(min_value=0, max_value=1 << 62),
+)
+def test_a_number_is_rounded_to_one_of_its_neighbours(how, square, powers, key):
+    draw = torch.Generator().manual_seed(key & 0xFFFF)
+    values = torch.randn(4 * BLOCK, generator=draw)
+    values *= torch.tensor([10.0**p for p in powers]).repeat_interleave(BLOCK)
+    values = values.square() if square else values
+    found = in_float32(
+        stored(values.clone(), how, drawn(4 * BLOCK, key)[1], square=square), how, square=square
+    )
+    most = steps_around(values, how, square)
+    # float32 has 2**-24 of a number for what a code means, and for the place between two.
+    assert ((found - values).abs() <= most * (1 + 1e-4) + values.abs() * 1e-6).all()
+    if how == "int8":
+        largest = values.view(-1, BLOCK).abs().amax(1)
+        assert found.view(-1, BLOCK).abs().amax(1).equal(largest)
+        if square:  # an update divides by its root
+            assert (found > 0).all()
+
+
+@pytest.mark.parametrize(("how", "square"), HOWS)
+@pytest.mark.parametrize("word", range(3))
+def test_rounding_is_right_on_average(how, square, word):
+    values = torch.linspace(0.0009, 1, BLOCK).repeat(4)
+    values[BLOCK : 2 * BLOCK] *= 1e-3
+    values[2 * BLOCK :] *= 1 if square else -1
+    times = 2000
+    mean = torch.zeros(len(values), dtype=torch.float64)
+    for key in range(times):
+        parts = stored(values.clone(), how, drawn(len(values), key * 977)[word], square=square)
+        mean += in_float32(parts, how, square=square).double() / times
+    step = steps_around(values, how, square).double()
+    # The variance of a coin with chance p is p (1 - p), times the square of the distance.
+    error = (mean - values.double()) / (step / 2 / times**0.5)
+    assert error.abs().max() < 5  # of 512 numbers: 4 sigma each would fail once in 30 times
+    assert error.mean().abs() * len(values) ** 0.5 < 4
+
+
+def test_what_is_drawn_is_uniform_and_independent_of_its_neighbours():
+    rows = torch.cat([drawn(1 << 18, key)[:, None] for key in (1, 2)], 1).double() / (1 << 16)
+    words = rows.reshape(6, -1)
+    sigma = (1 / 12) ** 0.5 / words.shape[1] ** 0.5
+    assert ((words + 0.5 / (1 << 16)).mean(1).abs() < 4 * sigma).all()
+    assert (words.var(1) - 1 / 12).abs().max() < 1e-3
+    shifted = [words, words.roll(1, 1), words.roll(128, 1)]
+    correlation = torch.corrcoef(torch.cat(shifted)) - torch.eye(18)
+    assert correlation.abs().max() < 5 / words.shape[1] ** 0.5
+
+
+@pytest.mark.parametrize(("how", "square"), HOWS)
+def test_what_is_no_number_stays_none(how, square):
+    values = torch.ones(4 * BLOCK)
+    values[:BLOCK] = 0
+    # CUDA's NaN has all bits of the mantissa, and would become 0 when one is added.
+    values[200] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    values[300] = torch.inf
+    parts = stored(values, how, drawn(4 * BLOCK)[0], square=square)
+    found = in_float32(parts, how, square=square)
+    assert not found[200].isfinite()
+    assert not found[300].isfinite()
+    assert found[:BLOCK].count_nonzero() == 0
+    assert found[3 * BLOCK :].isfinite().all()
+    if how == "int8":  # a checkpoint looks at the scales
+        assert parts[1].isfinite().tolist() == [True, False, False, True]
+
+
+# --- updates ---------------------------------------------------------------------------------
+
+SHAPES = {
+    "matrix": (6, 256),
+    "odd": (5, 24),
+    "norm": (10,),
+    "stack": (3, 4, 128),
+    "large": (9, 128),
+}
+STEPS = 4
+
+
+def trained(place, options, master, *, exact=True):
+    """State and weights, whole, after a few steps. `place(name, tensor)` lays a tensor on ranks."""
+    draw = torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(shape, generator=draw).to(master) for name, shape in SHAPES.items()}
+    weights = {name: nn.Parameter(place(name, one)) for name, one in whole.items()}
+    optimizer = build_optimizer(weights, options, exact=exact)
+    for step in range(STEPS):
+        for name, weight in weights.items():
+            gradient = torch.randn(SHAPES[name], generator=draw) * 10.0 ** -(step % 3)
+            weight.grad = place(name, gradient.to(master))
+        update(optimizer, [optimizer.param_groups], 0.5, seed=step)
+    found = {**{name: one.detach() for name, one in weights.items()}}
+    for name, weight in weights.items():
+        found |= {f"{name}.{key}": one for key, one in optimizer.state[weight].items()}
+    return optimizer, weights, found
+
+
+def whole_of(found):
+    return {
+        key: one.full_tensor() if hasattr(one, "full_tensor") else one.clone()
+        for key, one in found.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_shards_and_portions_show_in_no_bit(tmp_path, monkeypatch, name, master, state_dtype):
+    options = Optimizer(name=name, lr=1e-2, state_dtype=state_dtype)
+    expected = whole_of(trained(lambda _, one: one.clone(), options, master)[2])
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+    first = "exp_avg" if name == "adamw" else "momentum_buffer"
+    assert expected[f"matrix.{first}"].dtype == dtypes[state_dtype]
+    assert (
+        expected["norm.exp_avg"].dtype == dtypes["bf16" if state_dtype == "int8" else state_dtype]
+    )
+    monkeypatch.setitem(formats.PORTION, "cpu", 300)  # rows of a matrix in portions of their own
+
+    def rank(_):
+        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+        layouts = [
+            lambda _, one: distribute_tensor(one, line, [Shard(0)]),
+            lambda _, one: distribute_tensor(one, square, [Replicate(), Shard(0)]),
+            lambda key, one: distribute_tensor(
+                one, square, [Shard(0), Shard(1) if key == "matrix" else Replicate()]
+            ),
+        ]
+        return [
+            {
+                key: one.view(torch.uint8) if one.dim() else one
+                for key, one in whole_of(trained(place, options, master)[2]).items()
+            }
+            for place in layouts
+        ]
+
+    for found in run_ranks(4, rank, tmp_path)[0]:
+        assert found.keys() == expected.keys()
+        for key, one in found.items():
+            other = expected[key]
+            assert one.equal(other.view(torch.uint8) if other.dim() else other), key
+
+
+@pytest.mark.parametrize("there", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("here", ["fp32", "bf16", "int8"])
+def test_state_is_taken_over_in_another_format(there, here):
+    def options(how):
+        return Optimizer(lr=1e-2, state_dtype=how)
+
+    _, weights, before = trained(lambda _, one: one.clone(), options(there), torch.float32)
+    copies = {name: nn.Parameter(one.detach().clone()) for name, one in weights.items()}
+    optimizer = build_optimizer(copies, options(here))
+    targets = own_targets(optimizer, copies, {}, {}, there)
+    assert targets.tensors.keys() == before.keys() - SHAPES.keys()
+    for name, one in targets.tensors.items():
+        one.copy_(before[name])
+    targets.put()
+    for name, weight in copies.items():
+        kept = optimizer.state[weight]
+        assert kept["step"] == STEPS
+        if there == here:
+            assert all(one.equal(before[f"{name}.{key}"]) for key, one in kept.items())
+    mean = optimizer.state[copies["matrix"]]["exp_avg"]
+    if here == there == "fp32" or here != "fp32":
+        return
+    full = trained(lambda _, one: one.clone(), options("fp32"), torch.float32)[2]
+    assert (mean - full["matrix.exp_avg"]).abs().max() < 0.05 * full["matrix.exp_avg"].abs().max()
+
+
+def test_what_is_planned_is_what_is_kept():
+    for name in ("adamw", "muon"):
+        for how in ("fp32", "bf16", "int8"):
+            options = Optimizer(name=name, lr=1e-2, state_dtype=how)
+            _, weights, found = trained(lambda _, one: one.clone(), options, torch.bfloat16)
+            planned = state_of(weights, options)
+            for fqn, weight in weights.items():
+                for one in planned[fqn]:
+                    kept = found[f"{fqn}.{one.name}"]
+                    assert (kept.dtype, tuple(kept.shape)) == (one.dtype, one.shape)
+                    assert kept.nbytes == one.nbytes(weight.numel())
+                assert len(planned[fqn]) == sum(key.startswith(f"{fqn}.") for key in found)
