@@ -103,7 +103,7 @@ def memory_of(
         if recipe.sharding == "OPTIMIZER_STATE":
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(shapes, layout.replicas)
-        moments = ddp_moments(stages[0], layout, traces[0], gathered + rounding)
+        moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))
     standing = buffers + (0 if offloaded else parameters + state)
     in_memory = 2 * _pinned_bytes(shapes, layout.shards) + state if to_host else 0
 

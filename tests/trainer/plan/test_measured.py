@@ -25,6 +25,8 @@ FULL = f"{BLOCKS} strategy.activation_checkpointing=full"
 FEW_TOKENS = f"{FULL} data.seq_len=8"
 HYBRID = "strategy.sharding=HYBRID_SHARD strategy.shard_size=2"
 MUON_OFFLOAD = "optimizer.name=muon strategy.offload=cpu"
+ROWS = "model.architecture.hidden_size=128 optimizer.state_dtype=int8"
+ROUNDED = f"{FULL} {ROWS} precision.master=bf16_stochastic"
 CASES = {
     1: [
         "strategy.zero=2 precision.dtype=fp32 batch.micro_batch=8",
@@ -33,6 +35,8 @@ CASES = {
         "strategy.zero=3 optimizer.name=muon",
         f"strategy.zero=3 {MUON_OFFLOAD}",
         "strategy.name=ddp precision.dtype=fp32 optimizer.name=muon",
+        f"{FULL} {ROWS} strategy.name=ddp precision.dtype=fp32",
+        f"{ROUNDED} strategy.name=ddp",
     ],
     2: [
         "strategy.name=ddp",
@@ -42,6 +46,9 @@ CASES = {
         f"{FULL} strategy.zero=3 {MUON_OFFLOAD}",
         "strategy.name=ddp optimizer.name=muon",
         "strategy.zero=1 optimizer.name=muon",
+        f"{FULL} {ROWS} strategy.zero=1",
+        f"{ROUNDED} strategy.zero=2",
+        f"{ROUNDED} strategy.zero=3",
     ],
     3: [
         "strategy.zero=3",

@@ -308,6 +308,7 @@ def test_training_arguments_say_what_is_auto(written, tmp_path):
     assert found["args.json: num_train_epochs"] == "differs"
     alone = import_training_arguments(file, ranks=4)
     assert alone.tree["strategy"]["name"] == "ddp"
+    assert alone.tree["optimizer"]["state_dtype"] == "int8"
     assert kinds(alone)["optim"] == kinds(alone)["warmup_ratio"] == "differs"
 
 

@@ -33,10 +33,13 @@ ADAMW = {
     "adamw_torch": "", "adamw_torch_fused": "", "adamw_hf": "", "adamw_torch_xla": "",
     "adamw_torch_npu_fused": "", "adamw_apex_fused": "",
     **dict.fromkeys(
-        (
-            "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit",
-            "paged_adamw_8bit", "paged_adamw_32bit", "adamw_anyprecision",
-        ),
+        ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit",
+         "paged_adamw_8bit"),
+        "optimizer.state_dtype=int8 has other blocks and codes, and is not paged; strategy.offload "
+        "moves it",
+    ),
+    **dict.fromkeys(
+        ("paged_adamw_32bit", "adamw_anyprecision"),
         "its optimizer state is float32 here, and is not paged; strategy.offload moves it",
     ),
 }  # fmt: skip
@@ -216,6 +219,8 @@ def _optimizer(arguments: Source) -> None:
         arguments.became("optim", "", "the optimizer of the other file counts")
     elif name in ADAMW:
         arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
+        if ADAMW[name].startswith("optimizer.state_dtype"):
+            made.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
     elif name in TORCH:
         arguments.put("optim", "optimizer.factory", f"torch.optim:{TORCH[name]}")
     else:
