@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 
 from checkpointing.tools.inspect import verify
 from tests.distributed.jobs import losses, soak
+from trainer.parallel.parallelize import check_parallel
 from trainer.recipe import RecipeError, load_recipe
+from trainer.tasks.task import bare_model
 
 # Rows of 128 and 256 elements are whole blocks.
 SIZES = ("model.architecture.hidden_size=128", "model.architecture.intermediate_size=256")
@@ -79,6 +81,7 @@ LAYOUTS = {
     "zero2": (2, ["strategy.zero=2", *SMALL]),
     "zero1": (2, ["strategy.zero=1", "optimizer.state_dtype=int8"]),
     "ddp": (2, ["strategy.name=ddp", "optimizer.state_dtype=int8"]),
+    "ddp-small": (2, ["strategy.name=ddp", *SMALL]),
     "hybrid": (4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2", *SMALL]),
     "offload": (2, ["strategy.offload=cpu", *SMALL]),
     "tp": (4, ["strategy.tp=2", *SMALL]),
@@ -126,3 +129,16 @@ def test_refuses_what_cannot_be_rounded(workspace, overrides, message):
     with pytest.raises(RecipeError, match=message) as caught:
         load_recipe(workspace / "recipe.yaml", overrides)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_refuses_ranks_that_would_cut_a_block(workspace):
+    given = [*SMALL, "strategy.tp=2", "model.architecture.intermediate_size="]
+    for size, cut in ((128, True), (256, False), (96, False)):  # 96 has bf16 state
+        recipe = load_recipe(workspace / "recipe.yaml", [*given[:-1], f"{given[-1]}{size}"])
+        model = bare_model(recipe)[0]
+        if not cut:
+            check_parallel(recipe, model, 1)
+            continue
+        what = r"^optimizer.state_dtype: .* 128 columns of model.layers.0.mlp.down_proj into .* 64;"
+        with pytest.raises(RecipeError, match=what):
+            check_parallel(recipe, model, 1)

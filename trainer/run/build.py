@@ -172,6 +172,11 @@ def describe(run: Run) -> str:
     formats: str = recipe.precision.dtype
     if recipe.precision.matmul:
         formats += f" with products in {recipe.precision.matmul}"
+    stored = [f"state in {recipe.optimizer.state_dtype}"]
+    if recipe.precision.master != "fp32":
+        stored.insert(0, "weights in bf16")
+    if len(stored) > 1 or recipe.optimizer.state_dtype != "fp32":
+        formats += f" ({', '.join(stored)})"
     stream = task.stream
     epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
