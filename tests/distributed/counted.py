@@ -3,9 +3,11 @@
     torchrun … -m tests.distributed.counted COUNTS.json RECIPE.yaml [key=value …]
 
 Rank 0 writes one mapping per step, name → calls. On CUDA it also lets torch warn of every
-synchronisation, and counts the warnings as "synchronised".
+synchronisation, and counts the warnings as "synchronised". The fake CUDA runtime counts "waits":
+whenever any thread waits for the device, whatever torch calls it.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -61,6 +63,8 @@ def counted_step(*args: Any) -> Any:
     """`train_step`, counted."""
     counts.append(Counter())
     cuda = torch.cuda.is_initialized()
+    host_waits = getattr(ctypes.CDLL(None), "fake_cuda_host_waits", None)
+    waited = host_waits() if host_waits else 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if cuda:
@@ -72,6 +76,8 @@ def counted_step(*args: Any) -> Any:
     synchronised = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     if cuda:
         counts[-1]["synchronised"] = len(synchronised)
+    if host_waits:
+        counts[-1]["waits"] = host_waits() - waited
     if os.environ.get("RANK", "0") == "0":  # one rank alone needs no launcher
         Path(path).write_text(json.dumps(counts))
     return result

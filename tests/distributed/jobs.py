@@ -41,6 +41,13 @@ precision: {dtype: fp32}
 checkpoint: {every: 0}
 """
 
+MOE = (
+    "model.architecture.model_type=qwen3_moe",
+    "model.architecture.options={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: "
+    "32, norm_topk_prob: true, router_aux_loss_coef: 0.01, router_bias_update_rate: 0.001}",
+)
+EP = ("strategy.ep=2",)
+
 
 class Job:
     """One job: its ranks, forked from a process that has imported what they need and started

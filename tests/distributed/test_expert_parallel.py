@@ -6,17 +6,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
+from tests.distributed.jobs import EP, LAYOUT, MOE, TEN, THIRTY, assert_follows, records, soak, told
 from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, NVME, ZERO_BUBBLE
 from tests.distributed.test_tensor_parallel import EVEN, HSDP
 
-MOE = (
-    "model.architecture.model_type=qwen3_moe",
-    "model.architecture.options={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: "
-    "32, norm_topk_prob: true, router_aux_loss_coef: 0.01, router_bias_update_rate: 0.001}",
-)
 UNTIED = (*MOE, "model.architecture.tie_word_embeddings=false")
-EP = ("strategy.ep=2",)
 SELECTIVE = ("strategy.activation_checkpointing=selective", "strategy.compile=true")
 CP, PP = ("strategy.cp=2",), ("strategy.pp=2", "batch.micro_batch=2")
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")

@@ -6,12 +6,14 @@ import json
 import pytest
 import torch
 
-from tests.distributed.jobs import RECIPE, soak
+from tests.distributed.jobs import EP, MOE, RECIPE, soak
 
 WORD = {"c10d::allreduce_": 1, "tolist": 1}  # the step's one word, and the one read of it
 PASSES = 2  # of a step: 8 sequences, 2 ranks, 2 at a time
 DOCUMENTS = {"nonzero": PASSES}  # the loader finds their ends, on the host
-UNITS = 3  # two blocks, and the rest
+LAYERS = 2
+UNITS = LAYERS + 1  # blocks, and the rest
+RECOMPUTED = "strategy.activation_checkpointing=full"
 
 
 @pytest.mark.parametrize(
@@ -61,14 +63,30 @@ def test_collectives_and_waits_of_a_step(workspace, start, name, ranks, override
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch reports synchronisation on CUDA")
-def test_one_synchronisation_a_step_on_cuda(workspace, start):
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides", "waits"),
+    [
+        ("dense", 1, [], 1),
+        ("dense", 2, [RECOMPUTED], 1),
+        ("experts", 1, [*MOE, RECOMPUTED], 1),
+        ("experts", 2, MOE, 1),
+        # An all-to-all takes its sizes from the host; in recomputation they are known.
+        ("divided", 2, [*MOE, *EP], 1 + LAYERS * PASSES),
+        ("divided-again", 2, [*MOE, *EP, RECOMPUTED], 1 + LAYERS * PASSES),
+    ],
+)
+def test_the_host_waits_once_a_step_on_cuda(workspace, start, name, ranks, overrides, waits):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("a GPU for each rank")
     (workspace / "cuda.yaml").write_text(RECIPE.replace("device: cpu", "device: cuda"))
-    path = workspace / "cuda.json"
+    path = workspace / f"cuda-{name}-{ranks}.json"
     job = start(
-        1, "run.dir=counted-cuda", "run.steps=5", "schedule={}", "precision.dtype=bf16",
-        recipe="cuda.yaml",
-        program=["tests.distributed.counted", str(path)],
+        ranks, f"run.dir=counted-{path.stem}", "run.steps=5", "schedule={}", "precision.dtype=bf16",
+        *overrides, recipe="cuda.yaml", program=["tests.distributed.counted", str(path)],
     )  # fmt: skip
     code, output = job.wait()
     assert code == 0, output
-    assert [step["synchronised"] for step in json.loads(path.read_text())[2:4]] == [1, 1]
+    steps = json.loads(path.read_text())[2:4]
+    assert [step["synchronised"] for step in steps] == [waits] * 2
+    # What torch does not report, such as waits for events, the fake runtime counts.
+    assert [step.get("waits", waits) for step in steps] == [waits] * 2

@@ -124,6 +124,10 @@ static std::mutex& table = *new std::mutex;
 static auto& streams = *new std::set<Stream*>;
 static thread_local int device = 0;
 
+// How often a thread of the program has waited for the device.
+static auto& host_waits = *new std::atomic<int>;
+static thread_local Stream* copied_from = nullptr;  // by a copy that has waited
+
 static Stream* stream_of(cudaStream_t handle) {
   static auto& defaults = *new std::map<int, Stream*>;
   if (handle) return (Stream*)handle;
@@ -134,6 +138,7 @@ static Stream* stream_of(cudaStream_t handle) {
 }
 
 static void wait_for_all() {
+  ++host_waits;
   std::vector<Stream*> all;
   {
     std::lock_guard<std::mutex> hold(table);
@@ -260,10 +265,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   } else {
     stream->put([=] { memmove(to, from, bytes); }, transfer);
   }
-  if (target == Place::PAGEABLE) stream->wait();
+  if (target == Place::PAGEABLE) {
+    ++host_waits;
+    stream->wait();
+    copied_from = stream;
+  }
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  ++host_waits;
   auto result = cudaMemcpyAsync(to, from, bytes, kind, nullptr);
   stream_of(nullptr)->wait();
   return result;
@@ -287,6 +297,7 @@ cudaError_t cudaMemsetAsync(void* start, int value, size_t bytes, cudaStream_t h
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* start, int value, size_t bytes) {
+  ++host_waits;
   cudaMemsetAsync(start, value, bytes, nullptr);
   stream_of(nullptr)->wait();
   return cudaSuccess;
@@ -366,7 +377,10 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* out) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-  stream_of(handle)->wait();
+  Stream* stream = stream_of(handle);
+  if (copied_from != stream) ++host_waits;  // else torch waits once more for the copy
+  copied_from = nullptr;
+  stream->wait();
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
@@ -399,6 +413,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  ++host_waits;
   Event event = *(Event*)handle;
   if (event.stream) event.stream->wait(event.position);
   return cudaSuccess;
@@ -435,6 +450,8 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* out,
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+
+int fake_cuda_host_waits() { return host_waits; }
 
 // What kernels.cpp does on the calling thread comes after what was queued.
 void fake_cuda_before_kernel(void* stream) { stream_of((cudaStream_t)stream)->wait(); }

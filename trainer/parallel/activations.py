@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _detach_helper,
     _VersionWrapper,
     create_selective_checkpoint_contexts,
 )
+
+from trainer.models.decisions import keeping_decisions
 
 _EXPENSIVE = {
     "aten.mm.default",
@@ -48,23 +49,35 @@ def apply_activation_checkpointing(
     mode: Literal["full", "selective"],
     compiled: Literal["no", "whole", "pieces"] = "no",
     again: bool = False,
+    draws: bool = True,
 ) -> list[nn.Module]:
-    """Wrap each block in place; returns the wrapped blocks, in order. They may be `compiled`
-    afterwards as a whole; what is in them, in pieces. Of a piece attention alone is kept. `again`:
-    a block that is not compiled has several backward passes, and is recomputed in each."""
+    """Wrap each block in place; returns the wrapped blocks, in order.
+
+    Args:
+        model: that has the blocks.
+        blocks: its repeated parts.
+        mode: what is recomputed.
+        compiled: blocks are compiled afterwards as a whole; or what is in them, in pieces. Of a
+            piece attention alone is kept.
+        again: a block that is not compiled has several backward passes, and is recomputed in each.
+        draws: a block may draw random numbers, and its repetition is to draw them again.
+    """
     replaced: dict[nn.Module, nn.Module] = {}
+    deciding = bool(getattr(model, "stacks", ()))  # where tokens go
     for block in blocks:
         contexts: dict[str, Any] = {}
         # A compiler knows what changes buffers, and does it once.
         counting = compiled == "no" and bool(_persistent_buffers(block))
-        if mode == "selective" or counting:
+        if mode == "selective" or counting or deciding:
             selective = partial(_kept if again else _selective, compiled)
             contexts["context_fn"] = partial(
-                _contexts, selective if mode == "selective" else None, block if counting else None
+                _contexts,
+                selective if mode == "selective" else None,
+                block if counting else None,
+                deciding,
             )
-        # Nothing in a step draws random numbers that recomputation would have to replay, unless a
-        # user's own model has dropout; torch's default of keeping the RNG state covers both.
-        replaced[block] = checkpoint_wrapper(block, **contexts)
+        # To keep and set the state of the generators takes the host longer than some blocks.
+        replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():  # one block may have several names
             if child in replaced and parent is not replaced[child]:
@@ -73,12 +86,19 @@ def apply_activation_checkpointing(
 
 
 def _contexts(
-    selective: Callable[[], Sequence[TorchDispatchMode]] | None, counting: nn.Module | None
+    selective: Callable[[], Sequence[TorchDispatchMode]] | None,
+    counting: nn.Module | None,
+    deciding: bool,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of the forward pass and of its repetition. `selective` makes contexts that keep
-    results. `counting`: a block whose passes change buffers."""
-    forward, again = selective() if selective else (nullcontext(), nullcontext())
-    return forward, _Uncounted(counting, again) if counting else again
+    results. `counting`: a block whose passes change buffers. `deciding`: see [Note: decisions]."""
+    forward: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
+    if selective:
+        forward, again = selective()
+    if counting:
+        again = _Uncounted(counting, again)
+    return keeping_decisions(forward, again) if deciding else (forward, again)
 
 
 def _persistent_buffers(block: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -143,7 +163,7 @@ class _Keeping(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if str(func) in _EXPENSIVE:
-            self._results.append(tree_map(lambda x: _VersionWrapper(_detach_helper(x)), result))
+            self._results.append(tree_map(lambda x: _VersionWrapper(_detached(x)), result))
         return result
 
 
@@ -163,7 +183,16 @@ class _Repeating(_Mode):
         if str(func) not in _EXPENSIVE:
             return func(*args, **(kwargs or {}))
         # Autograd writes to the tensor that it gets, so each repetition has one of its own.
-        return tree_map(lambda x: _detach_helper(x.get_val(False)), next(self._left))
+        return tree_map(lambda x: _detached(x.get_val(False)), next(self._left))
+
+
+def _detached(value: Any) -> Any:
+    """A tensor without its history, whose changes are still counted; other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # Beneath a mode this key is off, and a view would count changes of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return value.detach()
 
 
 class _Only(_Mode):

@@ -4,7 +4,9 @@ Lepikhin et al. 2020, "GShard". [Note: expert parallelism] Ranks that share the 
 experts, too: of E experts each of `ep` ranks has E / ep. A layer sends every token to the ranks of
 the experts that its router chose, and what these make of it back: two all-to-alls forward, two
 backward. How many rows go where is known after the router only, so the counts are sent first, and
-the host waits for them. No expert has a limit, and no token is dropped.
+the host waits for them, as an all-to-all takes its sizes from the host. That is one wait for each
+layer and forward pass: the router of a layer sees what the layer below made. Recomputation reuses
+the sizes, see [Note: decisions]. No expert has a limit, and no token is dropped.
 
 The experts of a rank are those of all tokens of its `ep` ranks, so their gradients are sums over
 these already. FSDP cuts them further over the ranks that have the same experts, and sums over
@@ -18,6 +20,7 @@ Shapes: N rows, D hidden, E experts, P ranks.
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from trainer.models.decisions import decided
 from trainer.parallel.tensor import told_by_sums, with_local
 from trainer.recipe import RecipeError
 
@@ -79,16 +83,21 @@ def _sent(module: nn.Module, compute: Compute, group: dist.ProcessGroup) -> Comp
     """`compute` of all experts, where this rank has some."""
     ranks = dist.get_world_size(group)
 
-    def forward(x: Tensor, counts: Tensor) -> Tensor:
+    def meet(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
+        """(rows to each rank, rows from each, their order by expert, rows of each expert)."""
         arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
         dist.all_to_all_single(arriving, counts, group=group)
-        sent, received = _rows(counts, arriving, ranks, len(x))
-        rows = _Exchange.apply(x, sent, received, group)
+        sent, received = _rows(counts, arriving, ranks, rows)
         # They come rank by rank, and of each by expert.
-        mine = torch.arange(len(counts) // ranks, device=x.device).repeat(ranks)
-        order = mine.repeat_interleave(arriving, output_size=len(rows)).argsort(stable=True)
+        mine = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
+        order = mine.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
+        return sent, received, order, arriving.view(ranks, -1).sum(dim=0)
+
+    def forward(x: Tensor, counts: Tensor) -> Tensor:
+        sent, received, order, mine = decided(partial(meet, counts, len(x)))
+        rows = _Exchange.apply(x, sent, received, group)
         with with_local(module):
-            found = compute(rows[order], arriving.view(ranks, -1).sum(dim=0))
+            found = compute(rows[order], mine)
         placed = torch.empty_like(found).index_copy(0, order, found)
         return _Exchange.apply(placed, received, sent, group)
 

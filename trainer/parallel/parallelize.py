@@ -429,7 +429,7 @@ def _apply(
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
             model, blocks, strategy.activation_checkpointing, how,
-            again=strategy.pp_schedule == "zero_bubble",
+            again=strategy.pp_schedule == "zero_bubble", draws=recipe.draws,
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:

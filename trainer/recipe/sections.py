@@ -444,6 +444,12 @@ class Recipe:
         return 1 if self.batch.micro_batch == "auto" else self.batch.micro_batch
 
     @property
+    def draws(self) -> bool:
+        """Whether a pass may draw random numbers: a model or family of the user's, and KGAT, may
+        have dropout. The decoders that come with Perdure have none."""
+        return bool(self.model.factory or self.model.family or self.model.kgat)
+
+    @property
     def gathers_twice(self) -> bool:
         """Whether FSDP frees parameters after the forward pass and fetches them again for the
         backward pass (ZeRO-3)."""

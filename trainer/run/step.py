@@ -100,7 +100,7 @@ def train_step(run: Run, batches: Batches) -> StepResult:
         factor = (options.clip_norm / found.norm if clip else 1.0) * found.undivided / scale
         set_rate(optimizer, lr)
         if options.factory:  # a user's may draw: replicas are to draw alike, and after a resume
-            torch.manual_seed(stable_seed(recipe.run.seed, "update", step))
+            seed_generators(stable_seed(recipe.run.seed, "update", step), run.world.device)
         seed = stable_seed(recipe.run.seed, "rounding", step)
         update(optimizer, model.portions(optimizer), factor, seed)
         model.publish_weights()
@@ -198,8 +198,9 @@ def gradients(
             for key, tensor in batch.items()
             if key != COUNTED
         }
-        # A user's model may draw random numbers (dropout); they depend on these sequences alone.
-        torch.manual_seed(stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0]))
+        if recipe.draws:  # what is drawn depends on these sequences alone
+            seed = stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0])
+            seed_generators(seed, device)
         began = mark(device)
         found = call(on_device)
         if not isinstance(found, dict):
@@ -255,6 +256,15 @@ def gradients(
         mean_loss * undivided, further, norm, undivided, saving > 0, pausing, int(mute),
         spoiling > 0, everything, loss_sum, compute,
     )  # fmt: skip
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed what this rank draws from by default, on the host and on its device. torch.manual_seed
+    gives the same numbers, but seeds all GPUs of a node, and where none is in use formats a stack
+    trace each time, which takes hundreds of times as long."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
 def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str]:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.attention import Documents
+from trainer.models.decisions import decided
 from trainer.models.decoder import TENSOR_PLAN, Block
 from trainer.models.families import qwen3
 from trainer.models.family import Family, init_parameter
@@ -88,16 +89,10 @@ class MoE(nn.Module):
         of the entropy)."""
         tokens = x.flatten(0, 1)  # (N, D)
         likely = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
-        weights, chosen = likely.topk(self.top, dim=-1)  # (N, top)
-        if self.rate:
-            chosen = (likely.detach() + getattr(self.gate, BIAS)).topk(self.top, dim=-1).indices
-            weights = likely.gather(-1, chosen)
+        chosen, order, of_rows = decided(partial(self._route, likely.detach(), len(x)))
+        weights = likely.gather(-1, chosen)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)  # by expert
-        by_row = chosen.view(len(x), -1)  # (B, T * top)
-        of_rows = by_row.new_zeros(len(x), likely.shape[1])
-        of_rows = of_rows.scatter_add(1, by_row, torch.ones_like(by_row))  # (B, E)
         counts = of_rows.sum(dim=0)
         if self.rate and weights.requires_grad:
             weights.register_hook(partial(self._count, counts))
@@ -108,6 +103,17 @@ class MoE(nn.Module):
         entropy = torch.special.entr(likely.detach()).mean(dim=1)
         statistics = torch.stack([of_rows / x.shape[1], likely.mean(dim=1), entropy])
         return mixed.type_as(x).view_as(x), statistics
+
+    def _route(self, likely: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The experts of each token (N, top), the order of these by expert (N * top), and how often
+        each sequence chose each expert (B, E)."""
+        if self.rate:
+            likely = likely + getattr(self.gate, BIAS)
+        chosen = likely.topk(self.top, dim=-1).indices
+        by_row = chosen.view(rows, -1)  # (B, T * top)
+        of_rows = by_row.new_zeros(rows, likely.shape[1])
+        of_rows = of_rows.scatter_add(1, by_row, torch.ones_like(by_row))
+        return chosen, chosen.flatten().argsort(stable=True), of_rows
 
     def _count(self, counts: Tensor, gradient: Tensor) -> None:
         """In backward, which a recomputed pass has once, and where one that only keeps a rank in
