@@ -19,24 +19,28 @@ def load() -> None:
     if "FAKE_CUDA" not in os.environ:
         return
     torch.ops.load_library(Path(os.environ["FAKE_CUDA_LIBRARIES"]) / "libfakekernels.so")
-    library = torch.library.Library("aten", "IMPL")
-    for name, function in {
+    of_flash = {
         "_scaled_dot_product_flash_attention": flash,
         "_scaled_dot_product_flash_attention_backward": flash_backward,
+        "_flash_attention_forward": varlen,
+        "_flash_attention_backward": varlen_backward,
+    }
+    others = {
         "_scaled_dot_product_efficient_attention": efficient,
         "_scaled_dot_product_efficient_attention_backward": efficient_backward,
         "_scaled_dot_product_cudnn_attention": cudnn,
         "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
-        "_flash_attention_forward": varlen,
-        "_flash_attention_backward": varlen_backward,
         "_fused_rms_norm_backward": rms_norm_backward,
         "mm.dtype": wide_mm,
         "mm.dtype_out": wide_mm_out,
         "addmm.dtype": wide_addmm,
         "addmm.dtype_out": wide_addmm_out,
-    }.items():
-        library.impl(name, function, "CUDA", allow_override=True)
-    load.library = library  # as long as the process lives
+    }
+    # As long as the process lives; but torch lets a package take the place of FlashAttention.
+    load.libraries = [torch.library.Library("aten", "IMPL") for _ in (of_flash, others)]
+    for library, functions in zip(load.libraries, (of_flash, others), strict=True):
+        for name, function in functions.items():
+            library.impl(name, function, "CUDA", allow_override=True)
 
 
 def attend(

@@ -25,8 +25,8 @@ build kernels.cpp libfakekernels.so -O0 -I"$torch/include" -I"$torch/include/tor
     -L"$torch/lib" -ltorch_cpu -lc10 -lc10_cuda
 ln -sf libfakecuda.so "$libraries/libcuda.so.1"
 
-# torch loads the kernels by itself.
-dirname "$(dirname "$here")" > "$site/fake_cuda.pth"
+# torch loads the kernels by itself; packages are what it finds of others.
+printf '%s\n' "$(dirname "$(dirname "$here")")" "$here/packages" > "$site/fake_cuda.pth"
 mkdir -p "$site/fake_cuda-1.dist-info"
 printf 'Metadata-Version: 2.1\nName: fake-cuda\nVersion: 1\n' > "$site/fake_cuda-1.dist-info/METADATA"
 printf '[torch.backends]\nfake_cuda = tests.fake_cuda.backend:load\n' \

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from tests.distributed.jobs import FORKS, ROOT
+from trainer.models.attention import Documents, attend
+from trainer.models.kernels import choose_kernel, this_gpu
 
 
 def test_late_copies_are_missed_by_who_does_not_wait(monkeypatch):
@@ -153,14 +154,14 @@ def abort(rank):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_varlen_attention_keeps_to_documents(kv_heads):
-    """torch's own operator, with the arguments that it takes in 2.11."""
+    """torch's own operator, which from torch 2.12 on is told of shared heads."""
     generator = torch.Generator().manual_seed(0)
     ends = [0, 5, 37, 64, 64, 64]
     shapes = [(64, 4, 32), (64, kv_heads, 32), (64, kv_heads, 32)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     inputs = [x.cuda().requires_grad_() for x in (q, k, v)]
     cumulative = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    found = varlen_attn(*inputs, cumulative, cumulative, 64, 64, window_size=(-1, 0))
+    (found,) = attend(*(x[None] for x in inputs), Documents("varlen", cumulative))
     found.float().square().sum().backward()
     copies = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = by_document(*copies, ends)
@@ -168,6 +169,30 @@ def test_varlen_attention_keeps_to_documents(kv_heads):
     assert torch.allclose(found.cpu().float(), expected.float(), atol=0.02)
     for ours, theirs in zip(inputs, copies, strict=True):
         assert torch.allclose(ours.grad.cpu().float(), theirs.grad.float(), atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("exact", [False, True])
+def test_without_documents_torch_asks_cudnn_first(kv_heads, exact):
+    """As the line at the start says; and not where kernels are to be deterministic."""
+    shapes = [(2, 64, 4, 32), (2, 64, kv_heads, 32), (2, 64, kv_heads, 32)]
+    inputs = [
+        torch.ones(s, dtype=torch.bfloat16, device="cuda", requires_grad=True) for s in shapes
+    ]
+    gpu = this_gpu(torch.device("cuda", 0))
+    kernel = choose_kernel(gpu, "auto", torch.bfloat16, 32, documents=False, exact=exact)
+    assert ("cuDNN" in kernel.name) != exact
+    torch.use_deterministic_algorithms(exact, warn_only=False)
+    try:
+        with torch.profiler.profile(acc_events=True) as profile:
+            attend(*inputs, None).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = {event.name for event in profile.events()}
+    for kind in ("", "_backward"):
+        for way in ("cudnn", "flash"):
+            called = f"aten::_scaled_dot_product_{way}_attention{kind}" in names
+            assert called == ((way == "flash") == exact), (way, kind)
 
 
 def by_document(q: Tensor, k: Tensor, v: Tensor, ends: list[int]) -> Tensor:

@@ -162,6 +162,13 @@ def test_bf16(same, copies):
     same(f"bf16-{copies}", 2, "precision.dtype=bf16", VARLEN, tolerance=2e-2)
 
 
+def test_flash_attention_3(same, copies):
+    """torch calls the package that stands for it, here in packages/."""
+    documents = ["precision.dtype=bf16", "model.attention=auto"]
+    output = same(f"flash-{copies}", 2, *documents, tolerance=2e-2)
+    assert "attention: FlashAttention-3\n" in output
+
+
 def test_fp16_overflows_and_goes_on(workspace, start, copies):
     """A scale that is far too large is halved, step by step, until one fits."""
     run = f"fp16-{copies}"

@@ -78,8 +78,9 @@ class Model:
 
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     """How attention stays inside documents, with data.document_mask (see docs/data.md). varlen:
-    FlashAttention over their boundaries. flex: FlexAttention, compiled, on GPUs only. sdpa: one
-    additive mask. auto: the first of them that works; on CPUs sdpa for bf16 up to 256 tokens."""
+    FlashAttention over their boundaries, as torch brings it. flex: FlexAttention, compiled, on GPUs
+    only. sdpa: one additive mask. auto: the first of them that works, with FlashAttention-3 or -4
+    where that is installed; on CPUs sdpa for bf16 up to 256 tokens."""
 
     kgat: Kgat | None = None
     """A recommender, with data.graph. `kgat: {}` is the paper's model. With `init_from` it starts

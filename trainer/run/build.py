@@ -20,10 +20,11 @@ from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
 from trainer.data.stream import Accounted
+from trainer.models.decoder import Decoder
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh, placement
-from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.recipe import Recipe
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
@@ -62,6 +63,7 @@ def build(
             recipe.checkpoint_directory, recipe.checkpoint, group, spare
         ) as checkpointer,
         given_up(checkpointer, recall),
+        attention_kernel(recipe, task, world.device) as attention,
     ):
         checkpointer.start_early()
         # FSDP renames the classes of blocks.
@@ -132,7 +134,8 @@ def build(
                 from trainer.optim.own import describe_own  # others get by without
 
                 notes.append(describe_own(optimizer, recipe.optimizer))
-            lines = [describe(run), *(f"note: {note}" for note in notes if note), memory]
+            told = *attention, *(f"note: {note}" for note in notes if note)
+            lines = [describe(run), *told, memory]
             log.say("\n".join(lines))
             yield run
             pulse.report(progress.step, "end")
@@ -151,6 +154,28 @@ def given_up(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]
         raise
     finally:
         recall.stop = lambda: None
+
+
+@contextmanager
+def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterator[list[str]]:
+    """While entered, the fastest kernel that is installed computes the attention of a decoder on a
+    GPU. Gives what is to be told of it, in lines."""
+    if device.type != "cuda" or not isinstance(task.model, Decoder):
+        yield []
+        return
+    from trainer.models.kernels import choose_kernel, kernel_in_use, this_gpu  # CPUs have no choice
+
+    kernel = choose_kernel(
+        this_gpu(device),
+        recipe.model.attention,
+        DTYPES[recipe.precision.dtype],
+        task.model.model.architecture.head_dim,
+        documents=recipe.data.document_mask and bool(recipe.data.sources),
+        exact=recipe.exact,
+        ring=recipe.strategy.cp > 1,
+    )
+    with kernel_in_use(kernel) as used:
+        yield [f"attention: {used.name}", *([f"note: {used.note}"] if used.note else [])]
 
 
 def describe(run: Run) -> str:

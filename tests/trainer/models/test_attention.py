@@ -1,6 +1,7 @@
 """Attention inside documents: every way against a dense reference, and what none of them holds."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -137,6 +139,8 @@ def test_a_gpu_is_given_boundaries_and_shared_heads(
     assert [tuple(x.shape) for x in given[:3]] == [(B * T, N, H), (B * T, K, H), (B * T, K, H)]
     assert given[3] is given[4] is ends
     assert given[5:10] == (T, T, True, None, [-1, 0])
+    told = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
+    assert given[10:11] == ((True,) if told else ())
     assert seen.count("torch_attn._varlen_attn_backward.default") == 1
     assert [tuple(x.grad.shape[2:]) for x in (q, k, v) if x.grad is not None] == [
         (N, H), (K, H), (K, H),
