@@ -4,7 +4,7 @@
 
 Rank 0 writes one mapping per step, name → calls. On CUDA it also lets torch warn of every
 synchronisation, and counts the warnings as "synchronised". The fake CUDA runtime counts "waits":
-whenever any thread waits for the device, whatever torch calls it.
+whenever any thread waits for the device, whatever torch calls it. "seeds" are those of generators.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainer.run.step
 import trainer.run.train
 from trainer.run.worker import main
 
@@ -57,6 +58,13 @@ class Methods(TorchFunctionMode):
 
 
 plain_step = trainer.run.train.train_step
+plain_seed = trainer.run.step.seed_generators
+
+
+def counted_seed(*args: Any) -> None:
+    """`seed_generators`, counted."""
+    counts[-1]["seeds"] += 1
+    plain_seed(*args)
 
 
 def counted_step(*args: Any) -> Any:
@@ -86,4 +94,5 @@ def counted_step(*args: Any) -> Any:
 if __name__ == "__main__":
     path = sys.argv[1]
     trainer.run.train.train_step = counted_step
+    trainer.run.step.seed_generators = counted_seed
     main(sys.argv[2:])
