@@ -25,7 +25,7 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, parallelize
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, RecipeError
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.micro_batch import settled
@@ -165,15 +165,18 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
         return
     from trainer.models.kernels import choose_kernel, kernel_in_use, this_gpu  # CPUs have no choice
 
-    kernel = choose_kernel(
-        this_gpu(device),
-        recipe.model.attention,
-        DTYPES[recipe.precision.dtype],
-        task.model.model.architecture.head_dim,
-        documents=recipe.data.document_mask and bool(recipe.data.sources),
-        exact=recipe.exact,
-        ring=recipe.strategy.cp > 1,
-    )
+    try:
+        kernel = choose_kernel(
+            this_gpu(device),
+            recipe.model.attention,
+            DTYPES[recipe.precision.dtype],
+            task.model.model.architecture.head_dim,
+            documents=recipe.data.document_mask and bool(recipe.data.sources),
+            exact=recipe.exact,
+            ring=recipe.strategy.cp > 1,
+        )
+    except ValueError as error:  # which GPU it is was not known before
+        raise RecipeError(f"model.attention: {error}") from error
     with kernel_in_use(kernel) as used:
         yield [f"attention: {used.name}", *([f"note: {used.note}"] if used.note else [])]
 
