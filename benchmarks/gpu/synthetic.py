@@ -43,9 +43,10 @@ def data_set(folder: Path, vocabulary: int, tokens: int) -> Path:
         ids = (vocabulary ** draw.random(int(ends[-1])) - 1).astype("<u4")
         ids[ids == EOS] = EOS - 1  # only at an end
         ids[ends - 1] = EOS
-        files = out / f".{split}.tokens", out / f".{split}.ends"
-        files[0].write_bytes(ids.astype("<u2" if vocabulary <= 1 << 16 else "<u4").tobytes())
-        files[1].write_bytes(ends.astype("<u8").tobytes())
+        files = {kind: out / f".{split}.{kind}" for kind in ("tokens", "ends")}
+        width = "<u2" if vocabulary <= 1 << 16 else "<u4"
+        files["tokens"].write_bytes(ids.astype(width).tobytes())
+        files["ends"].write_bytes(ends.astype("<u8").tobytes())
         parts[split] = [files]
     write_data_set(
         out,

@@ -101,7 +101,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> None:
     """A flag for each field of a dataclass: its type, its default, and its docstring as help. With
-    `names` only for those, and one that is not given stays None."""
+    `names` only for those, none of type bool, and one that is not given stays None."""
     tree: Any = ast.parse(inspect.getsource(options))
     meanings = {}
     for pair in pairwise(tree.body[0].body):
@@ -113,17 +113,21 @@ def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> N
         if names and field.name not in names:
             continue
         kinds = (hints[field.name], *get_args(hints[field.name]))
+        flag, meaning = f"--{field.name.replace('_', '-')}", meanings[field.name].replace("%", "%%")
+        if hints[field.name] is bool:
+            parser.add_argument(flag, action="store_true", help=meaning)
+            continue
         words = [choice for choice in kinds if isinstance(choice, str)]
         kind = next((kind for kind in (int, float) if kind in kinds), str)
         default = None if names else field.default
         shown = "" if default is None else f" (default {default})"
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
+            flag,
             type=whole_number if kind is int else kind,
             choices=words or None,
             default=default,
             metavar=None if words else {int: "N", float: "X", str: "TEXT"}[kind],
-            help=meanings[field.name].replace("%", "%%") + shown,
+            help=meaning + shown,
         )
 
 

@@ -1,5 +1,8 @@
 """What `perdure data inspect` shows of a prepared data set."""
 
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,14 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     """
     directory = Path(directory)
     index = read_index(directory)
+    kind = index.get("kind", "")
+    about = (
+        f"{kind} by the template sha256:{index['chats']['template']}"
+        if kind
+        else (f"documents {_begin(index)}end in token {index['eos_id']}")
+    )
     lines = [
-        f"{directory}: {index['dtype']} tokens, vocabulary {index['vocab_size']:,}, "
-        f"documents {_begin(index)}end in token {index['eos_id']}",
+        f"{directory}: {index['dtype']} tokens, vocabulary {index['vocab_size']:,}, {about}",
         f"fingerprint {index['fingerprint']}",
         f"tokenizer   sha256:{index['tokenizer']['sha256']}",
         "",
@@ -30,6 +38,7 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
         lines.append(
             f"{split:<11}{part['tokens']:>16,} tokens {part['documents']:>12,} documents "
             f"{len(part['shards']):>4} shard(s)"
+            + (f" {part['trained']:>16,} trained tokens" if kind else "")
         )
     rejected, sources = index.get("rejected", 0), index.get("sources", [])
     taken = sum(index["splits"][split]["documents"] for split in SPLITS)
@@ -45,6 +54,8 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     dataset, validation = (TokenDataset(directory, split) for split in SPLITS)
     dataset.check_ends()
     validation.check_ends()
+    if kind:  # decoded, letters that spell a special token would look like it: see `sample`
+        documents = 0
     start = 0
     for number in range(min(documents, dataset.documents)):
         length = dataset.document_length(number)
@@ -52,6 +63,102 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
         lines += ["", f"document {number}, {length:,} tokens: {tokenizer.decode(ids)!r}"]
         start += length
     return "\n".join(map(printable, lines))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A document of a data set, to be looked at."""
+
+    number: int
+    """Its place in the training split."""
+    tokens: Sequence[tuple[int, str, bool]]
+    """Of each token its id, its text, and whether it is trained."""
+
+
+def sample(directory: str | Path, count: int) -> list[Sampled]:
+    """Some documents of the training split, evenly spread.
+
+    Raises:
+        DataError: there is no prepared data set, or a file of it is damaged.
+    """
+    dataset = TokenDataset(directory, "train")
+    tokenizer = read_tokenizer(Path(directory) / "tokenizer.json")
+    lengths = dataset.lengths()
+    ends = lengths.cumsum()
+    count = min(count, len(lengths))
+    found = []
+    for number in (place * len(lengths) // count for place in range(count)):
+        length = int(lengths[number])
+        start = int(ends[number]) - length
+        ids = dataset.read(start, length).tolist()
+        trained = dataset.read_trained(start, length).tolist()
+        texts = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
+        found.append(Sampled(number, list(zip(ids, texts, trained, strict=True))))
+    return found
+
+
+def as_text(documents: Sequence[Sampled], columns: int | None, *, colour: bool) -> str:
+    """Documents for a terminal, or a file.
+
+    Args:
+        documents: of `sample`.
+        columns: of the terminal; None if there is none.
+        colour: mark trained tokens by it, instead of a *.
+    """
+    lines = []
+    for document in documents:
+        lines += ["", _headline(document)]
+        line, width = "", 0
+        for number, text, trained in document.tokens:
+            cell = f"{number}[{printable(text)}]"
+            cell = f"*{cell}" if trained and not colour else cell
+            if width and width + len(cell) + 1 > (columns or 100):
+                lines.append(line)
+                line, width = "", 0
+            gap = " " if width else ""
+            width += len(gap + cell)
+            line += gap + (f"\x1b[1;32m{cell}\x1b[0m" if trained and colour else cell)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def as_page(directory: str | Path, documents: Sequence[Sampled]) -> str:
+    """Documents as a page of HTML."""
+    title = html.escape(printable(f"{directory}: {len(documents)} documents"))
+    parts = [_PAGE.replace("TITLE", title)]
+    for document in documents:
+        parts.append(f"<h2>{html.escape(_headline(document))}</h2>\n<p>")
+        for number, text, trained in document.tokens:
+            shown = html.escape(printable(text)) or "&nbsp;"
+            kind = ' class="t"' if trained else ""
+            parts.append(f"<span{kind}>{shown}<sub>{number}</sub></span>")
+            parts += ["<br>"] if "\n" in text else []
+        parts.append("</p>\n")
+    return "".join(parts)
+
+
+def _headline(document: Sampled) -> str:
+    trained = sum(one for *_, one in document.tokens)
+    size = len(document.tokens)
+    return f"document {document.number}, {size:,} tokens, {trained:,} of them trained"
+
+
+_PAGE = """\
+<!doctype html>
+<meta charset="utf-8">
+<title>TITLE</title>
+<style>
+body { font: 15px/1.9 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.3em } h2 { font-size: 1em; margin-top: 2em }
+p { font-family: ui-monospace, monospace; overflow-wrap: anywhere }
+span { background: #eee; border-radius: 3px; padding: 1px 2px; margin: 1px; color: #222;
+       white-space: pre-wrap }
+span.t { background: #b7ebc3; color: #063 }
+sub { font-size: 9px; opacity: .6; padding-left: 2px }
+</style>
+<h1>TITLE</h1>
+<p>Tokens by text and number; <span class="t">trained</span> and <span>not trained</span>.</p>
+"""
 
 
 def _first_rejects(path: Path) -> list[str]:

@@ -7,14 +7,12 @@ drops samples when the number of ranks or workers changes, ours is one integer, 
 import hashlib
 import json
 import os
-import shlex
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -25,8 +23,10 @@ from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
 from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
+from trainer.data.packing import PACKING_VERSION, Bins, Pack, Windows, packing_of
+from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, Reader, TokenDataset
-from trainer.data.stream import CONSUMED, Accounted, Stream
+from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
 
 MASK = 0xFFFFFFFF
 
@@ -36,29 +36,30 @@ boundaries, see `trainer.data.documents.cu_seqlens_of`."""
 
 
 class TokenStream:
-    """Packed sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
+    """Sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
 
-    Documents are packed back to back. Sample j of a source is its tokens jT to jT + T, one more
-    than T because the labels are the inputs shifted by one: every label is a real next token.
+    Documents are packed as trainer.data.packing says. Every label is the next token of its input.
     """
 
     def __init__(
         self,
-        datasets: Sequence[TokenDataset],
+        packings: Sequence[Windows | Bins],
         order: Order | None,
         seq_len: int,
         documents: Documents | None,
         fingerprint: str,
     ) -> None:
         """Use `open`. Without an order, position p is sample p of the sources one after another."""
-        self._datasets, self._order = datasets, order
+        self._packings, self._order = packings, order
         self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
         """What the stream is: data, weights, seq_len and version of the order; not the seed, which
         callers keep beside it to be able to say which of the two changed."""
-        self._sizes = [max(0, dataset.tokens - 1) // seq_len for dataset in datasets]
+        self._sizes = [packing.sequences for packing in packings]
         self.sequences = sum(self._sizes)
         """Sequences in one epoch over all sources."""
+        self.counted = any(packing.counted for packing in packings)
+        """Whether sequences differ in how many labels they have: then batches have COUNTED."""
 
     @classmethod
     def open(
@@ -71,6 +72,7 @@ class TokenStream:
         shuffle: bool,
         documents: Documents | None = None,
         reader: Reader = "auto",
+        pack: Pack = "auto",
     ) -> "TokenStream":
         """Open prepared data sets as one stream.
 
@@ -82,10 +84,11 @@ class TokenStream:
             shuffle: in a keyed random order without end; else in file order, once.
             documents: tell documents apart, in this form.
             reader: see `TokenDataset`.
+            pack: whole documents, or a stream of them; auto: whole chats, and a stream of others.
 
         Raises:
-            DataError: a data set is damaged, was made with another tokenizer than the first, or
-                (with shuffle) is too small to give a sequence.
+            DataError: a data set is damaged, was made with another tokenizer than the first, holds
+                pairs, or (with shuffle) is too small to give a sequence.
         """
         datasets = [TokenDataset(path, split, reader) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):
@@ -94,62 +97,98 @@ class TokenStream:
                     f"{path}: was prepared with another tokenizer than {sources[0][0]}, so their "
                     f"tokens cannot be mixed; prepare it with --tokenizer {sources[0][0]}"
                 )
-            if documents:
+            if dataset.kind == "pairs":
+                raise DataError(
+                    f"{path}: holds pairs of answers, which are compared with each other, not "
+                    "trained as they are; prepare chats with --chat"
+                )
+            if documents or dataset.masked:
                 dataset.check_ends()
+        packings = [packing_of(dataset, seq_len, pack) for dataset in datasets]
         weights = [float(weight) for _, weight in sources]
         order = None
         if shuffle:
-            sizes = [max(0, dataset.tokens - 1) // seq_len for dataset in datasets]
+            sizes = [packing.sequences for packing in packings]
             for (path, _), size, dataset in zip(sources, sizes, datasets, strict=True):
                 if not size:
                     raise DataError(
                         f"{path}: its {split} split has {dataset.tokens} tokens, less than one "
                         f"sequence of {seq_len}; prepare more data, or lower data.seq_len"
+                        if not dataset.tokens or not dataset.masked
+                        else f"{path}: all of its {dataset.documents} documents in the {split} "
+                        f"split are longer than a sequence of {seq_len}; raise data.seq_len"
                     )
             try:
                 order = Order(sizes, weights, seed)
             except ValueError as error:
                 raise DataError(f"data.sources: {error}") from error
         parts = [ORDER_VERSION, seq_len, weights, [dataset.fingerprint for dataset in datasets]]
+        if any(isinstance(packing, Bins) for packing in packings):
+            packed = [isinstance(packing, Bins) for packing in packings]
+            parts += [PACKING_VERSION, packed]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        return cls(datasets, order, seq_len, documents, f"sha256:{digest}")
+        return cls(packings, order, seq_len, documents, f"sha256:{digest}")
 
-    def fetch(self, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """input_ids and labels, (B, T) int64, and documents where asked for."""
+    @property
+    def labels_per_sequence(self) -> float:
+        """Labels of a sequence, on average and nearly."""
+        return sum(packing.labels for packing in self._packings) / max(1, self.sequences)
+
+    @property
+    def fullness(self) -> float:
+        """Share of the sequences that is no padding."""
+        room = self.sequences * self.seq_len
+        padding = sum(
+            packing.sequences * self.seq_len - packing.tokens
+            for packing in self._packings
+            if isinstance(packing, Bins)
+        )
+        return 1 - padding / max(1, room)
+
+    @property
+    def left_out(self) -> int:
+        """Documents that no sequence has, as they are longer than one."""
+        return sum(one.left_out for one in self._packings if isinstance(one, Bins))
+
+    def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
+        """input_ids and labels, (B, T) int64, and documents where asked for; where it is `counted`,
+        also COUNTED."""
         return self.fetch_with_digest(positions)[0]
 
-    def fetch_with_digest(
-        self, positions: Sequence[int]
-    ) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
         """See `Accounted`: what `fetch` gives, and a digest, the second of which is of tokens."""
-        length = self.seq_len
         numbers = np.asarray(positions, dtype=np.int64)
         sources, samples = self.locate(numbers)
-        tokens = np.empty((len(positions), length + 1), dtype=np.int64)
-        ids = np.empty((len(positions), length), dtype=np.int32)
-        for row, (source, sample) in enumerate(zip(sources, samples, strict=True)):
-            dataset, start = self._datasets[source], int(sample) * length
-            tokens[row] = dataset.read(start, length + 1)
-            if self._documents:
-                numbers_here = dataset.document_ids(start, length)
-                ids[row] = numbers_here - numbers_here[0]  # numbered within the sequence
-            if int(tokens[row].max()) >= dataset.vocab_size:
-                raise _outside_vocabulary(dataset, start, tokens[row])
-        batch = {
-            "input_ids": torch.from_numpy(tokens[:, :-1].copy()),
-            "labels": torch.from_numpy(tokens[:, 1:].copy()),
+        rows = [
+            self._packings[source].read(int(sample), documents=self._documents is not None)
+            for source, sample in zip(sources, samples, strict=True)
+        ]
+        labels = np.stack([row.labels for row in rows])
+        batch: dict[str, Any] = {
+            "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
+            "labels": torch.from_numpy(labels),
         }
-        if self._documents == "document_ids":
-            batch["document_ids"] = torch.from_numpy(ids)
-        elif self._documents == "cu_seqlens":
-            batch["cu_seqlens"] = cu_seqlens_of(torch.from_numpy(ids))
-        contents = sum(crc32(row.data) for row in tokens) & MASK
+        if self.counted:
+            batch[COUNTED] = int((labels != IGNORED_LABEL).sum())
+            if not batch[COUNTED]:  # the mean over nothing is NaN in some models, also times 0
+                labels[-1, -1] = 0
+        if self._documents:
+            ids = torch.from_numpy(np.stack([row.documents for row in rows]).astype(np.int32))
+            if self._documents == "document_ids":
+                batch["document_ids"] = ids
+            else:
+                batch["cu_seqlens"] = cu_seqlens_of(ids)
+        contents = sum(row.digest for row in rows) & MASK
         return batch, (sample_digest(numbers, sources, samples), contents)
 
     def describe(self, global_batch: int) -> str:
         """See `Stream`."""
         tokens = global_batch * self.seq_len
-        return f"of {self.seq_len} tokens = {tokens:,} tokens per step"
+        found = f"of {self.seq_len} tokens = {tokens:,} tokens per step"
+        if not self.counted:
+            return found
+        trained = round(global_batch * self.labels_per_sequence)
+        return f"{found}, about {trained:,} of them trained, {1 - self.fullness:.1%} padding"
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample) of each position, (N,) int64 each."""
@@ -254,12 +293,3 @@ def _raise_errors(
 
 def _identity(batch: dict[str, torch.Tensor] | DataError) -> dict[str, torch.Tensor] | DataError:
     return batch
-
-
-def _outside_vocabulary(dataset: TokenDataset, start: int, tokens: np.ndarray) -> DataError:
-    place = start + int(tokens.argmax())
-    return DataError(
-        f"{dataset.file_of(place)}: token {int(tokens.max())} is outside the vocabulary of "
-        f"{dataset.vocab_size}, so the file is damaged; see `perdure data inspect "
-        f"{shlex.quote(str(dataset.file_of(place).parent))} --verify`"
-    )

@@ -6,10 +6,13 @@ index.json             written last; without it the directory is not a data set
 tokenizer.json         the tokenizer, for checkpoints and for `perdure generate`
 train-00000.tokens     ids, headerless little-endian uint16 or uint32; documents end in eos
 train-00000.ends       uint64, end of each document in the shard, in tokens
+train-00000.trained    of chats, a bit for each token, from the lowest of a byte on: is it trained
 validation-00000.…     the same for the validation split
 rejects.jsonl          records that were left out: file, line, reason
 ```
-A split is the concatenation of its shards in the order of index.json.
+A split is the concatenation of its shards in the order of index.json. Plain text has format 1,
+chats and pairs of answers format 2. Of pairs, documents 2k and 2k + 1 are the chosen and the
+rejected answer.
 """
 
 import errno
@@ -37,7 +40,9 @@ from checkpointing.format.untrusted import (
 )
 from checkpointing.storage.filesystems import filesystem, is_shared
 
-FORMAT = 1
+FORMAT, FORMAT_OF_CHATS = 1, 2
+KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}
+"""Endings of the files of a shard, by format."""
 DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
@@ -76,8 +81,9 @@ def read_index(directory: str | Path) -> dict[str, Any]:
     try:
         index = read_object(_patient(path.read_bytes)())
         _check(index, {"format": count})
-        if index["format"] == FORMAT:
-            _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | _INDEX)
+        if index["format"] in KINDS:
+            kinds = _INDEX if index["format"] == FORMAT else _INDEX_OF_CHATS
+            _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | kinds)
     except FileNotFoundError:
         raise DataError(
             f"{path}: missing, so this is not a prepared data set; see "
@@ -87,9 +93,10 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path}: damaged: {error}; {way_out}") from error
-    if index["format"] != FORMAT:
+    if index["format"] not in KINDS:
+        known = " and ".join(map(str, KINDS))
         raise DataError(
-            f"{path}: has format {index['format']}, this version reads {FORMAT}; {way_out}"
+            f"{path}: has format {index['format']}, this version reads {known}; {way_out}"
         )
     if index["fingerprint"] != fingerprint(index):
         raise DataError(f"{path}: was edited: its fingerprint does not match; {way_out}")
@@ -99,6 +106,11 @@ def read_index(directory: str | Path) -> dict[str, Any]:
 def _dtype(value: Any) -> None:
     if value not in DTYPES:
         raise ValueError(f"none of {', '.join(DTYPES)}")
+
+
+def _kind(value: Any) -> None:
+    if value not in ("chats", "pairs"):
+        raise ValueError("neither chats nor pairs")
 
 
 _COUNTS = {"tokens": count, "documents": count}
@@ -112,6 +124,14 @@ _INDEX = {
     "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
 }
 """Keys of index.json, and what checks their values."""
+_SHARD_OF_CHATS = {
+    **{**_SHARD, "trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
+}
+_COUNTS_OF_CHATS = {**_COUNTS, "trained": count, "shards": [_SHARD_OF_CHATS]}
+_INDEX_OF_CHATS = {
+    **{**_INDEX, "kind": _kind, "chats": {"template": a_text}},
+    "splits": dict.fromkeys(SPLITS, _COUNTS_OF_CHATS),
+}
 _ABOUT = {
     **{"start_ids": [count], "documents": count, "rejected": count, "plan": a_text},
     "sources": [{"file": a_text, "bytes": count, "documents": count, "rejected": count}],
@@ -137,12 +157,19 @@ def _check(value: Any, kind: Any, where: str = "") -> None:
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """What the data *is*: hashes of contents and tokenizer, dtype and eos; no paths, no times."""
+    """What the data *is*: hashes of contents and tokenizer, dtype and eos, and how chats were made;
+    no paths, no times."""
+    form = index["format"]
     shards = {
-        split: [[s["tokens_sha256"], s["ends_sha256"]] for s in index["splits"][split]["shards"]]
+        split: [
+            [shard[f"{kind}_sha256"] for kind in KINDS[form]]
+            for shard in index["splits"][split]["shards"]
+        ]
         for split in SPLITS
     }
-    facts = [FORMAT, index["dtype"], index["eos_id"], index["tokenizer"]["sha256"], shards]
+    facts = [form, index["dtype"], index["eos_id"], index["tokenizer"]["sha256"], shards]
+    if form == FORMAT_OF_CHATS:
+        facts += [index["kind"], index["chats"]]
     return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -169,22 +196,29 @@ class TokenDataset:
         self.eos_id: int = index["eos_id"]
         self.fingerprint: str = index["fingerprint"]
         self.tokenizer_sha256: str = index["tokenizer"]["sha256"]
+        self.kind: str = index.get("kind", "documents")
+        """documents, chats or pairs."""
+        self.masked: bool = index["format"] == FORMAT_OF_CHATS
+        """Whether some of the tokens are no labels."""
         self._mode = detect_reader(directory) if reader == "auto" else reader
         self._shards: list[Callable[[int, int], NDArray]] = []
         self._entries: list[dict[str, Any]] = index["splits"][split]["shards"]
         self._ends: dict[int, NDArray] = {}
+        self._bits: dict[int, NDArray[np.uint8]] = {}
         self._files: list[Path] = []
         starts, documents = [0], [0]
         for shard in self._entries:
             tokens_file = directory / f"{shard['name']}.tokens"
-            check_size(tokens_file, shard["tokens"] * self.dtype.itemsize)
-            check_size(tokens_file.with_suffix(".ends"), shard["documents"] * 8)
+            for kind, size in sizes_of(shard, self.dtype.itemsize, index["format"]).items():
+                check_size(tokens_file.with_suffix(f".{kind}"), size)
             self._files.append(tokens_file)
             self._shards.append(_open_shard(tokens_file, self.dtype, self._mode))
             starts.append(starts[-1] + shard["tokens"])
             documents.append(documents[-1] + shard["documents"])
         self._starts, self._documents = np.asarray(starts), documents
         self.tokens, self.documents = starts[-1], documents[-1]
+        self.trained = index["splits"][split]["trained"] if self.masked else self.tokens
+        """Tokens that are labels."""
 
     def __reduce__(self) -> tuple:
         return TokenDataset, self._arguments  # a worker process opens the files for itself
@@ -200,16 +234,46 @@ class TokenDataset:
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def check_ends(self) -> None:
-        """Check the ends of documents of the first shards, up to _CHECKED_AT_START documents. Those
-        of the others are checked when they are first used: a billion would take seconds.
+    def read_trained(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Whether each token of [start, start + length) is a label.
+
+        Raises:
+            DataError: names the .trained file that is damaged.
+        """
+        if not self.masked:
+            return np.ones(length, bool)
+        parts = []
+        for shard, offset, size in self._pieces(start, length):
+            bits = self._bits_of(shard)[offset // 8 : -(-(offset + size) // 8)]
+            found = np.unpackbits(bits, bitorder="little")[offset % 8 :][:size]
+            parts.append(found.astype(bool))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document.
 
         Raises:
             DataError: names the .ends file that is damaged.
         """
+        parts = [
+            np.diff(np.asarray(self._ends_of(shard), np.int64), prepend=0)
+            for shard in range(len(self._files))
+        ]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def check_ends(self) -> None:
+        """Check the ends of documents, and what is trained of them, of the first shards, up to
+        _CHECKED_AT_START documents. Those of the others are checked when they are first used: a
+        billion would take seconds.
+
+        Raises:
+            DataError: names the file that is damaged.
+        """
         for shard, documents in enumerate(self._documents[1:]):
             if documents <= _CHECKED_AT_START:
                 self._ends_of(shard)
+                if self.masked:
+                    self._bits_of(shard)
 
     def document_ids(self, start: int, length: int) -> NDArray[np.int64]:
         """Number of the document that each token of [start, start + length) belongs to.
@@ -246,6 +310,13 @@ class TokenDataset:
             self._ends[shard] = _open_ends(path, self._entries[shard])
         return self._ends[shard]
 
+    def _bits_of(self, shard: int) -> NDArray[np.uint8]:
+        """Which tokens of a shard are trained, a bit each."""
+        if shard not in self._bits:
+            path = self._files[shard].with_suffix(".trained")
+            self._bits[shard] = _open_bits(path, self._entries[shard])
+        return self._bits[shard]
+
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(shard, offset in it, length) of each part of a window."""
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -253,6 +324,19 @@ class TokenDataset:
             size = min(length, int(self._starts[shard + 1]) - start)
             yield shard, start - int(self._starts[shard]), size
             start, length, shard = start + size, length - size, shard + 1
+
+
+def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
+    """Bytes of each file of a shard, by the ending of its name.
+
+    Args:
+        shard: its entry in index.json.
+        width: bytes of a token.
+        form: format of the data set.
+    """
+    tokens = shard["tokens"]
+    sizes = {"tokens": tokens * width, "ends": shard["documents"] * 8, "trained": -(-tokens // 8)}
+    return {kind: sizes[kind] for kind in KINDS[form]}
 
 
 def check_size(path: Path, expected: int) -> None:
@@ -321,6 +405,30 @@ def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
     return ends
 
 
+def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
+    """The .trained file of a shard, mapped into memory.
+
+    Args:
+        path: the file.
+        shard: its entry in index.json.
+
+    Raises:
+        DataError: its checksum is wrong.
+    """
+    try:
+        bits = np.memmap(path, np.uint8, "r") if shard["tokens"] else np.empty(0, np.uint8)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+    starts = range(0, len(bits), CHECKSUM_BLOCK)
+    found = [zlib.crc32(bits[start : start + CHECKSUM_BLOCK].data) for start in starts]
+    if found != shard["trained_crc32"]:
+        raise DataError(
+            f"{path}: damaged: what is trained is not what was written; copy the file again, or "
+            "prepare the data again"
+        )
+    return bits
+
+
 def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:
     tokens = np.empty(length, dtype=dtype)
     left, offset = tokens.view(np.uint8).data, start * dtype.itemsize
@@ -364,11 +472,8 @@ def verify(directory: str | Path) -> list[str]:
     problems = []
     for split in SPLITS:
         for shard in index["splits"][split]["shards"]:
-            sizes = {
-                "tokens": shard["tokens"] * np.dtype(index["dtype"]).itemsize,
-                "ends": shard["documents"] * 8,
-            }
-            for kind, size in sizes.items():
+            width = np.dtype(index["dtype"]).itemsize
+            for kind, size in sizes_of(shard, width, index["format"]).items():
                 path = directory / f"{shard['name']}.{kind}"
                 try:
                     check_size(path, size)

@@ -104,7 +104,9 @@ def special_tokens(tokenizer: Tokenizer) -> list[str]:
     return [token.content for token in added if token.special and token.content]
 
 
-def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -> int:
+def find_eos(
+    tokenizer: Tokenizer, wanted: str | None, directory: Path | None, *, chats: bool = False
+) -> int:
     """Id of the token that ends a document.
 
     Args:
@@ -112,6 +114,7 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
         wanted: the token itself; None looks for the well-known ones, then into the directory's
             tokenizer_config.json.
         directory: of the tokenizer.json, if it came from a file.
+        chats: documents are chats; then what the directory says comes first.
 
     Raises:
         DataError: there is no such token.
@@ -125,7 +128,7 @@ def find_eos(tokenizer: Tokenizer, wanted: str | None, directory: Path | None) -
             raise DataError(f"{config}: not a JSON object: {error}; copy the file again") from error
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):
-            names.append(named)
+            names.insert(0 if chats else len(names), named)
     for name in names:
         token = tokenizer.token_to_id(name)
         if token is not None:

@@ -63,7 +63,7 @@ def files_beside(
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
             files[GENERATION_CONFIG] = _json({**known, "eos_token_id": eos})
-        elif eos not in stops:
+        elif eos not in stops and "kind" not in index:  # chats end as their template says
             notes.append(
                 f"{data}: its documents end in token {eos}, but the model of {init_from} stops at "
                 f"{', '.join(map(str, stops))}; it learns to end in another way, unless the data "

@@ -265,6 +265,8 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
 
 def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     data = recipe.data
+    if data.pack != "auto" and (data.factory or data.graph):
+        yield "data.pack", "only for data.sources; remove it"
     if data.factory_options and not data.factory:
         yield "data.factory_options", "only means something together with data.factory"
     if not data.factory:

@@ -117,6 +117,11 @@ class Data:
     graph: GraphData | None = None
     """Interactions and a knowledge graph, for model.kgat."""
 
+    pack: Literal["auto", "whole", "stream"] = "auto"
+    """How documents become sequences. whole: none is cut; as many as fit are put together, and the
+    rest of the sequence is padding. stream: back to back, cut where a sequence ends. auto: whole
+    for chats, stream for others."""
+
     document_mask: bool = True
     """Attention stays inside a document when several are packed into one sequence."""
 

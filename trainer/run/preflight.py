@@ -27,6 +27,7 @@ from trainer.recipe.sections import Optimizer
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
 from trainer.tasks.blocks import name_blocks
+from trainer.tasks.own_data import inputs_of
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
 
@@ -218,7 +219,7 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
     """A forward pass of a model of the user's."""
     if not recipe.model.factory:
         return
-    training, *validation = task.tried or [task.stream.fetch([0])]
+    training, *validation = task.tried or [inputs_of(task.stream.fetch([0]))]
     unused = check_forward(recipe, task.model, training)
     for batch in validation:
         task.model.eval()

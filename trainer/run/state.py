@@ -28,7 +28,7 @@ class Progress:
     sequences: int = 0
     """The cursor: how many sequences of the global order are consumed."""
     tokens: int = 0
-    """Target tokens consumed."""
+    """Target tokens consumed; of chats those that are trained."""
     skipped: int = 0
     """Steps that left the weights alone: their numbers were not finite, or fp16 overflowed."""
     skipped_in_row: int = 0

@@ -114,7 +114,8 @@ def train_step(run: Run, batches: Batches) -> StepResult:
 
     progress.step = step
     progress.sequences += plan.global_batch
-    progress.tokens += plan.global_batch * recipe.data.seq_len
+    whole = plan.global_batch * recipe.data.seq_len
+    progress.tokens += found.counted if run.task.counts_labels else whole
     pulse.report(step, "after")
     seconds = time.perf_counter() - started
     return StepResult(
@@ -150,6 +151,8 @@ class Gradients:
     undivided: float
     """What the gradients in the model are still to be multiplied by: 1, unless the step has counted
     other than usual."""
+    counted: int
+    """Over how many things the means of all ranks together were taken."""
     save: bool
     pause: float
     mute: int
@@ -253,8 +256,8 @@ def gradients(
     compute = sum(seconds_between(*pair) for pair in marks) / plan.passes
     further = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
-        mean_loss * undivided, further, norm, undivided, saving > 0, pausing, int(mute),
-        spoiling > 0, everything, loss_sum, compute,
+        mean_loss * undivided, further, norm, undivided, round(count_sum), saving > 0, pausing,
+        int(mute), spoiling > 0, everything, loss_sum, compute,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -82,6 +82,9 @@ class Task:
     usual_count: float = 1.0
     """Over how many things the mean loss of a sample is usually taken (see COUNTED): gradients are
     divided by so much at once, by what is left when the step has counted."""
+    counts_labels: bool = False
+    """Whether the tokens of a run are the labels that its steps count, as sequences differ in how
+    many they have; else they are those of its sequences."""
     tried: Sequence[Mapping[str, torch.Tensor]] = ()
     """What the model can be called with, to try it: a batch of the training set, and of the
     validation set."""
@@ -127,7 +130,8 @@ def build_task(recipe: Recipe) -> Task:
             {},
             6.0 * parameters,
             parameters,
-            notes=notes,
+            notes=[*notes, *_of_chats(stream)],
+            **_counting(stream),
         )
     decoder, fill, of_formats = _decoder(recipe)
     architecture, family = decoder.model.architecture, decoder.family
@@ -150,10 +154,34 @@ def build_task(recipe: Recipe) -> Task:
         files,
         family.flops_per_token(architecture, parameters, recipe.data.seq_len),
         parameters,
-        notes=[*of_formats, *notes],
+        notes=[*of_formats, *notes, *_of_chats(stream)],
         groups=family.groups,
         after_step=_after_step(family),
+        **_counting(stream),
     )
+
+
+def _counting(stream: TokenStream) -> dict[str, Any]:
+    """How the steps of a task count what they are trained on."""
+    if not stream.counted:
+        return {}
+    return {"usual_count": max(1.0, stream.labels_per_sequence), "counts_labels": True}
+
+
+def _of_chats(stream: TokenStream) -> list[str]:
+    """What a user should know of the sequences that a stream makes."""
+    if not stream.counted:
+        return []
+    notes = [
+        f"data: {stream.sequences:,} sequences, {stream.fullness:.1%} full, with about "
+        f"{stream.labels_per_sequence:,.0f} trained tokens each; `tokens` counts these"
+    ]
+    if stream.left_out:
+        notes.append(
+            f"data: {stream.left_out:,} documents are longer than data.seq_len={stream.seq_len} "
+            "and left out; raise it, or prepare the data with --max-tokens and --too-long cut"
+        )
+    return notes
 
 
 def _after_step(family: Family) -> AfterStep | None:
@@ -383,6 +411,13 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
                 f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
                 f"index.json); make one with `{_how_to_prepare(recipe, source.path)}`"
             )
+    if data.pack != "stream" and not data.document_mask:
+        whole = [one.path for one in data.sources if read_index(one.path).get("kind") == "chats"]
+        if whole:
+            raise RecipeError(
+                f"data.document_mask: false lets the chats of {whole[0]} see those before them in "
+                "a sequence, which no model is served; set true, or data.pack=stream"
+            )
 
     def open_split(split: str, shuffle: bool) -> TokenStream:
         return TokenStream.open(
@@ -393,6 +428,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
             shuffle=shuffle,
             documents=documents_for(recipe),
             reader=data.reader,
+            pack=data.pack,
         )
 
     stream = open_split("train", shuffle=True)

@@ -7,6 +7,16 @@ Split = Literal["auto", "file", "separator", "form-feed", "blank-line", "line", 
 OnBad = Literal["skip", "fail"]
 Splits = Literal["by-name", "ignore"]
 SpecialTokens = Literal["letters", "tokens"]
+Turns = Literal["auto", "all", "each", "last"]
+Loss = Literal["assistant", "all"]
+TooLong = Literal["drop", "cut"]
+Spelled = Literal["reject", "letters"]
+Kind = Literal["documents", "chats", "pairs"]
+OF_CHATS = (
+    *("chat", "pairs", "turns", "template", "template_options", "date", "loss", "max_tokens"),
+    *("too_long", "spelled"),
+)
+"""Options that say nothing of plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +49,32 @@ class PrepareOptions:
     special_tokens: SpecialTokens = "letters"
     """What special tokens of the tokenizer are that are spelled out in a text, such as <|im_start|>
     in chats."""
+    chat: bool = False
+    """The records are chats: messages, ShareGPT's, Alpaca's, or prompt and completion. They are
+    rendered by the chat template of the tokenizer."""
+    pairs: bool = False
+    """The records are pairs of answers: prompt, chosen, rejected."""
+    turns: Turns = "auto"
+    """What of a chat is trained. all: every answer, in one document. each: every answer, in a
+    document of its own, as it is served. last: the last answer. auto: all, or each for the chats
+    that the template renders otherwise once others follow."""
+    template: str | None = None
+    """File with a chat template, instead of the tokenizer's."""
+    template_options: str | None = None
+    """JSON object of what else the template is given, such as {"enable_thinking": false}."""
+    date: str | None = None
+    """Day, such as 2026-01-31, for templates that write today's date."""
+    loss: Loss = "assistant"
+    """Whether the answers are trained, or all of a chat."""
+    max_tokens: int | None = None
+    """Longest document of a chat, in tokens; data.seq_len of the recipe, for example."""
+    too_long: TooLong = "drop"
+    """What becomes of longer ones: they are left out and listed, or their head is kept."""
+    spelled: Spelled = "reject"
+    """What becomes of a chat whose texts spell a special token: it is left out and listed, or these
+    are letters."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the records are."""
+        return "pairs" if self.pairs else "chats" if self.chat else "documents"

@@ -8,20 +8,35 @@ in order: the bytes do not depend on the number of workers, nor on interruptions
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-from checkpointing.format.untrusted import printable
+from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import own_directory
+from trainer.data.prepare.chats import form_of
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
 from trainer.data.prepare.inputs import Inputs, find_inputs
-from trainer.data.prepare.options import OnBad, PrepareOptions, SpecialTokens, Split, Splits
+from trainer.data.prepare.options import (
+    OF_CHATS,
+    Loss,
+    OnBad,
+    PrepareOptions,
+    SpecialTokens,
+    Spelled,
+    Split,
+    Splits,
+    TooLong,
+    Turns,
+)
 from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
     Form,
@@ -32,11 +47,14 @@ from trainer.data.prepare.sources import (
     lines_before,
     look_at,
 )
+from trainer.data.prepare.spans import summed, told
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
+from trainer.data.prepare.template import read_template, special_variables, unknown_tokens
 from trainer.data.prepare.tokenise import TokeniseTask, Vocabulary, segments, tokenise
 from trainer.data.prepare.writer import atomic, to_json, write_data_set
 from trainer.data.shards import (
     FORMAT,
+    KINDS,
     SPLITS,
     DataError,
     TokenDataset,
@@ -63,8 +81,18 @@ _CHOICES = {
     "splits": Splits,
     "on_bad": OnBad,
     "special_tokens": SpecialTokens,
+    "turns": Turns,
+    "loss": Loss,
+    "too_long": TooLong,
+    "spelled": Spelled,
 }
-_WORK = ".work-2-"  # the number changes with what units hold
+_DECIDES = ("turns", "template_options", "date", "loss", "max_tokens", "too_long", "spelled")
+"""Options that are part of what a data set of chats is, with its bytes."""
+_LOOKED_AT = 20  # records
+_FLAGS = {"chats": "--chat", "pairs": "--pairs"}
+_TABLE_OF_CHATS = "prompt"
+"""Column by which a table of chats is known."""
+_WORK = ".work-3-"  # the number changes with what units hold
 
 
 def prepare(
@@ -97,7 +125,8 @@ def prepare(
     _check_options(settings, workers)
     try:
         names = [_resolve(name, out, settings) for name in inputs]
-        found = find_inputs(names, settings.field, settings.splits == "by-name")
+        known = settings.field if settings.kind == "documents" else _TABLE_OF_CHATS
+        found = find_inputs(names, known, settings.splits == "by-name")
         if found.broken and settings.on_bad == "fail":
             raise DataError(f"cannot be followed: {', '.join(found.broken)}; mend or remove it")
         if settings.validation_fraction is None:
@@ -105,14 +134,17 @@ def prepare(
             settings = replace(settings, validation_fraction=share)
         for line in found.notes:
             say(line)
-        plan_hash = _plan_hash(found, settings)
+        template = _read_template(settings) if settings.kind != "documents" else None
+        plan_hash = _plan_hash(found, settings, template)
         if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
             say(f"{out}: is up to date")
             return index
         forms = look_at(found.files, settings.split_documents, found.validation)
-        for line in describe(forms):
+        if template and (texts := [file for file, form in forms.items() if form.kind == "text"]):
+            raise DataError(f"{texts[0]}: plain text holds no chats; give jsonl, json or parquet")
+        for line in [*describe(forms), *(template.notes if template else ())]:
             say(line)
-        index = _prepare(forms, out, settings, plan_hash, workers, progress)
+        index = _prepare(forms, out, settings, template, plan_hash, workers, progress)
         wanted = settings.validation_fraction
         if wanted and not index["splits"]["validation"]["tokens"]:
             say(
@@ -125,11 +157,33 @@ def prepare(
         raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
         raise DataError(
-            f"{out}: a worker was killed, perhaps for want of memory; the same command, with fewer "
-            "--workers, goes on where it was"
+            f"{out}: a worker was killed, perhaps for want of memory"
+            + (" or by a chat template without end" if settings.kind != "documents" else "")
+            + "; the same command, with fewer --workers, goes on where it was"
         ) from error
     finally:
         shutil.rmtree(out / FOLDER, ignore_errors=True)
+
+
+def what_to_type(inputs: Sequence[str]) -> str:
+    """What a command that names inputs alone lacks, by a look at the first of them.
+
+    Raises:
+        DataError: an input cannot be read.
+    """
+    files = (
+        []
+        if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
+        else (find_inputs(inputs, _TABLE_OF_CHATS, by_name=False).files[:1])
+    )
+    for unit in cut_units(look_at(files, "auto")):
+        records = islice((one for piece in unit for one in read_piece(piece, None)), _LOOKED_AT)
+        kind = next((form_of(record.value) for record in records if record.value), "")
+        if kind:
+            words = ["perdure", "data", "prepare", *inputs, _FLAGS[kind]]
+            words += ["--tokenizer", "MODEL_DIRECTORY", "--out", f"data/{kind}"]
+            return f"{files[0]}: holds {kind}; type {shlex.join(words)}"
+    return "--out: name the directory of the data set, such as --out data/mine"
 
 
 def _say(line: str) -> None:
@@ -150,6 +204,73 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
             raise DataError(f"{flag} must be one of {', '.join(get_args(choices))}")
     if min(workers, settings.shard_tokens) < 1:
         raise DataError("--workers and --shard-tokens must be at least 1")
+    plain = PrepareOptions()
+    if settings.kind == "documents":
+        given = [key for key in OF_CHATS if getattr(settings, key) != getattr(plain, key)]
+        if given:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise DataError(f"{flag}: only for chats and pairs; give --chat or --pairs as well")
+        return
+    for key in ("train_bpe", "field", "special_tokens"):
+        if getattr(settings, key) != getattr(plain, key):
+            flag = f"--{key.replace('_', '-')}"
+            raise DataError(f"{flag}: not with --chat or --pairs; leave it away")
+    if settings.chat and settings.pairs:
+        raise DataError("give one of --chat and --pairs")
+    if settings.pairs and settings.turns != "auto":
+        raise DataError("--turns: not with --pairs, of which the answers alone are trained")
+    if settings.max_tokens is None and settings.too_long != plain.too_long:
+        raise DataError("--too-long cut: give --max-tokens as well, such as --max-tokens 4096")
+    if settings.max_tokens is not None and settings.max_tokens < 2:
+        raise DataError("--max-tokens must be at least 2: one to read, and one to be trained")
+
+
+@dataclass(frozen=True)
+class _Template:
+    """A chat template, and what it is given."""
+
+    sources: dict[str, str]
+    variables: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def digest(self) -> str:
+        facts = [self.sources, self.variables]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _read_template(settings: PrepareOptions) -> _Template:
+    """The chat template for some data.
+
+    Raises:
+        DataError: there is none, or an option for it is wrong.
+    """
+    home = None
+    if settings.tokenizer and settings.tokenizer != "bytes":
+        home = tokenizer_file(settings.tokenizer).parent
+    sources = read_template(settings.template, home)
+    variables: dict[str, Any] = dict(special_variables(home))
+    if settings.template_options:
+        try:
+            variables |= read_object(settings.template_options)
+        except ValueError as error:
+            raise DataError(
+                f"--template-options: not a JSON object ({error}); give it as "
+                """'{"enable_thinking": false}'"""
+            ) from error
+    if settings.date:
+        try:
+            date.fromisoformat(settings.date)
+        except ValueError as error:
+            raise DataError(
+                f"--date {settings.date}: no day; write it as --date 2026-01-31"
+            ) from error
+    notes = [
+        f"the chat template writes {name}, but tokenizer_config.json names no such token: nothing "
+        "stands there"
+        for name in unknown_tokens(sources, variables)
+    ]
+    return _Template(sources, variables, notes)
 
 
 def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
@@ -159,9 +280,9 @@ def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
     return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
-def _plan_hash(inputs: Inputs, settings: PrepareOptions) -> str:
-    """What is to be done: options, the tokenizer's bytes, and name, size, age and split of each
-    input."""
+def _plan_hash(inputs: Inputs, settings: PrepareOptions, template: _Template | None) -> str:
+    """What is to be done: options, the bytes of tokenizer and chat template, and name, size, age
+    and split of each input."""
     stats = []
     for file in inputs.files:
         status = os.stat(file)
@@ -174,7 +295,11 @@ def _plan_hash(inputs: Inputs, settings: PrepareOptions) -> str:
     del options["splits"]  # shows in the inputs
     if settings.special_tokens == "letters":
         del options["special_tokens"]  # data sets of older versions keep their hash
+    # Data sets of plain text keep their hash, too.
+    if template is None:
+        options = {key: value for key, value in options.items() if key not in OF_CHATS}
     facts = [FORMAT, options, stats, hashlib.sha256(tokenizer).hexdigest()]
+    facts += [template.digest] if template else []
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -198,6 +323,7 @@ def _prepare(
     forms: dict[str, Form],
     out: Path,
     settings: PrepareOptions,
+    template: _Template | None,
     plan_hash: str,
     workers: int,
     progress: bool,
@@ -216,29 +342,31 @@ def _prepare(
         _say(
             f"the tokenizer's BPE dropout of {dropout} is off: the same text gives the same tokens"
         )
+    given = (template.sources, template.variables) if template else ({}, {})
     jobs = [
-        TokeniseTask(number, unit, work, vocabulary, settings) for number, unit in enumerate(units)
+        TokeniseTask(number, unit, work, vocabulary, settings, *given)
+        for number, unit in enumerate(units)
     ]
     results = tokenise(jobs, workers, progress)
-    if progress and (line := _spelled_out(results)):
+    noted = [counts["noted"] for unit in results for counts in unit]
+    for line in (told(*summed(noted)) if template else _spelled_out(noted)) if progress else ():
         _say(line)
-    index = _join(jobs, results, forms, out, vocabulary, settings, plan_hash)
+    index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
     shutil.rmtree(work)
     return index
 
 
-def _spelled_out(results: list[list[dict[str, Any]]]) -> str:
-    """What a person should know of special tokens in the texts; empty if there are none."""
+def _spelled_out(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What a person should know of special tokens in texts."""
     found: Counter[str] = Counter()
-    for unit in results:
-        for counts in unit:
-            found.update(counts["spelled"])
+    for part in noted:
+        found.update(part["spelled"])
     if not found:
-        return ""
+        return
     most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:3]
     listed = ", ".join(f"{token} in {count:,}" for token, count in most)
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return (
+    yield (
         f"special tokens in the text of documents became letters: {listed}{more}; --special-tokens "
         "tokens makes them tokens, as rendered chats need it"
     )
@@ -260,7 +388,7 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
     with atomic(file) as output:
         output.write(content)
     tokenizer = read_tokenizer(file)
-    eos_id = find_eos(tokenizer, settings.eos, home)
+    eos_id = find_eos(tokenizer, settings.eos, home, chats=settings.kind != "documents")
     return Vocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
 
 
@@ -287,6 +415,7 @@ def _join(
     out: Path,
     vocabulary: Vocabulary,
     settings: PrepareOptions,
+    template: _Template | None,
     plan_hash: str,
 ) -> dict[str, Any]:
     sources, rejects = _account([job.unit for job in jobs], results, forms)
@@ -301,10 +430,13 @@ def _join(
             f"{out}: the inputs hold no document, {rejected} bad records{first}; see "
             f"{out / 'rejects.jsonl'}"
         )
+    kinds = KINDS[1] if template is None else KINDS[2]
     parts = {
-        split: [(job.path(f"{split}.tokens"), job.path(f"{split}.ends")) for job in jobs]
+        split: [{kind: job.path(f"{split}.{kind}") for kind in kinds} for job in jobs]
         for split in SPLITS
     }
+    options = {k: v for k, v in asdict(settings).items() if template or k not in OF_CHATS}
+    decisive = {key: getattr(settings, key) for key in _DECIDES}
     return write_data_set(
         out,
         parts,
@@ -318,9 +450,12 @@ def _join(
             "documents": documents,
             "rejected": sum(source["rejected"] for source in sources),
             "sources": sources,
-            "options": asdict(settings),
+            "options": options,
             "plan": plan_hash,
         },
+        chats={"kind": settings.kind, "chats": {"template": template.digest, **decisive}}
+        if template
+        else {},
     )
 
 

@@ -4,17 +4,19 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, split_lines
+from trainer.data.prepare.chats import form_of
 from trainer.data.prepare.sources import Piece, import_pyarrow, open_parquet
 from trainer.data.prepare.tables import read_rows
 from trainer.data.prepare.text import cut_documents
 from trainer.data.shards import DataError
 
 _ROWS = 256  # of parquet, at a time
+_CSV_OF_CHATS = "prompt"  # the column by which a table of chats shows what separates its cells
 _TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; cut it, or give it as a txt file"
 
 
@@ -26,19 +28,22 @@ class Record:
     """Where it stands in the piece, from 1: line, or row of a parquet or arrow file, or value of a
     json file."""
     text: str = ""
+    value: dict[str, Any] | None = None
+    """All fields, in place of a text, where no field was asked for."""
     problem: str = ""
     goes_on: bool = False
     """Whether the next record is more of the same document."""
 
 
 def read_piece(
-    piece: Piece, field: str, told: Callable[[int], None] = lambda count: None
+    piece: Piece, field: str | None, told: Callable[[int], None] = lambda count: None
 ) -> Iterator[Record]:
     """Documents of a piece, in file order.
 
     Args:
         piece: from `cut_units`.
-        field: of each json object, or column of csv, parquet and arrow, that holds the text.
+        field: of each json object, or column of csv, parquet and arrow, that holds the text; None:
+            all fields are wanted, of what is no plain text.
         told: is called now and then with the bytes of the piece that were read so far.
 
     Raises:
@@ -84,7 +89,7 @@ def _decoded(content: bytes, line: int, goes_on: bool) -> Record:
         return Record(line, problem=problem, goes_on=goes_on)
 
 
-def _json_lines(blocks: Iterable[bytes], field: str) -> Iterator[Record]:
+def _json_lines(blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
     for number, line in enumerate(split_lines(blocks), 1):
         if line is None:
             yield Record(number, problem=f"a line of {_TOO_LONG}")
@@ -92,7 +97,7 @@ def _json_lines(blocks: Iterable[bytes], field: str) -> Iterator[Record]:
             yield _json_record(line, number, field) if line.strip() else Record(number)
 
 
-def _json_record(line: bytes, number: int, field: str) -> Record:
+def _json_record(line: bytes, number: int, field: str | None) -> Record:
     try:
         value: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -104,15 +109,17 @@ def _json_record(line: bytes, number: int, field: str) -> Record:
     return _record_of(value, number, field)
 
 
-def _record_of(value: Any, number: int, field: str) -> Record:
+def _record_of(value: Any, number: int, field: str | None) -> Record:
     """A json value → a record."""
     if not isinstance(value, dict):
-        return Record(number, problem=f"{_called(value)}, not an object with text in {field!r}")
+        what = f"an object with text in {field!r}" if field else "an object"
+        return Record(number, problem=f"{_called(value)}, not {what}")
+    if field is None:
+        return Record(number, value=value)
     try:
         found = _inside(value, field)
     except (KeyError, RecursionError):
-        there = f"it has {_names(value)}; see --field" if value else "it is empty"
-        return Record(number, problem=f"no field {field!r}; {there}")
+        return Record(number, problem=f"no field {field!r}; {_instead(value)}")
     return _text_of(found, number, f"field {field!r} is")
 
 
@@ -173,12 +180,23 @@ def _called(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
+def _instead(names: Iterable[str]) -> str:
+    """What to do about a record, or a table, that has other fields than the one with the text."""
+    names = list(names)
+    if not names:
+        return "it is empty"
+    # By name alone: a table shows no more.
+    kind = form_of({name: [] for name in names})
+    way = {"chats": "these are chats; use --chat", "pairs": "these are pairs; use --pairs"}
+    return f"it has {_names(names)}; {way.get(kind, 'see --field')}"
+
+
 def _names(names: Iterable[str]) -> str:
     first, *others = (json.dumps(name, ensure_ascii=False)[1:-1][:40] for name in names)
     return ", ".join([first, *others[:7], *(["…"] if len(others) > 7 else [])])
 
 
-def _json_values(path: Path, blocks: Iterable[bytes], field: str) -> Iterator[Record]:
+def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
     """Values that stand one after the other over any number of lines, or in arrays."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     buffer, position, number, depth, tried = "", 0, 0, 0, 0
@@ -218,39 +236,47 @@ def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
     yield b""
 
 
-def _csv(path: Path, blocks: Iterable[bytes], field: str) -> Iterator[Record]:
+def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
     """Rows of a table, by the line in which they begin."""
-    rows = read_rows(path, blocks, field)
+    rows = read_rows(path, blocks, field or _CSV_OF_CHATS)
     _, names = next(rows, (0, []))
-    _column_of(path, field, names, nested=False)
-    place = names.index(field)
+    place = names.index(_column_of(path, field, names, nested=False)) if field else 0
     for line, row in rows:
         if not row:
             yield Record(line)
         elif len(row) != len(names):
             yield Record(line, problem=f"a row of {len(row)} cells, but {len(names)} columns")
-        elif escaped := re.search("[\udc80-\udcff]", row[place]):
-            yield Record(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
         else:
-            yield _text_of(row[place], line, "")
+            wanted = row[place] if field else "".join(row)
+            if escaped := re.search("[\udc80-\udcff]", wanted):
+                yield Record(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
+            elif field:
+                yield _text_of(wanted, line, "")
+            else:
+                yield Record(line, value=dict(zip(names, row, strict=True)))
 
 
-def _parquet(path: Path, piece: Piece, field: str, told: Callable[[int], None]) -> Iterator[Record]:
+def _parquet(
+    path: Path, piece: Piece, field: str | None, told: Callable[[int], None]
+) -> Iterator[Record]:
     file = open_parquet(path)
-    column = _column_of(path, field, file.schema_arrow.names)
+    column = _column_of(path, field, file.schema_arrow.names) if field else None
     groups = list(range(piece.start, piece.end))
     rows = sum(file.metadata.row_group(group).num_rows for group in groups)
     row = 0
     try:
-        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=[column]):
-            yield from _cells(batch.column(batch.schema.names.index(column)), row, field, column)
+        wanted = [column] if column else None
+        for batch in file.iter_batches(_ROWS, row_groups=groups, columns=wanted):
+            yield from _rows(batch, row, field, column)
             row += batch.num_rows
             told(piece.size * row // max(rows, 1))
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: row group {piece.start} cannot be read: {error}") from error
 
 
-def _arrow(path: Path, piece: Piece, field: str, told: Callable[[int], None]) -> Iterator[Record]:
+def _arrow(
+    path: Path, piece: Piece, field: str | None, told: Callable[[int], None]
+) -> Iterator[Record]:
     """A file of Arrow's stream format, as `datasets.save_to_disk` writes, or of its file format."""
     pyarrow = import_pyarrow(path)
     row = 0
@@ -262,9 +288,9 @@ def _arrow(path: Path, piece: Piece, field: str, told: Callable[[int], None]) ->
             else:
                 file.seek(0)
                 reader = batches = pyarrow.ipc.open_stream(file)
-            column = _column_of(path, field, reader.schema.names)
+            column = _column_of(path, field, reader.schema.names) if field else None
             for batch in batches:
-                yield from _cells(batch.column(column), row, field, column)
+                yield from _rows(batch, row, field, column)
                 row += batch.num_rows
                 told(file.tell())
     except (pyarrow.ArrowException, OSError) as error:
@@ -281,19 +307,41 @@ def _column_of(path: Path, field: str, names: list[str], nested: bool = True) ->
     paths = [".".join(keys[:count]) for count in range(len(keys), 0, -1)] if nested else [field]
     column = next((path for path in paths if path in names), None)
     if column is None:
-        there = f"it has {_names(names)}; see --field" if names else "it is empty"
-        raise DataError(f"{path}: no column {field!r}; {there}")
+        raise DataError(f"{path}: no column {field!r}; {_instead(names)}")
     return column
 
 
-def _cells(cells: Iterable[Any], before: int, field: str, column: str) -> Iterator[Record]:
-    for number, cell in enumerate(cells, before + 1):
-        try:
-            value = cell.as_py()
-        except UnicodeDecodeError as error:
-            yield Record(number, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
-            continue
-        if column == field:
+def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Iterator[Record]:
+    """Records of a batch of pyarrow, which comes after so many rows."""
+    if field is None or column is None:
+        columns = [_values(batch.column(place)) for place in range(batch.num_columns)]
+        for number, cells in enumerate(zip(*columns, strict=True), before + 1):
+            bad = next((cell for cell in cells if isinstance(cell, Record)), None)
+            value = dict(zip(batch.schema.names, cells, strict=True))
+            yield replace(bad, line=number) if bad else Record(number, value=_without_nulls(value))
+        return
+    place = batch.schema.names.index(column)
+    for number, value in enumerate(_values(batch.column(place)), before + 1):
+        if isinstance(value, Record):
+            yield replace(value, line=number)
+        elif column == field:
             yield _text_of(value, number, f"column {field!r} holds")
         else:
             yield _record_of({column: value}, number, field)
+
+
+def _values(cells: Iterable[Any]) -> Iterator[Any]:
+    """Cells of a column as Python has them; a record with the problem for one that is not UTF-8."""
+    for cell in cells:
+        try:
+            yield cell.as_py()
+        except UnicodeDecodeError as error:
+            yield Record(0, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys that are null in its objects: a table has one schema for all rows,
+    and fills up with nulls what an object does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

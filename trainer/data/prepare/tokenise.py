@@ -10,22 +10,26 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from trainer.data.prepare.chats import ChatError, read_chat, read_pair
 from trainer.data.prepare.options import PrepareOptions
-from trainer.data.prepare.records import read_piece
+from trainer.data.prepare.records import Record, read_piece
 from trainer.data.prepare.sources import Pieces, lines_before
+from trainer.data.prepare.spans import ChatEncoder, Document, SpanFinder
+from trainer.data.prepare.template import ChatTemplate, confine
 from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import SPLITS, DataError
 from trainer.data.tokenizer import read_tokenizer, special_tokens
@@ -62,8 +66,14 @@ class TokeniseTask:
     vocabulary: Vocabulary
     settings: PrepareOptions
 
+    template: Mapping[str, str] = field(default_factory=dict)
+    """Sources of the chat template, for chats and pairs."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What else it is given."""
+
     def path(self, ending: str) -> Path:
-        """A file of this unit: json, or SPLIT.tokens and SPLIT.ends."""
+        """A file of this unit: json, or SPLIT.tokens, SPLIT.ends and, of chats, SPLIT.trained with
+        a byte for each token."""
         return self.work / f"unit-{self.number:06}.{ending}"
 
 
@@ -72,8 +82,7 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
 
     Returns:
         For each piece of the unit: counts of its documents and rejected records, the first of the
-        rejected records, and in how many documents each special token is spelled out, if that is
-        taken as letters.
+        rejected records, and what else is noted, see `noted` of the writers.
     """
     done = job.path("json")
     if done.exists():
@@ -82,7 +91,8 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     read = listed = 0
     with ExitStack() as stack:
         progress = stack.enter_context((job.work / PROGRESS).open("r+b"))
-        writer = _UnitWriter(job, stack)
+        of_text = job.settings.kind == "documents"
+        writer = _TextWriter(job, stack) if of_text else _ChatWriter(job, stack)
 
         def told(count: int) -> None:
             os.pwrite(progress.fileno(), struct.pack("<Q", read + count), 8 * job.number)
@@ -90,22 +100,21 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
         for piece in job.unit:
             rejected = 0
             before = writer.documents
-            writer.spelled = Counter()
             rejects: list[dict[str, Any]] = []
-            for record in read_piece(piece, job.settings.field, told):
-                if record.problem:
+            for record in read_piece(piece, job.settings.field if of_text else None, told):
+                added = writer.add(record, piece.form.held_out)
+                for problem in [record.problem] if record.problem else added:
                     if job.settings.on_bad == "fail":
                         raise DataError(
-                            f"{piece.file}:{lines_before(piece) + record.line}: {record.problem}; "
+                            f"{piece.file}:{lines_before(piece) + record.line}: {problem}; "
                             "mend it, or leave such records out with --on-bad skip"
                         )
                     rejected += 1
                     if (listed := listed + 1) <= _LISTED_REJECTS:
-                        rejects.append({"line": record.line, "problem": record.problem})
-                writer.add(record.text, record.goes_on, piece.form.held_out)
+                        rejects.append({"line": record.line, "problem": problem})
             read += piece.size
             counts = {"documents": writer.documents - before, "rejected": rejected}
-            results.append({**counts, "rejects": rejects, "spelled": dict(writer.spelled)})
+            results.append({**counts, "rejects": rejects, "noted": writer.noted()})
         writer.flush()
         told(0)
     with atomic(done) as output:
@@ -113,8 +122,40 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     return results
 
 
-class _UnitWriter:
-    """Documents → tokens and ends, in the files of a unit."""
+class _Output:
+    """Tokens of documents, in the files of a unit."""
+
+    def __init__(self, job: TokeniseTask, stack: ExitStack, kinds: Sequence[str]) -> None:
+        """`kinds`: endings of the files of each split."""
+        self._dtype = job.vocabulary.dtype
+        self._files = {
+            (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
+            for split in SPLITS
+            for kind in kinds
+        }
+        self._tokens = dict.fromkeys(SPLITS, 0)
+
+    def put(
+        self, split: str, ids: Any, ends: bool = True, trained: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Add a document, or a part of one.
+
+        Args:
+            split: that it belongs to.
+            ids: of its tokens.
+            ends: whether it ends here.
+            trained: of each token, whether it is.
+        """
+        self._tokens[split] += len(ids)
+        self._files[split, "tokens"].write(np.asarray(ids, self._dtype).tobytes())
+        if trained is not None:
+            self._files[split, "trained"].write(trained.tobytes())
+        if ends:
+            self._files[split, "ends"].write(np.asarray(self._tokens[split], "<u8").tobytes())
+
+
+class _TextWriter:
+    """Documents of text → tokens and ends, in the files of a unit."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         file = job.vocabulary.file
@@ -123,35 +164,37 @@ class _UnitWriter:
         tokens = sorted(special_tokens(self._tokenizer)) if letters else []
         self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._job = job
-        self._files = {
-            (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
-            for split in SPLITS
-            for kind in ("tokens", "ends")
-        }
-        self._tokens = dict.fromkeys(SPLITS, 0)
+        self._output = _Output(job, stack, ("tokens", "ends"))
         self._batch: list[tuple[str, str, bool, bool]] = []  # (text, split, begins, ends)
         self._characters = 0
         self._split = ""  # of the document that goes on
+        self._spelled: Counter[str] = Counter()
         self.documents = 0
-        self.spelled: Counter[str] = Counter()
-        """Documents, or parts of one, in which each special token is spelled out."""
 
-    def add(self, text: str, goes_on: bool, held_out: bool) -> None:
+    def add(self, record: Record, held_out: bool) -> list[str]:
         """A document, or the next part of one; `held_out` ones belong to the validation split."""
+        text, goes_on = record.text, record.goes_on
         begins = not self._split
         if text and begins:
             share = self._job.settings.validation_fraction or 0.0
             self._split = "validation" if held_out else _split_of(text, share)
             self.documents += 1
         if not self._split:
-            return
+            return []
         if self._special:
-            self.spelled.update(set(self._special.findall(text)))
+            self._spelled.update(set(self._special.findall(text)))
         parts = segments(text)
         for number, part in enumerate(parts, 1):
             self._put(part, begins and number == 1, number == len(parts) and not goes_on)
         if not goes_on:
             self._split = ""
+        return []
+
+    def noted(self) -> dict[str, Any]:
+        """Since the last call: documents, or parts of one, in which each special token is spelled
+        out."""
+        spelled, self._spelled = dict(self._spelled), Counter()
+        return {"spelled": spelled}
 
     def _put(self, text: str, begins: bool, ends: bool) -> None:
         self._batch.append((text, self._split, begins, ends))
@@ -172,13 +215,80 @@ class _UnitWriter:
                 ids = start + ids
             if ends and ids[-1:] != [vocabulary.eos_id]:
                 ids = [*ids, vocabulary.eos_id]
-            self._tokens[split] += len(ids)
-            self._files[split, "tokens"].write(np.asarray(ids, vocabulary.dtype).tobytes())
-            if ends:
-                end = np.asarray(self._tokens[split], "<u8")
-                self._files[split, "ends"].write(end.tobytes())
+            self._output.put(split, ids, ends)
         self._batch.clear()
         self._characters = 0
+
+
+class _ChatWriter:
+    """Chats, or pairs of them, → tokens, ends and what is trained, in the files of a unit."""
+
+    def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
+        settings, file = job.settings, job.vocabulary.file
+        self._settings = settings
+        self._output = _Output(job, stack, ("tokens", "ends", "trained"))
+        template = ChatTemplate(job.template, job.variables, settings.date)
+        encoder = _encoder(file, os.stat(file).st_mtime_ns)
+        self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
+        self.documents = 0
+
+    def add(self, record: Record, held_out: bool) -> list[str]:
+        """The documents of a chat; returns why it, or some of them, are left out."""
+        if record.value is None:
+            return []
+        try:
+            documents = self._documents(record.value)
+        except ChatError as error:
+            return [str(error)]
+        # By the record, so that it does not depend on the template, and pairs stay together.
+        text = json.dumps(record.value, sort_keys=True, default=str)
+        share = self._settings.validation_fraction or 0.0
+        split = "validation" if held_out else _split_of(text, share)
+        problems = [self._too_long(document) for document in documents]
+        if self._settings.pairs and any(problems):
+            return [next(filter(None, problems))]
+        for document, problem in zip(documents, problems, strict=True):
+            if not problem:
+                most = self._settings.max_tokens
+                self._output.put(split, document.ids[:most], trained=document.trained[:most])
+                self.documents += 1
+        return [problem for problem in problems if problem]
+
+    def _documents(self, value: dict[str, Any]) -> list[Document]:
+        if not self._settings.pairs:
+            return self._finder.documents(read_chat(value), self._settings.turns)
+        found = []
+        for chat in read_pair(value):
+            last = chat.trained == (len(chat.messages) - 1,)
+            found += self._finder.documents(chat, "last" if last else "all")
+        return found
+
+    def _too_long(self, document: Document) -> str:
+        """Why a document is left out; "" if it is not."""
+        most, size = self._settings.max_tokens, len(document.ids)
+        if most is None or size <= most:
+            return ""
+        if self._settings.too_long == "drop":
+            return (
+                f"{document.place}{size:,} tokens, more than --max-tokens {most}; --too-long cut "
+                "keeps the first"
+            )
+        return (
+            ""
+            if document.trained[:most].any()
+            else (f"{document.place}nothing is trained in the first {most} of its {size:,} tokens")
+        )
+
+    def noted(self) -> dict[str, Any]:
+        """Since the last call: see `SpanFinder`."""
+        finder = self._finder
+        noted = {"counts": dict(finder.counts), "examples": dict(finder.examples)}
+        finder.counts.clear()
+        finder.examples.clear()
+        return noted
+
+    def flush(self) -> None:
+        """Write what was added: it is written already."""
 
 
 @lru_cache(maxsize=1)
@@ -193,6 +303,12 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
     tokenizer = read_tokenizer(file)
     tokenizer.encode_special_tokens = letters
     return tokenizer
+
+
+@lru_cache(maxsize=1)
+def _encoder(file: str, modified: int) -> ChatEncoder:
+    """From a file of that age."""
+    return ChatEncoder(read_tokenizer(file))
 
 
 def segments(text: str) -> list[str]:
@@ -250,13 +366,15 @@ def _shown(file: Path, total: int) -> Iterator[None]:
 
 
 def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    if workers <= 1:
+    # A template is computed in a process that may be ended.
+    if workers <= 1 and not jobs[0].template:
         for job in jobs:
             yield job.number, _tokenise_unit(job)
         return
     # Spawned, since a fork of a process whose tokenizer has threads can hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker) as pool:
+    confined = bool(jobs[0].template)
+    with ProcessPoolExecutor(workers, context, _start_worker, (confined,)) as pool:
         futures = {pool.submit(_tokenise_unit, job): job.number for job in jobs}
         try:
             for future in as_completed(futures):
@@ -265,8 +383,9 @@ def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dic
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker() -> None:
-    """Let this process end when its parent does, however that ends; on Ctrl-C without a word."""
+def _start_worker(confined: bool) -> None:
+    """Let this process end when its parent does, however that ends; on Ctrl-C without a word.
+    `confined`: it renders chat templates."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -277,3 +396,5 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    if confined:
+        confine()

@@ -5,14 +5,23 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.shards import FORMAT, SPLITS, DataError, checksums, fingerprint
+from trainer.data.shards import (
+    FORMAT,
+    FORMAT_OF_CHATS,
+    KINDS,
+    SPLITS,
+    DataError,
+    checksums,
+    fingerprint,
+)
 
 SHARD_TOKENS = 1 << 28
 _BLOCK_BYTES = 1 << 20
@@ -45,7 +54,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 def write_data_set(
     out: Path,
-    parts: Mapping[str, Iterable[tuple[Path, Path]]],
+    parts: Mapping[str, Iterable[Mapping[str, Path]]],
     *,
     dtype: str,
     vocab_size: int,
@@ -54,6 +63,7 @@ def write_data_set(
     tokenizer: bytes,
     about: Mapping[str, Any],
     shard_tokens: int = SHARD_TOKENS,
+    chats: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write a prepared data set, index.json last; returns that index.
 
@@ -67,6 +77,7 @@ def write_data_set(
         tokenizer: content of tokenizer.json.
         about: where it comes from; more keys for the index.
         shard_tokens: as for `write_shards`.
+        chats: kind and chats of the index; empty for plain documents.
     """
     splits = {}
     for split in SPLITS:
@@ -76,10 +87,12 @@ def write_data_set(
             "documents": sum(shard["documents"] for shard in shards),
             "shards": shards,
         }
+        if chats:
+            splits[split]["trained"] = sum(shard["trained"] for shard in shards)
     with atomic(out / "tokenizer.json") as output:
         output.write(tokenizer)
     index: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT_OF_CHATS if chats else FORMAT,
         "fingerprint": "",
         "dtype": dtype,
         "vocab_size": vocab_size,
@@ -90,6 +103,7 @@ def write_data_set(
             "sha256": hashlib.sha256(tokenizer).hexdigest(),
         },
         "splits": splits,
+        **chats,
         **about,
     }
     index["fingerprint"] = fingerprint(index)
@@ -105,7 +119,7 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
 
 
 def write_shards(
-    parts: Iterable[tuple[Path, Path]],
+    parts: Iterable[Mapping[str, Path]],
     out: Path,
     split: str,
     dtype: str,
@@ -114,7 +128,8 @@ def write_shards(
     """Join parts into shards that each end with a document.
 
     Args:
-        parts: files of (tokens, ends of the documents in them as uint64), in order.
+        parts: in order, files of tokens, of ends of the documents in them as uint64, and perhaps of
+            what is trained, a byte of 0 or 1 a token.
         out: directory; older shards of the split in it are removed.
         split: beginning of the file names.
         dtype: of the tokens.
@@ -123,26 +138,27 @@ def write_shards(
     Returns:
         The shards' entries in index.json.
     """
-    for kind in ("tokens", "ends"):
+    for kind in KINDS[FORMAT_OF_CHATS]:
         for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
             stale.unlink()
     width = np.dtype(dtype).itemsize
     shards: list[dict[str, Any]] = []
     writer: _ShardWriter | None = None
-    for tokens_file, ends_file in parts:
-        with tokens_file.open("rb") as tokens, ends_file.open("rb") as listed:
-            start = 0
+    for part in parts:
+        with ExitStack() as stack:
+            files = {kind: stack.enter_context(path.open("rb")) for kind, path in part.items()}
+            listed, start = files.pop("ends"), 0
             while len(ends := np.frombuffer(listed.read(_ENDS * 8), "<u8").astype(np.int64)):
                 first = 0
                 while first < len(ends):
-                    writer = writer or _ShardWriter(out, f"{split}-{len(shards):05}")
+                    name = f"{split}-{len(shards):05}"
+                    writer = writer or _ShardWriter(out, name, width, list(part))
                     # Up to and including the document that fills the shard.
                     full = start + shard_tokens - writer.tokens
                     last = int(np.searchsorted(ends, full, side="left"))
                     last = min(last + 1, len(ends))
-                    stop = int(ends[last - 1])
-                    writer.add(tokens, (stop - start) * width, ends[first:last] - start)
-                    start, first = stop, last
+                    writer.add(files, ends[first:last] - start)
+                    start, first = int(ends[last - 1]), last
                     if writer.tokens >= shard_tokens:
                         shards.append(writer.close())
                         writer = None
@@ -154,30 +170,49 @@ def write_shards(
 class _ShardWriter:
     """One shard while it grows."""
 
-    def __init__(self, out: Path, name: str) -> None:
-        self.tokens = self.documents = 0
-        self._out, self._name = out, name
-        self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in ("tokens", "ends")}
+    def __init__(self, out: Path, name: str, width: int, kinds: Sequence[str]) -> None:
+        """
+        Args:
+            out: directory.
+            name: of the shard.
+            width: bytes of a token.
+            kinds: endings of its files.
+        """
+        self.tokens = self.documents = self._trained = 0
+        self._out, self._name, self._width = out, name, width
+        self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in kinds}
+        self._bits = np.empty(0, np.uint8)  # fewer than a byte of them
 
-    def add(self, tokens: BinaryIO, size: int, ends: NDArray) -> None:
-        """Append whole documents: the next `size` bytes of `tokens`; `ends` count from there."""
-        while size:
-            block = tokens.read(min(size, _BLOCK_BYTES))
-            if not block:
-                raise DataError(f"{tokens.name}: truncated; remove its directory and start again")
+    def add(self, files: Mapping[str, BinaryIO], ends: NDArray) -> None:
+        """Append whole documents: what comes next in the files of tokens and of what is trained;
+        `ends` count from there."""
+        size = int(ends[-1])
+        for block in _blocks_of(files["tokens"], size * self._width):
             self._files["tokens"].write(block)
-            size -= len(block)
+        if "trained" in files:
+            for block in _blocks_of(files["trained"], size):
+                self._add_bits(np.frombuffer(block, np.uint8))
         self._files["ends"].write((ends + self.tokens).astype("<u8").tobytes())
-        self.tokens += int(ends[-1])
+        self.tokens += size
         self.documents += len(ends)
 
+    def _add_bits(self, bits: NDArray[np.uint8]) -> None:
+        self._trained += int(bits.sum())
+        bits = np.concatenate([self._bits, bits])
+        whole = len(bits) // 8 * 8
+        self._files["trained"].write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._bits = bits[whole:]
+
     def close(self) -> dict[str, Any]:
-        """Sync both files; returns the shard's entry in index.json."""
+        """Sync the files; returns the shard's entry in index.json."""
         entry: dict[str, Any] = {
             "name": self._name,
             "tokens": self.tokens,
             "documents": self.documents,
         }
+        if "trained" in self._files:
+            self._files["trained"].write(np.packbits(self._bits, bitorder="little").tobytes())
+            entry["trained"] = self._trained
         for kind, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
@@ -185,3 +220,13 @@ class _ShardWriter:
             digest, blocks = checksums(self._out / f"{self._name}.{kind}")
             entry |= {f"{kind}_sha256": digest, f"{kind}_crc32": blocks}
         return entry
+
+
+def _blocks_of(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The next `size` bytes of a file."""
+    while size:
+        block = file.read(min(size, _BLOCK_BYTES))
+        if not block:
+            raise DataError(f"{file.name}: truncated; remove its directory and start again")
+        yield block
+        size -= len(block)

@@ -1,0 +1,190 @@
+"""How documents become sequences: back to back, or whole ones together. numpy only."""
+
+import bisect
+import shlex
+from typing import Literal, NamedTuple, TypeAlias
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.order import Permutation
+from trainer.data.samples import IGNORED_LABEL
+from trainer.data.shards import DataError, TokenDataset
+
+PACKING_VERSION = 1
+"""What `best_fit` and `Bins` compute is frozen under this number: a checkpoint is a position in the
+order of the bins."""
+
+
+Pack: TypeAlias = Literal["auto", "whole", "stream"]
+
+
+class Sequenced(NamedTuple):
+    """One sequence of T tokens."""
+
+    input_ids: NDArray[np.int64]
+    """(T,)."""
+    labels: NDArray[np.int64]
+    """(T,), the token after each; -100 where none counts."""
+    documents: NDArray[np.int64]
+    """(T,), number of the document of each input in this sequence; of equal ones, attention sees
+    the others."""
+    digest: int
+    """CRC-32 of inputs and labels."""
+
+
+class Windows:
+    """Documents back to back, cut where a sequence ends.
+
+    Sample j of a data set is its tokens jT to jT + T, one more than T because the labels are the
+    inputs shifted by one.
+    """
+
+    def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
+        self._dataset, self._length = dataset, seq_len
+        self.sequences = max(0, dataset.tokens - 1) // seq_len
+        """How many there are."""
+        self.counted = dataset.masked
+        """Whether sequences differ in how many labels they have."""
+        self.labels = self.sequences * seq_len
+        """Tokens that are labels in one epoch, nearly."""
+        if dataset.masked:
+            self.labels = min(self.labels, dataset.trained)
+
+    def read(self, sample: int, *, documents: bool) -> Sequenced:
+        """A sequence by its number; `documents`: its documents are told apart.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        dataset, length = self._dataset, self._length
+        start = sample * length
+        row = _known(dataset, start, length + 1)
+        numbers = np.zeros(length, np.int64)
+        if documents:
+            numbers = dataset.document_ids(start, length)
+            numbers = numbers - numbers[0]  # numbered within the sequence
+        if not dataset.masked:
+            return Sequenced(row[:-1], row[1:], numbers, crc32(row.data))
+        counts = dataset.read_trained(start + 1, length)
+        labels = np.where(counts, row[1:], IGNORED_LABEL)
+        return Sequenced(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
+
+
+class Bins:
+    """Whole documents, as many together as a sequence has room for. What is left of a sequence is
+    a document of its own, in which nothing is a label."""
+
+    def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
+        self._dataset, self._length = dataset, seq_len
+        lengths = dataset.lengths()
+        self._ends = np.cumsum(lengths)
+        self._documents, self._starts = best_fit(lengths, seq_len)
+        self.sequences = len(self._starts) - 1
+        self.counted = True
+        # The longest documents come first: a part of the bins should be like the rest.
+        self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
+        kept = lengths[self._documents]
+        self.left_out = len(lengths) - len(kept)
+        """Documents that are longer than a sequence."""
+        self.tokens = int(kept.sum())
+        """Tokens in all sequences, without padding."""
+        # Nearly: documents differ in how much of them is trained.
+        self.labels = int(dataset.trained * self.tokens / max(1, dataset.tokens))
+
+    def read(self, sample: int, *, documents: bool) -> Sequenced:
+        """A sequence by its number, with the documents told apart.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        dataset, length = self._dataset, self._length
+        number = int(self._order[sample])
+        ids = np.full(length, dataset.eos_id, np.int64)
+        labels = np.full(length, IGNORED_LABEL, np.int64)
+        numbers = np.zeros(length, np.int64)
+        place = 0
+        members = self._documents[self._starts[number] : self._starts[number + 1]]
+        for count, document in enumerate(members.tolist()):
+            begin = int(self._ends[document - 1]) if document else 0
+            size = int(self._ends[document]) - begin
+            tokens = ids[place : place + size] = _known(dataset, begin, size)
+            counts = dataset.read_trained(begin + 1, size - 1)
+            labels[place : place + size - 1][counts] = tokens[1:][counts]
+            place += size
+            numbers[place:] = count + 1
+        return Sequenced(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
+
+
+def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
+    """Tokens of a data set.
+
+    Raises:
+        DataError: one is outside of its vocabulary.
+    """
+    tokens = np.asarray(dataset.read(start, length), dtype=np.int64)
+    if int(tokens.max()) >= dataset.vocab_size:
+        file = dataset.file_of(start + int(tokens.argmax()))
+        raise DataError(
+            f"{file}: token {int(tokens.max())} is outside the vocabulary of {dataset.vocab_size}, "
+            "so the file is damaged; see `perdure data inspect "
+            f"{shlex.quote(str(file.parent))} --verify`"
+        )
+    return tokens
+
+
+def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Bins of whole documents: the longest that is left opens a bin, and is followed by the longest
+    that still fits, until none does. Of one length the first of the data comes first.
+
+    Documents of one length are alike, so a bin is made again and again until one of its lengths
+    runs out: the time is that of the different bins, not of the documents.
+
+    Args:
+        lengths: (N,) of the documents. Those longer than `room` are left out, as are those of less
+            than two tokens, which have no label.
+        room: of a bin.
+
+    Returns:
+        (documents of all bins, one after the other; where in them each bin begins, and the end).
+    """
+    fits = np.flatnonzero((lengths <= room) & (lengths > 1))
+    by_length = fits[np.argsort(lengths[fits], kind="stable")]
+    alive, firsts, counts = (
+        found.tolist()
+        for found in np.unique(lengths[by_length], return_index=True, return_counts=True)
+    )
+    next_of, left = dict(zip(alive, firsts, strict=True)), dict(zip(alive, counts, strict=True))
+    made: list[NDArray[np.int64]] = []
+    sizes: list[NDArray[np.int64]] = []
+    while alive:
+        pattern: dict[int, int] = {}
+        space = room
+        while (place := bisect.bisect_right(alive, space) - 1) >= 0:
+            while place >= 0 and alive[place] in pattern:  # all of that length are in the bin
+                place -= 1
+            if place < 0:
+                break
+            length = alive[place]
+            pattern[length] = min(space // length, left[length])
+            space -= pattern[length] * length
+        times = min(left[length] // count for length, count in pattern.items())
+        columns = []
+        for length, count in pattern.items():
+            first, taken = next_of[length], times * count
+            columns.append(by_length[first : first + taken].reshape(times, count))
+            next_of[length], left[length] = first + taken, left[length] - taken
+            if not left[length]:
+                alive.remove(length)
+        made.append(np.concatenate(columns, axis=1).ravel())
+        sizes.append(np.full(times, sum(pattern.values()), np.int64))
+    documents = np.concatenate([np.empty(0, np.int64), *made])
+    starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
+    return documents, starts
+
+
+def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> Windows | Bins:
+    """The sequences of a data set, by `data.pack`."""
+    whole = dataset.kind == "chats" if pack == "auto" else pack == "whole"
+    return Bins(dataset, seq_len) if whole else Windows(dataset, seq_len)

@@ -1,0 +1,279 @@
+"""Records → chats, in whatever form they are written; pure.
+
+| form | keys |
+|---|---|
+| messages | `messages`, of role and content, with `tools`; also as `conversations` |
+| ShareGPT | `conversations`, of from and value, with `system`, `tools` |
+| Alpaca | `instruction`, `input`, `output`, with `system`, `history` |
+| prompt and completion | `prompt`, `completion`, each a text or messages |
+| pairs | `prompt`, `chosen`, `rejected`, each a text or messages; the prompt may stand in both |
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+ASSISTANT = "assistant"
+_LISTS = ("messages", "conversations", "conversation")
+_ROLES = {
+    **{"human": "user", "prompter": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT},
+    **{"bot": ASSISTANT, "model": ASSISTANT, "observation": "tool"},
+}
+"""Names that ShareGPT's form has for roles."""
+_CALL = "function_call"
+"""ShareGPT's turn in which the assistant calls tools."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names for what an assistant thinks before it answers; templates read the first two."""
+_NOT_FOR_TEMPLATES = ("train", "weight")
+_MOST_DEPTH = 100
+
+
+class ChatError(ValueError):
+    """A record is no chat; the message goes on after its place."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages as a chat template takes them."""
+
+    messages: Sequence[Message]
+    trained: tuple[int, ...]
+    """Places of the messages that are trained; all are the assistant's."""
+    tools: Sequence[Any] | None = None
+
+
+def form_of(record: Any) -> str:
+    """ "chats" or "pairs" for a record in a form of these; else ""."""
+    if not isinstance(record, Mapping):
+        return ""
+    if "chosen" in record and "rejected" in record:
+        return "pairs"
+    if any(isinstance(record.get(name), list) for name in _LISTS):
+        return "chats"
+    known = ({"prompt", "completion"}, {"instruction", "output"})
+    return "chats" if any(keys <= record.keys() for keys in known) else ""
+
+
+def read_chat(record: Mapping[str, Any]) -> Chat:
+    """The chat of a record in any of the forms but pairs.
+
+    Raises:
+        ChatError: it is in none of them, or not as the form says.
+    """
+    tools = _tools(record.get("tools"))
+    for name in _LISTS:
+        if isinstance(record.get(name), list):
+            said = record.get("system")
+            system = [{"role": "system", "content": said}] if _is_text(said) else []
+            return _chat([*system, *_messages(record[name], name)], tools)
+    if {"prompt", "completion"} <= record.keys():
+        prompt = _side(record["prompt"], "prompt", "user")
+        completion = _side(record["completion"], "completion", ASSISTANT)
+        return _chat([*prompt, *completion], tools, first=len(prompt))
+    if {"instruction", "output"} <= record.keys():
+        return _chat(_alpaca(record), tools)
+    there = ", ".join(list(record)[:8]) or "nothing"
+    raise ChatError(
+        "no chat: it has neither messages, nor conversations, nor prompt and completion, nor "
+        f"instruction and output, but {there}"
+    )
+
+
+def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
+    """The chats with the chosen and with the rejected answer.
+
+    Raises:
+        ChatError: the record is no pair.
+    """
+    missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
+    if missing:
+        raise ChatError(f"no pair: it has no {' and no '.join(missing)}")
+    sides = [_side(record[name], name, ASSISTANT) for name in ("chosen", "rejected")]
+    if record.get("prompt") is not None:
+        prompt = _side(record["prompt"], "prompt", "user")
+        # Some data sets repeat the prompt in both.
+        sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
+    else:
+        alike = zip(*sides, strict=False)
+        same = next((n for n, (one, other) in enumerate(alike) if one != other), None)
+        count = min(map(len, sides)) if same is None else same
+        prompt, sides = sides[0][:count], [side[count:] for side in sides]
+    if not prompt or not all(sides):
+        raise ChatError(
+            "no pair: there is no prompt, or an answer is missing, or both are the same"
+        )
+    tools = _tools(record.get("tools"))
+    chosen, rejected = (_chat([*prompt, *side], tools, first=len(prompt)) for side in sides)
+    return chosen, rejected
+
+
+def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
+    """All texts in a value, names of keys among them.
+
+    Raises:
+        ChatError: it is nested too deep.
+    """
+    if depth > _MOST_DEPTH:
+        raise ChatError("nested too deep")
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield key
+            yield from texts_of(one, depth + 1)
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from texts_of(one, depth + 1)
+
+
+def with_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
+    """A chat whose texts are changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, Mapping):
+            return {change(key): changed(one) for key, one in value.items()}
+        return [changed(one) for one in value] if isinstance(value, list) else value
+
+    return replace(chat, messages=changed(list(chat.messages)), tools=changed(chat.tools))
+
+
+def _chat(messages: Iterable[Message], tools: Sequence[Any] | None, first: int = 0) -> Chat:
+    """A chat, of which messages from number `first` on may be trained."""
+    found: list[Message] = []
+    trained = []
+    for number, message in enumerate(messages):
+        wanted = message.get("train", message.get("weight", True))
+        if number >= first and message["role"] == ASSISTANT and wanted not in (False, 0):
+            trained.append(number)
+        found.append({k: v for k, v in message.items() if k not in _NOT_FOR_TEMPLATES})
+    if not trained:
+        raise ChatError("no message of the assistant is there to be trained")
+    return Chat(found, tuple(trained), tools)
+
+
+def _messages(values: Sequence[Any], name: str) -> list[Message]:
+    found: list[Message] = []
+    for number, value in enumerate(values):
+        where = f"{name}.{number}"
+        if not isinstance(value, Mapping):
+            raise ChatError(f"{where} is no object with a role and content")
+        # As every server of models reads it, what is null is not there.
+        message = {key: one for key, one in value.items() if one is not None}
+        if "role" not in message and "from" in message:
+            message = _of_sharegpt(message, where)
+        found.append(_normal(message, where))
+    if not found:
+        raise ChatError(f"{name} is empty")
+    return found
+
+
+def _of_sharegpt(message: Message, where: str) -> Message:
+    said, text = str(message["from"]).lower(), message.get("value", "")
+    others = {key: one for key, one in message.items() if key not in ("from", "value")}
+    if said != _CALL:
+        return {**others, "role": _ROLES.get(said, said), "content": text}
+    calls = _parsed(text) if isinstance(text, str) else text
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        raise ChatError(f"{where} is a {_CALL}, but no JSON object with a name")
+    wrapped = [{"type": "function", "function": dict(call)} for call in calls]
+    return {**others, "role": ASSISTANT, "content": "", "tool_calls": wrapped}
+
+
+def _normal(message: Message, where: str) -> Message:
+    """A message as templates take it."""
+    if not isinstance(message.get("role"), str):
+        raise ChatError(f"{where} has no role")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = _joined(content, where)
+    elif content is not None and not isinstance(content, str):
+        raise ChatError(f"{where}.content is no text")
+    if content is None and message["role"] != ASSISTANT:
+        raise ChatError(f"{where} has no content")
+    thought = next((message[key] for key in _REASONING if key in message), None)
+    if thought is not None:
+        message = {"thinking": thought, **message, "reasoning_content": thought}
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise ChatError(f"{where}.tool_calls is no list of objects")
+        message["tool_calls"] = [_call(call) for call in calls]
+        if not calls:
+            del message["tool_calls"]
+    return message
+
+
+def _joined(content: Sequence[Any], where: str) -> str:
+    """The text of a content that comes in parts."""
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ChatError(f"{where}.content has a part that is no text, but {kind}")
+    return "\n".join(str(text) for text in texts)
+
+
+def _call(call: Mapping[str, Any]) -> Message:
+    """A call of a tool whose arguments are an object, as servers of models give it."""
+    function = call.get("function")
+    inner = function if isinstance(function, Mapping) else call
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        parsed = _parsed(arguments)
+        if isinstance(parsed, Mapping):
+            arguments = parsed
+    inner = {**inner, "arguments": arguments} if "arguments" in inner else dict(inner)
+    return {**call, "function": inner} if isinstance(function, Mapping) else inner
+
+
+def _side(value: Any, name: str, role: str) -> list[Message]:
+    """Messages of a prompt or an answer, which may be a text alone."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        raise ChatError(f"{name} is neither a text nor a list of messages")
+    return _messages(value, name)
+
+
+def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
+    system, history, more = record.get("system"), record.get("history"), record.get("input")
+    if _is_text(system):
+        yield {"role": "system", "content": system}
+    for turn in history if isinstance(history, list) else []:
+        if not isinstance(turn, list) or len(turn) != 2 or not all(map(_is_text, turn)):
+            raise ChatError("history is no list of pairs of texts")
+        yield {"role": "user", "content": turn[0]}
+        yield {"role": ASSISTANT, "content": turn[1]}
+    if not _is_text(record["instruction"]) or not isinstance(record["output"], str):
+        raise ChatError("instruction or output is no text")
+    said = record["instruction"]
+    yield {"role": "user", "content": f"{said}\n{more}" if _is_text(more) else said}
+    yield {"role": ASSISTANT, "content": record["output"]}
+
+
+def _tools(value: Any) -> Sequence[Any] | None:
+    if isinstance(value, str) and value.strip():
+        value = _parsed(value)
+    if value is None or value in ("", []):
+        return None
+    if not isinstance(value, list):
+        raise ChatError("tools is no list")
+    return value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

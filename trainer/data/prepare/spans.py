@@ -1,0 +1,389 @@
+"""Chats → tokens, and which of them are trained.
+
+[Note: trained as served] Trained is what a model has to produce when it is served. For the
+assistant's message i of a chat, P is the rendering of what comes before it, with the generation
+prompt; Q the rendering up to and with it. Trained are the tokens of Q without those at its begin
+that P has too. Its end of turn is among them. A template may render a message otherwise once others
+follow: if the chat does not begin with the tokens of Q, the message is not stable in it, and Q is a
+document of its own.
+
+P and Q are not encoded whole. Text from an added token on is encoded by itself, so both are
+compared with the chat from the last added token on that they have in common; for most templates
+that is a generation prompt of a few tokens, which is encoded once for all chats.
+"""
+
+import bisect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, processors
+
+from trainer.data.prepare.chats import ASSISTANT, Chat, ChatError, texts_of, with_texts
+from trainer.data.prepare.options import Loss, Spelled, Turns
+from trainer.data.prepare.template import (
+    MARKS,
+    SPELLED_BEGIN,
+    SPELLED_END,
+    ChatTemplate,
+    RenderError,
+    blocks_in,
+    without_blocks,
+)
+from trainer.data.tokenizer import special_tokens
+
+_SPELLED = re.compile(f"({SPELLED_BEGIN}.*?{SPELLED_END})", re.DOTALL)
+_KEPT_TAIL = 256
+"""Characters of a piece of text whose tokens are kept."""
+_COMPARED = 32
+"""Chats of a unit whose generation blocks are compared with what a model is served."""
+
+
+class Encoded:
+    """Tokens of a text, and where they lie in it."""
+
+    def __init__(self, ids: list[int], places: Callable[[int], tuple[int, int] | None]) -> None:
+        """
+        Args:
+            ids: of the tokens.
+            places: number of a token → its first character, and one past its last.
+        """
+        self.ids, self._places = ids, places
+
+    def begin(self, token: int) -> int:
+        """The first character of a token."""
+        return (self._places(token) or (0, 0))[0]
+
+    def end(self, token: int) -> int:
+        """One past the last character of a token."""
+        return (self._places(token) or (0, 0))[1]
+
+    def token_at(self, place: int) -> int:
+        """The first token that ends after a character; as many as there are if none does."""
+        return bisect.bisect_right(range(len(self.ids)), place, key=self.end)
+
+    def inside(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Of each token, whether it has a character in one of some spans, which are not empty."""
+        found = np.zeros(len(self.ids), bool)
+        for first, last in spans:
+            stop = bisect.bisect_left(range(len(self.ids)), last, key=self.begin)
+            found[self.token_at(first) : stop] = True
+        return found
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens that are trained together."""
+
+    ids: NDArray
+    trained: NDArray[np.bool_]
+    """Of each token, whether it is a label. The first never is: nothing comes before it."""
+    place: str = ""
+    """Names the message that it ends in, where it is not the whole chat."""
+
+
+class ChatEncoder:
+    """Text → tokens, with letters that spell a special token as letters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """`tokenizer` is this encoder's from now on."""
+        # What a template wants at the begin and the end it writes itself; and offsets stay whole.
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        tokenizer.encode_special_tokens = False
+        self._tokenizer = tokenizer
+        self._letters = Tokenizer.from_str(tokenizer.to_str())
+        self._letters.encode_special_tokens = True
+        self.borders = frozenset(tokenizer.get_added_tokens_decoder())
+        """Tokens before which a text can be cut without a change of its tokens."""
+        names = sorted(special_tokens(tokenizer), key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self.special = frozenset(map(tokenizer.token_to_id, names))
+        self._tail = lru_cache(maxsize=4096)(lambda text: tuple(self.encode(text).ids))
+
+    def spelled_in(self, chat: Chat) -> str:
+        """The first special token that a text of a chat spells; "" if there is none.
+
+        Raises:
+            ChatError: there is something in its texts that no text may have.
+        """
+        texts = "\n".join(texts_of([chat.messages, chat.tools]))
+        try:
+            texts.encode()
+        except UnicodeEncodeError:
+            raise ChatError("half of a surrogate pair") from None
+        if any(mark in texts for mark in MARKS):
+            raise ChatError("it has one of the characters U+FDD0 to U+FDD3, which no text may have")
+        found = self._spelled.search(texts)
+        return found[0] if found else ""
+
+    def as_letters(self, chat: Chat) -> Chat:
+        """A chat whose texts spell no special token: marks make the letters stay letters."""
+
+        def change(text: str) -> str:
+            return self._spelled.sub(lambda found: f"{SPELLED_BEGIN}{found[0]}{SPELLED_END}", text)
+
+        return with_texts(chat, change)
+
+    def encode(self, text: str) -> Encoded:
+        """Tokens of a rendered chat.
+
+        Raises:
+            ChatError: marks of letters are not as they were made.
+        """
+        if SPELLED_BEGIN not in text:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            return Encoded(encoding.ids, encoding.token_to_chars)
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        begin = 0
+        for piece in _SPELLED.split(text):
+            letters = int(piece.startswith(SPELLED_BEGIN))
+            bare = piece[1:-1] if letters else piece
+            if any(mark in bare for mark in MARKS):
+                raise ChatError("the chat template takes a spelled special token apart")
+            tokenizer = self._letters if letters else self._tokenizer
+            encoding = tokenizer.encode(bare, add_special_tokens=False)
+            ids += encoding.ids
+            shift = begin + letters
+            places += [(first + shift, last + shift) for first, last in encoding.offsets]
+            begin += len(piece)
+        return Encoded(ids, places.__getitem__)
+
+    def common(self, whole: Encoded, text: str, other: str) -> tuple[int, int]:
+        """How many tokens at the begin of a text are those of another text, and how many the other
+        one has besides.
+
+        Args:
+            whole: tokens of `text`.
+            text: the first text.
+            other: the second.
+        """
+        ids = whole.ids
+        same = len(other) if text.startswith(other) else _alike(text, other)
+        # The last added token that both have. From its begin on they may differ.
+        first = whole.token_at(same) - 1
+        while first > 0 and ids[first] not in self.borders:
+            first -= 1
+        first = max(0, first)
+        tail = other[whole.begin(first) if first else 0 :]
+        theirs = self._tail(tail) if len(tail) <= _KEPT_TAIL else tuple(self.encode(tail).ids)
+        count = 0
+        for mine, one in zip(ids[first : first + len(theirs)], theirs, strict=False):
+            if mine != one:
+                break
+            count += 1
+        return first + count, len(theirs) - count
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters two texts have in common at their begin."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+class SpanFinder:
+    """Chats → documents, and what is to be told of them."""
+
+    def __init__(
+        self, template: ChatTemplate, encoder: ChatEncoder, loss: Loss, spelled: Spelled
+    ) -> None:
+        """
+        Args:
+            template: which renders the chats.
+            encoder: which encodes them.
+            loss: see PrepareOptions.
+            spelled: see PrepareOptions.
+        """
+        self._template, self._encoder = template, encoder
+        self._loss, self._spelled = loss, spelled
+        self._left_to_compare = _COMPARED
+        self.counts: Counter[str] = Counter()
+        """chats; unstable: chats of a document for each answer, with the tokens of these (each) and
+        of the chats (whole); led: answers that do not begin as their prompt ends; endless:
+        documents without a special token that is trained; blocks: chats whose generation blocks
+        are other than what is served."""
+        self.examples: dict[str, str] = {}
+        """The first example of led and blocks."""
+
+    def documents(self, chat: Chat, turns: Turns) -> list[Document]:
+        """What a chat is trained as.
+
+        Args:
+            chat: to be trained.
+            turns: see PrepareOptions.
+
+        Raises:
+            ChatError: it cannot be trained.
+        """
+        if token := self._encoder.spelled_in(chat):
+            if self._spelled == "reject":
+                raise ChatError(
+                    f"a text spells the special token {token}; --spelled letters takes it as "
+                    "letters"
+                )
+            chat = self._encoder.as_letters(chat)
+        self.counts["chats"] += 1
+        try:
+            if turns == "last":
+                return [self._of_turn(chat, chat.trained[-1], "")]
+            if turns == "each":
+                return [self._of_turn(chat, turn) for turn in chat.trained]
+            return self._whole(chat, turns)
+        except RenderError as error:
+            raise ChatError(f"the chat template refuses it: {error}") from error
+
+    def _whole(self, chat: Chat, turns: Turns) -> list[Document]:
+        """A chat in one document; where it is not stable and `turns` is auto, in several."""
+        marked = self._template.marked(chat.messages, chat.tools)
+        text = without_blocks(marked)
+        whole = self._encoder.encode(text)
+        if self._template.has_blocks:
+            trained = whole.inside(blocks_in(marked))
+            if len(chat.trained) < sum(one["role"] == ASSISTANT for one in chat.messages):
+                trained &= self._served(chat, text, whole)[0]
+            elif self._left_to_compare:
+                self._left_to_compare -= 1
+                with suppress(ChatError, RenderError):
+                    served, unstable = self._served(chat, text, whole)
+                    if not unstable:
+                        self._compare(text, whole, served, trained)
+            return [self._document(whole, trained)]
+        trained, unstable = self._served(chat, text, whole)
+        if not unstable:
+            return [self._document(whole, trained)]
+        if turns == "all":
+            raise ChatError(
+                f"message {unstable[0]} is rendered otherwise once others follow, so it is not "
+                "trained as served; --turns each makes a document of each answer"
+            )
+        documents = [self._of_turn(chat, turn) for turn in chat.trained]
+        self.counts["unstable"] += 1
+        self.counts["whole"] += len(whole.ids)
+        self.counts["each"] += sum(len(one.ids) for one in documents)
+        return documents
+
+    def _served(self, chat: Chat, text: str, whole: Encoded) -> tuple[NDArray[np.bool_], list[int]]:
+        """Tokens of a whole chat that are trained, and the answers that are not stable in it."""
+        trained = np.zeros(len(whole.ids), bool)
+        unstable = []
+        for turn in chat.trained:
+            stop, missing = len(whole.ids), 0
+            if turn < len(chat.messages) - 1:
+                upto = self._template.text(chat.messages[: turn + 1], chat.tools)
+                stop, missing = self._encoder.common(whole, text, upto)
+            if missing:
+                unstable.append(turn)
+            else:
+                trained[self._begin(chat, turn, text, whole, stop) : stop] = True
+        return trained, unstable
+
+    def _of_turn(self, chat: Chat, turn: int, place: str | None = None) -> Document:
+        """An answer as it is served, in a document of its own."""
+        marked = self._template.marked(chat.messages[: turn + 1], chat.tools)
+        text = without_blocks(marked)
+        whole = self._encoder.encode(text)
+        begin = self._begin(chat, turn, text, whole, len(whole.ids))
+        trained = np.zeros(len(whole.ids), bool)
+        trained[begin:] = True
+        if self._template.has_blocks:
+            # Of this answer are the blocks that end after its prompt.
+            blocks = [one for one in blocks_in(marked) if whole.token_at(one[1] - 1) >= begin]
+            served, trained = trained, whole.inside(blocks)
+            self._compare(text, whole, served, trained)
+        return self._document(whole, trained, f"message {turn}: " if place is None else place)
+
+    def _begin(self, chat: Chat, turn: int, text: str, whole: Encoded, stop: int) -> int:
+        """The first token of an answer that its prompt does not have.
+
+        Args:
+            chat: with the answer.
+            turn: number of the answer.
+            text: rendering up to the answer, or beyond it.
+            whole: tokens of `text`.
+            stop: one past the last token of the answer.
+        """
+        prompt = self._template.text(chat.messages[:turn], chat.tools, prompt=True)
+        begin = self._encoder.common(whole, text, prompt)[0]
+        if begin >= stop:
+            raise ChatError(f"message {turn} has no token beyond its prompt")
+        if not text.startswith(prompt):
+            self.counts["led"] += 1
+            self.examples.setdefault("led", prompt[whole.begin(begin) :][:60])
+        return begin
+
+    def _compare(
+        self, text: str, whole: Encoded, served: NDArray[np.bool_], blocks: NDArray[np.bool_]
+    ) -> None:
+        """Note where generation blocks are other than what is served."""
+        differ = np.flatnonzero(served != blocks)
+        if differ.size:
+            first = int(differ[0])
+            what = "train" if blocks[first] else "do not train"
+            self.counts["blocks"] += 1
+            piece = text[whole.begin(first) : whole.end(first)]
+            self.examples.setdefault("blocks", f"{what} {piece!r}")
+
+    def _document(self, whole: Encoded, trained: NDArray[np.bool_], place: str = "") -> Document:
+        ids = np.asarray(whole.ids)
+        if self._loss == "all":
+            trained = np.ones(len(ids), bool)
+        trained[:1] = False
+        if not trained.any():
+            raise ChatError(f"{place}nothing is trained in it")
+        if self._encoder.special.isdisjoint(ids[trained].tolist()):
+            self.counts["endless"] += 1
+        return Document(ids, trained, place)
+
+
+def told(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
+    """What a person should know of chats, a line each.
+
+    Args:
+        counts: of all `SpanFinder.counts`.
+        examples: of them.
+    """
+    chats = counts["chats"]
+    if counts["unstable"]:
+        growth = counts["each"] / max(1, counts["whole"])
+        yield (
+            f"{counts['unstable']:,} of {chats:,} chats are rendered otherwise once other messages "
+            "follow: each of their answers is a document of its own, as it is served; these take "
+            f"{growth:.1f} times the tokens (--turns last trains the last answer only)"
+        )
+    if counts["led"]:
+        yield (
+            f"the prompt of {counts['led']:,} answers ends in {examples['led']!r}, and they do not "
+            "begin so; give reasoning_content, or --template-options that change the prompt"
+        )
+    if counts["blocks"]:
+        yield (
+            f"the template's generation blocks {examples['blocks']} in {counts['blocks']:,} of the "
+            "chats that were looked at, other than what a model is served; they are followed"
+        )
+    if counts["endless"]:
+        yield (
+            f"{counts['endless']:,} documents have no special token that is trained, so the model "
+            "does not learn to stop there; `perdure data inspect DIR --sample 3` shows them"
+        )
+
+
+def summed(parts: Sequence[dict[str, Any]]) -> tuple[Counter[str], dict[str, str]]:
+    """Counts and first examples of parts, as their results hold them."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for part in parts:
+        counts.update(part["counts"])
+        examples = {**part["examples"], **examples}
+    return counts, examples

@@ -1,0 +1,371 @@
+"""Chat templates: Jinja programs of other people, rendered in a sandbox and within bounds.
+
+What a template sees is what transformers gives it: messages, tools, the tokenizer's special tokens,
+`add_generation_prompt`, and the options of whoever prepares the data.
+"""
+
+import json
+import re
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from checkpointing.format.untrusted import printable, read_object
+from elastic.node.files import read_bytes
+from trainer.data.prepare.blocks import LONGEST_LINE
+from trainer.data.shards import DataError
+
+# Noncharacters of Unicode: no text has them, and every filter of a template leaves them alone.
+SPELLED_BEGIN, SPELLED_END = "\ufdd0", "\ufdd1"
+"""Around letters that spell a special token."""
+_BLOCK_BEGIN, _BLOCK_END = "\ufdd2", "\ufdd3"
+_BORDERS = re.compile(f"([{_BLOCK_BEGIN}{_BLOCK_END}])")
+MARKS = SPELLED_BEGIN + SPELLED_END + _BLOCK_BEGIN + _BLOCK_END
+
+SECONDS = 10
+"""CPU time of one rendering. A second later the process is killed: a single operation on huge
+numbers hears no exception."""
+MOST_CHARACTERS = LONGEST_LINE
+"""Longest text that a chat may become."""
+ROOM = 4 << 30
+"""Address space in bytes that a process may take besides what it has."""
+_NAMES = ("default", "tool_use")
+
+
+class RenderError(Exception):
+    """A template does not render a chat; the message says why, in one line."""
+
+
+class _TooLong(BaseException):
+    """Raised out of the template; no `except Exception` inside of it catches this."""
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}`, which say what an assistant has written."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Replace the block by a call of `_marked`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{_BLOCK_BEGIN}{caller()}{_BLOCK_END}"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox. Powers and products are computed by `call_binop`, not when it compiles."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse what makes a large result of small factors at once."""
+        if operator == "**":
+            raise jinja2.exceptions.SecurityError("it computes a power, which no template needs")
+        if operator == "*" and any(hasattr(one, "__len__") for one in (left, right)):
+            times = next((one for one in (left, right) if isinstance(one, int)), 0)
+            sizes = [len(one) for one in (left, right) if hasattr(one, "__len__")]
+            if times * max(sizes) > MOST_CHARACTERS:
+                raise jinja2.exceptions.SecurityError(f"it repeats something {times} times")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's, without names that begin with an underscore."""
+
+    # A template may name an attribute `self`.
+    def __init__(*args: Any, **named: Any) -> None:
+        attributes = dict(*args[1:], **named)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"it sets the attribute {name!r} of a namespace")
+
+
+class ChatTemplate:
+    """A compiled chat template, or two: the one called tool_use is for chats with tools."""
+
+    def __init__(
+        self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None
+    ) -> None:
+        """
+        Args:
+            sources: "default", and perhaps "tool_use".
+            variables: special tokens and options.
+            day: YYYY-MM-DD, which `strftime_now` tells; None: a template that asks is refused.
+
+        Raises:
+            DataError: a source is no template.
+        """
+        environment = _environment(day)
+        try:
+            with bounded():
+                self._templates = {
+                    name: environment.from_string(source) for name, source in sources.items()
+                }
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise DataError(f"the chat template: {_said(error)}") from error
+        self._variables = dict(variables)
+        self.has_blocks = any("endgeneration" in source for source in sources.values())
+        """Whether it says itself what an assistant has written."""
+
+    def marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False
+    ) -> str:
+        """The text of a chat, with marks around generation blocks.
+
+        Args:
+            messages: of the chat.
+            tools: that the assistant may call, if any.
+            prompt: end in what makes the assistant speak.
+
+        Raises:
+            RenderError: the template does not take this chat.
+        """
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        given = {"tools": tools, "documents": None, "add_generation_prompt": prompt}
+        parts, size = [], 0
+        try:
+            with bounded():
+                for part in self._templates[name].generate(
+                    **{**self._variables, "messages": messages, **given}
+                ):
+                    size += len(part)
+                    if size > MOST_CHARACTERS:
+                        raise DataError(
+                            f"the chat template makes more than {MOST_CHARACTERS:,} characters of "
+                            "one chat; mend it, or give another with --template"
+                        )
+                    parts.append(part)
+        except DataError:
+            raise
+        except MemoryError:
+            raise DataError(
+                "the chat template takes more memory than there may be of one chat; mend it, or "
+                "give another with --template"
+            ) from None
+        except (Exception, RecursionError) as error:
+            raise RenderError(_said(error)) from error
+        return "".join(parts)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
+        """`marked` without the marks of blocks."""
+        return without_blocks(self.marked(messages, tools, prompt))
+
+
+def without_blocks(marked: str) -> str:
+    """A rendered chat without the marks of generation blocks."""
+    if _BLOCK_BEGIN not in marked:
+        return marked
+    return marked.replace(_BLOCK_BEGIN, "").replace(_BLOCK_END, "")
+
+
+def blocks_in(marked: str) -> list[tuple[int, int]]:
+    """(begin, end) of each generation block, in characters of the text without marks. Blocks that
+    are empty are left out; one inside of another is part of it."""
+    found: list[tuple[int, int]] = []
+    place = depth = begin = 0
+    for piece in _BORDERS.split(marked):
+        if piece == _BLOCK_BEGIN:
+            begin = begin if depth else place
+            depth += 1
+        elif piece == _BLOCK_END:
+            depth -= 1
+            if not depth and place > begin:
+                found.append((begin, place))
+        else:
+            place += len(piece)
+    return found
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Limit the CPU time of what is done in it, in a process that is confined.
+
+    Raises:
+        DataError: the time is over.
+    """
+    try:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS + 1)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except _TooLong:
+        raise DataError(
+            f"the chat template computes for more than {SECONDS:g} s on one chat; mend it, or give "
+            "another with --template"
+        ) from None
+
+
+def confine() -> None:
+    """Prepare this process for the templates of others: where the time of `bounded` is over, that
+    is an error, and memory is limited. In its main thread."""
+
+    def stop(*_: Any) -> NoReturn:
+        raise _TooLong
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + ROOM
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or most < hard:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+def read_template(given: str | None, home: Path | None) -> dict[str, str]:
+    """Sources of a chat template by name: of the file `given`, else of a tokenizer's directory.
+
+    Args:
+        given: --template.
+        home: directory of the tokenizer.json, with chat_template.jinja, or tokenizer_config.json.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    if given:
+        return _checked(given, {"default": _read(Path(given))})
+    file = home / "chat_template.jinja" if home else None
+    if file and file.is_file():
+        return _checked(file, {"default": _read(file)})
+    config = home / "tokenizer_config.json" if home else None
+    found = _config(home).get("chat_template") if home else None
+    if isinstance(found, str):
+        return _checked(config, {"default": found})
+    if isinstance(found, list):
+        named = [one for one in found if isinstance(one, dict)]
+        sources = {
+            str(one["name"]): one["template"]
+            for one in named
+            if one.get("name") in _NAMES and isinstance(one.get("template"), str)
+        }
+        if "default" in sources:
+            return _checked(config, sources)
+    where = f"there is no chat template in {home}" if home else "this tokenizer has no template"
+    raise DataError(
+        f"{where} (chat_template.jinja, or chat_template in tokenizer_config.json); give the "
+        "tokenizer of a model for chats, or --template FILE"
+    )
+
+
+def special_variables(home: Path | None) -> dict[str, str]:
+    """Special tokens by their names in templates, such as eos_token.
+
+    Raises:
+        DataError: a file that should name them cannot be read.
+    """
+    found = {}
+    for key, value in (_config(home) if home else {}).items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(token, str):
+            found[key] = token
+    return found
+
+
+def unknown_tokens(sources: Mapping[str, str], variables: Mapping[str, Any]) -> list[str]:
+    """Special tokens that a template writes, and nobody has named: nothing stands there then."""
+    environment = _environment(None)
+    used = set()
+    for source in sources.values():
+        used |= meta.find_undeclared_variables(environment.parse(source))
+    return sorted(name for name in used if name.endswith("_token") and name not in variables)
+
+
+def _environment(day: str | None) -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+
+    def refuse(message: str) -> NoReturn:
+        raise RenderError(printable(str(message)))
+
+    def strftime_now(form: str) -> str:
+        if day is None:
+            raise DataError(
+                "the chat template writes today's date, so the data would differ tomorrow; give "
+                f"the day that it is to write, such as --date {date.today()}"
+            )
+        return date.fromisoformat(day).strftime(form)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own escapes what is special in HTML.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
+        raise_exception=refuse, strftime_now=strftime_now, namespace=_Namespace
+    )
+    return environment
+
+
+def _checked(where: Any, sources: dict[str, str]) -> dict[str, str]:
+    """Sources that parse.
+
+    Raises:
+        DataError: one does not.
+    """
+    for source in sources.values():
+        try:
+            _environment(None).parse(source)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise DataError(f"{where}{line}: not a chat template: {_said(error)}") from error
+    return sources
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_bytes(path, follow=True).decode()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not a chat template: not UTF-8") from error
+
+
+def _config(home: Path) -> dict[str, Any]:
+    file = home / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        return read_object(read_bytes(file, follow=True))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: not a JSON object: {error}; copy the file again") from error
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return printable(text)[:200]
