@@ -43,7 +43,9 @@ def find(encoder):
     def find(source, of, turns="auto", loss="assistant", spelled="reject", noted=None, **variables):
         template = compiled(source, **variables)
         finder = SpanFinder(template, encoder, loss, spelled)
-        documents = finder.documents(of, turns)
+        (documents,) = finder.documents([(of, turns)])
+        if isinstance(documents, ChatError):
+            raise documents
         if noted is not None:
             noted += told(finder.counts, finder.examples)
         return documents

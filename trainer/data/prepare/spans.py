@@ -15,11 +15,11 @@ that is a generation prompt of a few tokens, which is encoded once for all chats
 import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ from trainer.data.prepare.template import (
 from trainer.data.tokenizer import special_tokens
 
 _SPELLED = re.compile(f"({SPELLED_BEGIN}.*?{SPELLED_END})", re.DOTALL)
+_WITHOUT_MARKS = dict.fromkeys(map(ord, MARKS))
 _KEPT_TAIL = 256
 """Characters of a piece of text whose tokens are kept."""
 _COMPARED = 32
@@ -97,14 +98,12 @@ class ChatEncoder:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
-        self._letters = Tokenizer.from_str(tokenizer.to_str())
-        self._letters.encode_special_tokens = True
         self.borders = frozenset(tokenizer.get_added_tokens_decoder())
         """Tokens before which a text can be cut without a change of its tokens."""
         names = sorted(special_tokens(tokenizer), key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.special = frozenset(map(tokenizer.token_to_id, names))
-        self._tail = lru_cache(maxsize=4096)(lambda text: tuple(self.encode(text).ids))
+        self._tail = lru_cache(maxsize=4096)(self._ids)
 
     def spelled_in(self, chat: Chat) -> str:
         """The first special token that a text of a chat spells; "" if there is none.
@@ -130,30 +129,37 @@ class ChatEncoder:
 
         return with_texts(chat, change)
 
-    def encode(self, text: str) -> Encoded:
-        """Tokens of a rendered chat.
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokens of rendered chats."""
+        plain = [text for text in texts if SPELLED_BEGIN not in text]
+        encodings = iter(self._tokenizer.encode_batch(plain, add_special_tokens=False))
+        return [
+            self._with_letters(text)
+            if SPELLED_BEGIN in text
+            else Encoded((one := next(encodings)).ids, one.token_to_chars)
+            for text in texts
+        ]
 
-        Raises:
-            ChatError: marks of letters are not as they were made.
-        """
-        if SPELLED_BEGIN not in text:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-            return Encoded(encoding.ids, encoding.token_to_chars)
+    def _with_letters(self, text: str) -> Encoded:
+        """Tokens of a text in which marks say what is letters."""
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         begin = 0
         for piece in _SPELLED.split(text):
             letters = int(piece.startswith(SPELLED_BEGIN))
-            bare = piece[1:-1] if letters else piece
-            if any(mark in bare for mark in MARKS):
-                raise ChatError("the chat template takes a spelled special token apart")
-            tokenizer = self._letters if letters else self._tokenizer
-            encoding = tokenizer.encode(bare, add_special_tokens=False)
+            # A mark without the other, where a template takes a text apart, is no text.
+            bare = piece[1:-1] if letters else piece.translate(_WITHOUT_MARKS)
+            self._tokenizer.encode_special_tokens = bool(letters)
+            encoding = self._tokenizer.encode(bare, add_special_tokens=False)
             ids += encoding.ids
             shift = begin + letters
             places += [(first + shift, last + shift) for first, last in encoding.offsets]
             begin += len(piece)
+        self._tokenizer.encode_special_tokens = False
         return Encoded(ids, places.__getitem__)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.encode([text])[0].ids
 
     def common(self, whole: Encoded, text: str, other: str) -> tuple[int, int]:
         """How many tokens at the begin of a text are those of another text, and how many the other
@@ -172,7 +178,7 @@ class ChatEncoder:
             first -= 1
         first = max(0, first)
         tail = other[whole.begin(first) if first else 0 :]
-        theirs = self._tail(tail) if len(tail) <= _KEPT_TAIL else tuple(self.encode(tail).ids)
+        theirs = self._tail(tail) if len(tail) <= _KEPT_TAIL else self._ids(tail)
         count = 0
         for mine, one in zip(ids[first : first + len(theirs)], theirs, strict=False):
             if mine != one:
@@ -193,6 +199,11 @@ def _alike(one: str, other: str) -> int:
     return least
 
 
+T = TypeVar("T")
+Finding: TypeAlias = Generator[str, Encoded, T]
+"""What yields texts and is sent their tokens."""
+
+
 class SpanFinder:
     """Chats → documents, and what is to be told of them."""
 
@@ -210,19 +221,37 @@ class SpanFinder:
         self._loss, self._spelled = loss, spelled
         self._left_to_compare = _COMPARED
         self.counts: Counter[str] = Counter()
-        """chats; unstable: chats of a document for each answer, with the tokens of these (each) and
-        of the chats (whole); led: answers that do not begin as their prompt ends; endless:
+        """chats; unstable: chats of a document for each answer, with the characters of these (each)
+        and of the chats (whole); led: answers that do not begin as their prompt ends; endless:
         documents without a special token that is trained; blocks: chats whose generation blocks
         are other than what is served."""
         self.examples: dict[str, str] = {}
         """The first example of led and blocks."""
 
-    def documents(self, chat: Chat, turns: Turns) -> list[Document]:
-        """What a chat is trained as.
+    def documents(self, chats: Iterable[tuple[Chat, Turns]]) -> list[list[Document] | ChatError]:
+        """What each of some chats is trained as, or why it cannot be. Their texts are encoded
+        together, which is faster.
 
         Args:
-            chat: to be trained.
-            turns: see PrepareOptions.
+            chats: each with what of it is trained, see PrepareOptions.
+        """
+        working = [self._documents(chat, turns) for chat, turns in chats]
+        results: list[list[Document] | ChatError] = [[]] * len(working)
+        encoded: dict[int, Encoded | None] = dict.fromkeys(range(len(working)))
+        while encoded:
+            texts = {}
+            for number, one in encoded.items():
+                try:
+                    texts[number] = working[number].send(one)  # type: ignore[arg-type]
+                except StopIteration as end:
+                    results[number] = end.value
+                except ChatError as error:
+                    results[number] = error
+            encoded = dict(zip(texts, self._encoder.encode(list(texts.values())), strict=True))
+        return results
+
+    def _documents(self, chat: Chat, turns: Turns) -> Finding[list[Document]]:
+        """Documents of a chat.
 
         Raises:
             ChatError: it cannot be trained.
@@ -237,63 +266,105 @@ class SpanFinder:
         self.counts["chats"] += 1
         try:
             if turns == "last":
-                return [self._of_turn(chat, chat.trained[-1], "")]
+                return [(yield from self._of_turn(chat, chat.trained[-1], alone=True))]
             if turns == "each":
-                return [self._of_turn(chat, turn) for turn in chat.trained]
-            return self._whole(chat, turns)
+                return (yield from self._each(chat, {}))
+            return (yield from self._whole(chat, turns))
         except RenderError as error:
             raise ChatError(f"the chat template refuses it: {error}") from error
 
-    def _whole(self, chat: Chat, turns: Turns) -> list[Document]:
+    def _each(self, chat: Chat, texts: Mapping[int, str]) -> Finding[list[Document]]:
+        documents = []
+        for turn in chat.trained:
+            documents.append((yield from self._of_turn(chat, turn, texts.get(turn))))
+        return documents
+
+    def _whole(self, chat: Chat, turns: Turns) -> Finding[list[Document]]:
         """A chat in one document; where it is not stable and `turns` is auto, in several."""
         marked = self._template.marked(chat.messages, chat.tools)
         text = without_blocks(marked)
-        whole = self._encoder.encode(text)
         if self._template.has_blocks:
-            trained = whole.inside(blocks_in(marked))
-            if len(chat.trained) < sum(one["role"] == ASSISTANT for one in chat.messages):
-                trained &= self._served(chat, text, whole)[0]
-            elif self._left_to_compare:
-                self._left_to_compare -= 1
-                with suppress(ChatError, RenderError):
-                    served, unstable = self._served(chat, text, whole)
-                    if not unstable:
-                        self._compare(text, whole, served, trained)
-            return [self._document(whole, trained)]
-        trained, unstable = self._served(chat, text, whole)
-        if not unstable:
-            return [self._document(whole, trained)]
+            whole = yield text
+            return [self._document(whole, self._by_blocks(chat, marked, text, whole))]
+        upto = self._upto(chat, text)
+        # Most that are not stable show it in their letters, and need not be encoded whole.
+        unstable = next((turn for turn in upto if not text.startswith(upto[turn])), None)
+        if unstable is None:
+            whole = yield text
+            trained, unstable = self._served(chat, text, whole, upto)
+            if unstable is None:
+                return [self._document(whole, trained)]
         if turns == "all":
             raise ChatError(
-                f"message {unstable[0]} is rendered otherwise once others follow, so it is not "
+                f"message {unstable} is rendered otherwise once others follow, so it is not "
                 "trained as served; --turns each makes a document of each answer"
             )
-        documents = [self._of_turn(chat, turn) for turn in chat.trained]
         self.counts["unstable"] += 1
-        self.counts["whole"] += len(whole.ids)
-        self.counts["each"] += sum(len(one.ids) for one in documents)
-        return documents
+        self.counts["whole"] += len(text)
+        self.counts["each"] += sum(map(len, upto.values()))
+        return (yield from self._each(chat, upto))
 
-    def _served(self, chat: Chat, text: str, whole: Encoded) -> tuple[NDArray[np.bool_], list[int]]:
-        """Tokens of a whole chat that are trained, and the answers that are not stable in it."""
+    def _upto(self, chat: Chat, text: str) -> dict[int, str]:
+        """By the number of each trained answer, the rendering up to and with it; `text` is that of
+        the whole chat."""
+        last = len(chat.messages) - 1
+        return {
+            turn: text
+            if turn == last
+            else self._template.text(chat.messages[: turn + 1], chat.tools)
+            for turn in chat.trained
+        }
+
+    def _by_blocks(self, chat: Chat, marked: str, text: str, whole: Encoded) -> NDArray[np.bool_]:
+        """Tokens of a whole chat that generation blocks say are trained."""
+        trained = whole.inside(blocks_in(marked))
+        if len(chat.trained) < sum(one["role"] == ASSISTANT for one in chat.messages):
+            return trained & self._served(chat, text, whole, self._upto(chat, text))[0]
+        if self._left_to_compare:
+            self._left_to_compare -= 1
+            with suppress(ChatError, RenderError):
+                served, unstable = self._served(chat, text, whole, self._upto(chat, text))
+                if unstable is None:
+                    self._compare(text, whole, served, trained)
+        return trained
+
+    def _served(
+        self, chat: Chat, text: str, whole: Encoded, upto: Mapping[int, str]
+    ) -> tuple[NDArray[np.bool_], int | None]:
+        """Tokens of a whole chat that are trained, and the first answer that is not stable in it.
+
+        Args:
+            chat: to be trained.
+            text: its rendering.
+            whole: tokens of `text`.
+            upto: of `_upto`.
+        """
         trained = np.zeros(len(whole.ids), bool)
-        unstable = []
+        unstable = None
         for turn in chat.trained:
             stop, missing = len(whole.ids), 0
-            if turn < len(chat.messages) - 1:
-                upto = self._template.text(chat.messages[: turn + 1], chat.tools)
-                stop, missing = self._encoder.common(whole, text, upto)
+            if upto[turn] is not text:
+                stop, missing = self._encoder.common(whole, text, upto[turn])
             if missing:
-                unstable.append(turn)
+                unstable = turn if unstable is None else unstable
             else:
                 trained[self._begin(chat, turn, text, whole, stop) : stop] = True
         return trained, unstable
 
-    def _of_turn(self, chat: Chat, turn: int, place: str | None = None) -> Document:
-        """An answer as it is served, in a document of its own."""
-        marked = self._template.marked(chat.messages[: turn + 1], chat.tools)
+    def _of_turn(
+        self, chat: Chat, turn: int, text: str | None = None, alone: bool = False
+    ) -> Finding[Document]:
+        """An answer as it is served, in a document of its own.
+
+        Args:
+            chat: with the answer.
+            turn: number of the answer.
+            text: rendering up to and with it, if that is known, and there are no blocks.
+            alone: it is the only document of its chat.
+        """
+        marked = text or self._template.marked(chat.messages[: turn + 1], chat.tools)
         text = without_blocks(marked)
-        whole = self._encoder.encode(text)
+        whole = yield text
         begin = self._begin(chat, turn, text, whole, len(whole.ids))
         trained = np.zeros(len(whole.ids), bool)
         trained[begin:] = True
@@ -302,7 +373,7 @@ class SpanFinder:
             blocks = [one for one in blocks_in(marked) if whole.token_at(one[1] - 1) >= begin]
             served, trained = trained, whole.inside(blocks)
             self._compare(text, whole, served, trained)
-        return self._document(whole, trained, f"message {turn}: " if place is None else place)
+        return self._document(whole, trained, "" if alone else f"message {turn}: ")
 
     def _begin(self, chat: Chat, turn: int, text: str, whole: Encoded, stop: int) -> int:
         """The first token of an answer that its prompt does not have.
@@ -360,7 +431,7 @@ def told(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
         yield (
             f"{counts['unstable']:,} of {chats:,} chats are rendered otherwise once other messages "
             "follow: each of their answers is a document of its own, as it is served; these take "
-            f"{growth:.1f} times the tokens (--turns last trains the last answer only)"
+            f"{growth:.1f} times the text (--turns last trains the last answer only)"
         )
     if counts["led"]:
         yield (

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpointing.format.untrusted import printable, read_object
@@ -64,6 +65,9 @@ class _Generation(Extension):
         return f"{_BLOCK_BEGIN}{caller()}{_BLOCK_END}"
 
 
+_OF_DICTS = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox. Powers and products are computed by `call_binop`, not when it compiles."""
 
@@ -79,6 +83,19 @@ class _Environment(ImmutableSandboxedEnvironment):
             if times * max(sizes) > MOST_CHARACTERS:
                 raise jinja2.exceptions.SecurityError(f"it repeats something {times} times")
         return super().call_binop(context, operator, left, right)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """What Jinja's gives, sooner for what templates ask for most. Of a dict it first has the
+        attribute fail; of a loop and a namespace nothing is unsafe but what begins with _."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind is LoopContext or kind is _Namespace) and attribute[:1] != "_":
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -124,7 +141,7 @@ class ChatTemplate:
                 }
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"the chat template: {_said(error)}") from error
-        self._variables = dict(variables)
+        self._variables = {**environment.globals, **variables}
         self.has_blocks = any("endgeneration" in source for source in sources.values())
         """Whether it says itself what an assistant has written."""
 
@@ -142,13 +159,14 @@ class ChatTemplate:
             RenderError: the template does not take this chat.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates[name]
         given = {"tools": tools, "documents": None, "add_generation_prompt": prompt}
+        given = {**self._variables, "messages": messages, **given}
         parts, size = [], 0
         try:
             with bounded():
-                for part in self._templates[name].generate(
-                    **{**self._variables, "messages": messages, **given}
-                ):
+                # What `generate` does, but for the globals, which are there already.
+                for part in template.root_render_func(template.new_context(given, shared=True)):
                     size += len(part)
                     if size > MOST_CHARACTERS:
                         raise DataError(

@@ -10,7 +10,7 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from trainer.data.prepare.chats import ChatError, read_chat, read_pair
-from trainer.data.prepare.options import PrepareOptions
+from trainer.data.prepare.chats import Chat, ChatError, read_chat, read_pair
+from trainer.data.prepare.options import PrepareOptions, Turns
 from trainer.data.prepare.records import Record, read_piece
 from trainer.data.prepare.sources import Pieces, lines_before
 from trainer.data.prepare.spans import ChatEncoder, Document, SpanFinder
@@ -101,17 +101,16 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
             rejected = 0
             before = writer.documents
             rejects: list[dict[str, Any]] = []
-            for record in read_piece(piece, job.settings.field if of_text else None, told):
-                added = writer.add(record, piece.form.held_out)
-                for problem in [record.problem] if record.problem else added:
-                    if job.settings.on_bad == "fail":
-                        raise DataError(
-                            f"{piece.file}:{lines_before(piece) + record.line}: {problem}; "
-                            "mend it, or leave such records out with --on-bad skip"
-                        )
-                    rejected += 1
-                    if (listed := listed + 1) <= _LISTED_REJECTS:
-                        rejects.append({"line": record.line, "problem": problem})
+            records = read_piece(piece, job.settings.field if of_text else None, told)
+            for line, problem in _added(writer, records, piece.form.held_out):
+                if job.settings.on_bad == "fail":
+                    raise DataError(
+                        f"{piece.file}:{lines_before(piece) + line}: {problem}; mend it, or leave "
+                        "such records out with --on-bad skip"
+                    )
+                rejected += 1
+                if (listed := listed + 1) <= _LISTED_REJECTS:
+                    rejects.append({"line": line, "problem": problem})
             read += piece.size
             counts = {"documents": writer.documents - before, "rejected": rejected}
             results.append({**counts, "rejects": rejects, "noted": writer.noted()})
@@ -120,6 +119,15 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     with atomic(done) as output:
         output.write(json.dumps(results).encode())
     return results
+
+
+def _added(
+    writer: "_TextWriter | _ChatWriter", records: Iterable[Record], held_out: bool
+) -> Iterator[tuple[int, str]]:
+    """Add the records of a piece; yields lines of those that are left out, and why."""
+    for record in records:
+        yield from writer.add(record, held_out)
+    yield from writer.end_piece()
 
 
 class _Output:
@@ -171,16 +179,18 @@ class _TextWriter:
         self._spelled: Counter[str] = Counter()
         self.documents = 0
 
-    def add(self, record: Record, held_out: bool) -> list[str]:
-        """A document, or the next part of one; `held_out` ones belong to the validation split."""
+    def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
+        """Add a document, or the next part of one; `held_out` ones belong to the validation split.
+        Returns its line and the problem, if there is one."""
         text, goes_on = record.text, record.goes_on
+        problems = [(record.line, record.problem)] if record.problem else []
         begins = not self._split
         if text and begins:
             share = self._job.settings.validation_fraction or 0.0
             self._split = "validation" if held_out else _split_of(text, share)
             self.documents += 1
         if not self._split:
-            return []
+            return problems
         if self._special:
             self._spelled.update(set(self._special.findall(text)))
         parts = segments(text)
@@ -188,6 +198,10 @@ class _TextWriter:
             self._put(part, begins and number == 1, number == len(parts) and not goes_on)
         if not goes_on:
             self._split = ""
+        return problems
+
+    def end_piece(self) -> list[tuple[int, str]]:
+        """Nothing is left to be told of the records of a piece."""
         return []
 
     def noted(self) -> dict[str, Any]:
@@ -220,6 +234,16 @@ class _TextWriter:
         self._characters = 0
 
 
+@dataclass
+class _Added:
+    """A record, until its documents are written."""
+
+    record: Record
+    held_out: bool
+    chats: Sequence[tuple[Chat, Turns]] = ()
+    problem: str = ""
+
+
 class _ChatWriter:
     """Chats, or pairs of them, → tokens, ends and what is trained, in the files of a unit."""
 
@@ -230,38 +254,66 @@ class _ChatWriter:
         template = ChatTemplate(job.template, job.variables, settings.date)
         encoder = _encoder(file, os.stat(file).st_mtime_ns)
         self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
+        self._batch: list[_Added] = []
+        self._characters = 0
         self.documents = 0
 
-    def add(self, record: Record, held_out: bool) -> list[str]:
-        """The documents of a chat; returns why it, or some of them, are left out."""
-        if record.value is None:
-            return []
+    def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
+        """Add a chat, or a pair; `held_out` ones belong to the validation split. Returns lines of
+        records that were added, and why they, or some of their documents, are left out."""
+        added = _Added(record, held_out)
         try:
-            documents = self._documents(record.value)
+            added.chats = self._chats(record.value) if record.value else []
         except ChatError as error:
-            return [str(error)]
-        # By the record, so that it does not depend on the template, and pairs stay together.
-        text = json.dumps(record.value, sort_keys=True, default=str)
-        share = self._settings.validation_fraction or 0.0
-        split = "validation" if held_out else _split_of(text, share)
+            added.problem = str(error)
+        self._batch.append(added)
+        self._characters += sum(
+            len(message.get("content") or "")
+            for chat, _ in added.chats
+            for message in chat.messages
+        )
+        full = len(self._batch) == _BATCH or self._characters >= _CHARACTERS
+        return self.end_piece() if full else []
+
+    def end_piece(self) -> list[tuple[int, str]]:
+        """Write what was added; returns what `add` does."""
+        batch, self._batch, self._characters = self._batch, [], 0
+        found = iter(self._finder.documents([chat for added in batch for chat in added.chats]))
+        problems = []
+        for added in batch:
+            made = [next(found) for _ in added.chats]
+            errors = [str(one) for one in made if isinstance(one, ChatError)]
+            errors = errors or [error for error in (added.record.problem, added.problem) if error]
+            documents = [one for some in made if not isinstance(some, ChatError) for one in some]
+            wrong = errors[:1] or self._put(added, documents)
+            problems += [(added.record.line, problem) for problem in wrong]
+        return problems
+
+    def _chats(self, value: dict[str, Any]) -> list[tuple[Chat, Turns]]:
+        """The chats of a record, each with what of it is trained."""
+        if not self._settings.pairs:
+            return [(read_chat(value), self._settings.turns)]
+        return [
+            (chat, "last" if chat.trained == (len(chat.messages) - 1,) else "all")
+            for chat in read_pair(value)
+        ]
+
+    def _put(self, added: "_Added", documents: Sequence[Document]) -> list[str]:
+        """Write the documents of a record; returns why some are left out."""
+        share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
+        split = "validation" if added.held_out else "train"
+        if share and not added.held_out:
+            # By the record, so that it does not depend on the template, and pairs stay together.
+            split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
         problems = [self._too_long(document) for document in documents]
-        if self._settings.pairs and any(problems):
-            return [next(filter(None, problems))]
+        wrong = [problem for problem in problems if problem]
+        if wrong and self._settings.pairs:
+            return wrong[:1]
         for document, problem in zip(documents, problems, strict=True):
             if not problem:
-                most = self._settings.max_tokens
                 self._output.put(split, document.ids[:most], trained=document.trained[:most])
                 self.documents += 1
-        return [problem for problem in problems if problem]
-
-    def _documents(self, value: dict[str, Any]) -> list[Document]:
-        if not self._settings.pairs:
-            return self._finder.documents(read_chat(value), self._settings.turns)
-        found = []
-        for chat in read_pair(value):
-            last = chat.trained == (len(chat.messages) - 1,)
-            found += self._finder.documents(chat, "last" if last else "all")
-        return found
+        return wrong
 
     def _too_long(self, document: Document) -> str:
         """Why a document is left out; "" if it is not."""
@@ -288,7 +340,7 @@ class _ChatWriter:
         return noted
 
     def flush(self) -> None:
-        """Write what was added: it is written already."""
+        """Nothing is left to be written."""
 
 
 @lru_cache(maxsize=1)
