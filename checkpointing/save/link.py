@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import Channel, call
-from checkpointing.save.messages import Address, Caller, FromRank, Setup, ToRank
+from checkpointing.save.messages import SIZE_BYTES, Address, Caller, FromRank, Setup, ToRank
 from checkpointing.wire import pack
 
 logger = logging.getLogger(__name__)
@@ -119,9 +119,10 @@ class Link:
             return "", 0
         if process.stdin is None or process.stdout is None:
             raise StorageError("the checkpoint writer process has no pipes")
-        setup = replace(self._setup, parent=os.getpid())
+        setup = pack(replace(self._setup, parent=os.getpid()))
         with suppress(BrokenPipeError):  # it has ended: no line will come
-            process.stdin.write(pack(setup))
+            # With its size: a process that this one has forked may keep the pipe open.
+            process.stdin.write(len(setup).to_bytes(SIZE_BYTES, "little") + setup)
             process.stdin.close()
         line = process.stdout.readline()
         if not line:

@@ -23,6 +23,9 @@ from checkpointing.wire import register
 ANSWER_SECONDS = 30
 """A request to save is answered after so long even if a node does not answer."""
 
+SIZE_BYTES = 8
+"""Before a Setup, its size in bytes, the lowest first."""
+
 VOIDED = "the writer process of rank 0's node was lost while it was asked for"
 
 Position = tuple[int, int]

@@ -506,10 +506,10 @@ def serve(setup: msg.Setup, ready: Callable[[msg.Address], None]) -> None:
 
 def main() -> None:
     """`python -m checkpointing.save.writer`: Setup on standard input, port on standard output."""
-    data = sys.stdin.buffer.read()
-    if not data:  # nothing is to be saved, or whoever started us is dead
+    size = int.from_bytes(sys.stdin.buffer.read(msg.SIZE_BYTES), "little")
+    if not size:  # nothing is to be saved, or whoever started us is dead
         return
-    setup: msg.Setup = unpack(data)
+    setup: msg.Setup = unpack(sys.stdin.buffer.read(size))
     die_with(setup.parent)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.current_thread().name = socket.gethostname()

@@ -100,12 +100,12 @@ def gradients(folder, run, start):
 
 LAYOUTS = [
     (1, []),
+    (2, ["data.workers=1"]),  # whose processes hold what this one has open
     (2, []),
     (2, ["strategy.name=ddp"]),
     (3, ["strategy.zero=2"]),
     (4, ["strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2"]),
     (4, ["batch.micro_batch=2", "strategy.zero=1"]),
-    (2, ["data.workers=1"]),
     (2, ["strategy.tp=2"]),
     (2, ["strategy.tp=2", "strategy.sequence_parallel=true"]),
     (2, ["strategy.cp=2"]),

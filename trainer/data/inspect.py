@@ -72,7 +72,7 @@ class Sampled:
     number: int
     """Its place in the training split."""
     tokens: Sequence[tuple[int, str, bool]]
-    """Of each token its id, its text, and whether it is trained."""
+    """Id and text of each token, and whether it is trained."""
 
 
 def sample(directory: str | Path, count: int) -> list[Sampled]:

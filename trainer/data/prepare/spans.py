@@ -70,7 +70,7 @@ class Encoded:
         return bisect.bisect_right(range(len(self.ids)), place, key=self.end)
 
     def inside(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-        """Of each token, whether it has a character in one of some spans, which are not empty."""
+        """Whether each token has a character in one of some spans, which are not empty."""
         found = np.zeros(len(self.ids), bool)
         for first, last in spans:
             stop = bisect.bisect_left(range(len(self.ids)), last, key=self.begin)
@@ -84,7 +84,7 @@ class Document:
 
     ids: NDArray
     trained: NDArray[np.bool_]
-    """Of each token, whether it is a label. The first never is: nothing comes before it."""
+    """Whether each token is a label. The first never is: nothing comes before it."""
     place: str = ""
     """Names the message that it ends in, where it is not the whole chat."""
 
