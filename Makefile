@@ -7,8 +7,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
-FAKE := .venv/fake-cuda
-FAKE_TABLE := benchmarks/results/fake-cuda.md
+FAKE_TORCH ?= 2.14.1
+FAKE := .venv/fake-cuda-$(FAKE_TORCH)
+FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
 .PHONY: help train test setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack image docs clean
 
@@ -60,7 +61,7 @@ transformers4: $(DEV)  ## the Hugging Face tests once more, under transformers 4
 	$(BIN)/pip install -q --target .venv/transformers4 transformers==4.57.6
 	PYTHONPATH=.venv/transformers4 $(BIN)/python -m pytest tests/distributed/test_hugging_face.py tests/trainer/models
 
-fakecuda: $(FAKE)/.installed  ## train on a fake CUDA runtime, with torch's CUDA build in a venv of its own (4.6 GB, g++)
+fakecuda: $(FAKE)/.installed  ## train on a fake CUDA runtime, with torch's CUDA build in a venv of its own (5 GB, g++); FAKE_TORCH=2.11.0: an older one
 	SOAK=1 VENV=$(FAKE) FAKE_CUDA_TABLE=$(FAKE_TABLE) tests/fake_cuda/run.sh python -m pytest -n 2 --dist worksteal tests/fake_cuda tests/gpu tests/distributed/test_hidden_costs.py
 
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
@@ -79,6 +80,7 @@ docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/python docs/schedules.py
 	$(BIN)/python docs/included.py
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/versions.py
 
 clean:           ## remove .venv, data/ and runs/
 	rm -rf .venv data runs
@@ -92,7 +94,7 @@ $(RUNTIME): pyproject.toml
 
 $(FAKE)/.installed: pyproject.toml
 	test -x $(FAKE)/bin/python || $(PYTHON) -m venv $(FAKE)
-	$(FAKE)/bin/python -m pip install --quiet torch==2.11.0 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
+	$(FAKE)/bin/python -m pip install --quiet torch==$(FAKE_TORCH) 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
 	$(FAKE)/bin/python -m pip install --quiet --editable '.[all]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 

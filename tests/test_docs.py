@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import save
 
 from benchmarks import published_plans
-from docs import api, included, rooms, schedules
+from docs import api, included, rooms, schedules, versions
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
@@ -112,6 +112,10 @@ def test_examples_are_shown_as_they_are(page):
 
 def test_the_public_names_are_those_of_today():
     assert api.page() == api.PAGE.read_text(encoding="utf-8"), "make docs"
+
+
+def test_the_table_of_versions_is_what_was_run():
+    assert versions.page() == versions.PAGE.read_text(encoding="utf-8"), "make docs"
 
 
 def test_published_runs_are_beside_what_the_plan_says_today():

@@ -1,6 +1,7 @@
 """What is handed on: source distribution, wheel, lock, and what says which versions they take."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import zipfile
 
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from benchmarks.support import python_path
 from tests import prose
@@ -183,6 +185,21 @@ def test_the_lock_is_of_this_project_and_of_pypi():
     assert sort == {
         (name, frozenset(specifier.split(",")), marker) for name, specifier, marker in stated
     }, "uv lock"
+
+
+def test_what_is_declared_was_run():
+    """Releases on which no test failed, see docs/versions.md."""
+    lines = json.loads((ROOT / "benchmarks/results/versions.json").read_text(encoding="utf-8"))
+    good = [line for line in lines if not line["contract"]["failed"] + line["tests"]["failed"]]
+    pythons = {line["python"].rpartition(".")[0] for line in good}
+    stated = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.M)
+    assert set(stated) == pythons
+    newest = max((line["torch"].partition("+")[0] for line in good), key=Version)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^TORCH \?= torch==(.*)$", makefile, flags=re.M)[1] == newest
+    torch = next(one for one in map(Requirement, PROJECT["dependencies"]) if one.name == "torch")
+    assert all(line["torch"] in torch.specifier for line in lines)
+    assert Version(newest).minor + 1 == Version(str(torch.specifier).partition("<")[2].partition(",")[0]).minor
 
 
 def test_the_changelog_is_dated():

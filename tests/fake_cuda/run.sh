@@ -1,6 +1,6 @@
 #!/bin/sh
 # Build the fake CUDA runtime and run a command on it: VENV has a CUDA build of torch, and perdure.
-# usage: VENV=.venv/fake-cuda tests/fake_cuda/run.sh python -m pytest tests/fake_cuda
+# usage: VENV=.venv/fake-cuda-2.14.1 tests/fake_cuda/run.sh python -m pytest tests/fake_cuda
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 VENV=$(cd "$VENV" && pwd)
@@ -16,7 +16,7 @@ build() {  # SOURCE LIBRARY FLAGS…
     if [ ! "$library" -nt "$source" ]; then
         echo "building $library"
         # shellcheck disable=SC2086
-        ${CXX:-g++} -std=c++17 -shared -fPIC -pthread -o "$library.new" "$source" $includes "$@"
+        ${CXX:-g++} -std=c++20 -shared -fPIC -pthread -o "$library.new" "$source" $includes "$@"
         mv "$library.new" "$library"
     fi
 }
@@ -24,6 +24,7 @@ build runtime.cpp libfakecuda.so -O1 -ldl
 build kernels.cpp libfakekernels.so -O0 -I"$torch/include" -I"$torch/include/torch/csrc/api/include" \
     -L"$torch/lib" -ltorch_cpu -lc10 -lc10_cuda
 ln -sf libfakecuda.so "$libraries/libcuda.so.1"
+ln -sf libfakecuda.so "$libraries/libnvidia-ml.so.1"
 
 # torch loads the kernels by itself; packages are what it finds of others.
 printf '%s\n' "$(dirname "$(dirname "$here")")" "$here/packages" > "$site/fake_cuda.pth"

@@ -1,4 +1,4 @@
-// The CUDA runtime and NCCL without a GPU, for tests: LD_PRELOAD puts it before NVIDIA's libraries.
+// The CUDA runtime, NVML and NCCL without a GPU, for tests: LD_PRELOAD puts it before NVIDIA's libraries.
 //
 // Device memory is host memory. Every stream has a thread that does its operations in order, early
 // (as soon as it can) or late (FAKE_CUDA=late: when somebody waits for them, or after LATE seconds;
@@ -567,6 +567,59 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsig
   if (!*out) *out = (void*)unknown_function;
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
+}
+
+// --- NVML, of GPUs without NVLink -----------------------------------------------------------------
+
+static constexpr int NVML_SUCCESS = 0, NVML_ERROR_NOT_SUPPORTED = 3;
+
+int nvmlInit() { return NVML_SUCCESS; }
+int nvmlInit_v2() { return NVML_SUCCESS; }
+int nvmlShutdown() { return NVML_SUCCESS; }
+int nvmlSystemGetCudaDriverVersion_v2(int* out) {
+  cudaDriverGetVersion(out);
+  return NVML_SUCCESS;
+}
+const char* nvmlErrorString(int) { return "fake NVML"; }
+int nvmlDeviceGetCount_v2(unsigned* out) {
+  cudaGetDeviceCount((int*)out);
+  return NVML_SUCCESS;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned number, void** out) {
+  *out = (void*)(uintptr_t)(number + 1);
+  return NVML_SUCCESS;
+}
+int nvmlDeviceGetHandleByPciBusId_v2(const char* name, void** out) {
+  return nvmlDeviceGetHandleByIndex_v2(strtoul(name + strlen("0000:"), nullptr, 16), out);
+}
+int nvmlDeviceGetName(void*, char* out, unsigned length) {
+  snprintf(out, length, "NVIDIA H200");
+  return NVML_SUCCESS;
+}
+int nvmlDeviceGetUUID(void* handle, char* out, unsigned length) {
+  snprintf(out, length, "GPU-00000000-0000-0000-0000-%012lx", (unsigned long)handle);
+  return NVML_SUCCESS;
+}
+int nvmlDeviceGetNvLinkState(void*, unsigned, unsigned*) { return NVML_ERROR_NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return NVML_ERROR_NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NVML_ERROR_NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkErrorCounter(void*, unsigned, int, unsigned long long*) {
+  return NVML_ERROR_NOT_SUPPORTED;
+}
+int nvmlDeviceGetGpuFabricInfo(void*, void*) { return NVML_ERROR_NOT_SUPPORTED; }
+struct FabricInfo {  // nvmlGpuFabricInfoV_t
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;  // 0: there is no fabric
+};
+int nvmlDeviceGetGpuFabricInfoV(void*, FabricInfo* out) {
+  out->state = 0;
+  return NVML_SUCCESS;
+}
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned*, void*) {
+  return NVML_ERROR_NOT_SUPPORTED;
 }
 
 // --- kernels: none --------------------------------------------------------------------------------

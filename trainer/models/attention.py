@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.models.versions import varlen_asks_for_groups
+
 Way: TypeAlias = Literal["varlen", "flex", "sdpa"]
 Asked: TypeAlias = Literal["auto"] | Way
 Capability: TypeAlias = tuple[int, int]
@@ -202,18 +204,12 @@ def _varlen_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length:
 
     function: Any = varlen.varlen_attn
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    if _groups_when_asked():
+    if _asks_for_groups():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return function(q, k, v, cu_seqlens, cu_seqlens, length, length, **options)
 
 
-@_constant
-def _groups_when_asked() -> bool:
-    """Whether varlen_attn is to be told of shared heads; that of torch 2.11 shares unasked."""
-    from torch.nn.attention import varlen
-
-    function: Any = varlen.varlen_attn
-    return "enable_gqa" in function.__kwdefaults__
+_asks_for_groups = _constant(varlen_asks_for_groups)
 
 
 # --- varlen on the CPU -----------------------------------------------------------------------

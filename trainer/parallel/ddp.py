@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.format.tensors import local_tensor
+from trainer.models.versions import all_gather_single
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes of gradients that are reduced, and of parameters that are gathered, at a time."""
@@ -152,7 +153,7 @@ def _gather(whole: list[nn.Parameter], mine: list[torch.Tensor], mesh: DeviceMes
     for room, part in zip(sent.split(sizes), mine, strict=True):
         room[: part.numel()] = part.flatten()
     received = sent.new_empty(ranks * len(sent))
-    dist.all_gather_into_tensor(received, sent, group=mesh.get_group())
+    all_gather_single(received, sent, group=mesh.get_group())
     for slices, tensor in zip(received.view(ranks, -1).split(sizes, dim=1), whole, strict=True):
         if len(tensor) % ranks == 0 and tensor.is_contiguous():
             tensor.view(ranks, -1).copy_(slices)

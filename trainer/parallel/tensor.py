@@ -44,12 +44,9 @@ from torch.distributed.tensor import (
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.decoder import Decoder
 from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu, scaled_once
+from trainer.models.versions import all_gather_single, reduce_scatter_single
 from trainer.parallel.context import Share
 from trainer.recipe import RecipeError
-
-# torch 2.13 warns of the names that torch 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 _CUT: dict[str, Placement] = {
     "column": Shard(0),
@@ -206,7 +203,7 @@ class Together:
         """(B, T / tp, D) → (B, T, D)."""
         rows, length, *rest = x.shape
         parts = x.new_empty((self.size * rows, length, *rest))
-        _all_gather(parts, x.contiguous(), group=self.group)
+        all_gather_single(parts, x.contiguous(), group=self.group)
         parts = parts.view(self.size, rows, length, *rest)
         return parts.transpose(0, 1).reshape(rows, self.size * length, *rest)
 
@@ -215,7 +212,7 @@ class Together:
         rows, length, *rest = x.shape
         parts = x.view(rows, self.size, length // self.size, *rest).transpose(0, 1).contiguous()
         mine = torch.empty_like(parts[0])
-        _reduce_scatter(mine, parts.flatten(0, 1), group=self.group)
+        reduce_scatter_single(mine, parts.flatten(0, 1), group=self.group)
         return mine
 
     def sum(self, x: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ def imagined_ranks(
         tensor,
         dist=_silent(note),
         distribute_tensor=part,
-        _all_gather=gather,
-        _reduce_scatter=reduce_scatter,
+        all_gather_single=gather,
+        reduce_scatter_single=reduce_scatter,
         _local=lambda parameter, partial=False: parameter,
     )
     turned = patch.multiple(context, dist=_silent(lambda *_: None), Ring=lambda *_: ring)

@@ -1,0 +1,95 @@
+"""Run the tests in this environment, and keep how they ended: a table of releases.
+
+    python -m benchmarks.versions                 in each environment, from a checkout
+    python -m benchmarks.versions TEST… --out DIR of some tests, and elsewhere
+
+The line of this environment, that is of its torch and its Python, is replaced in
+results/versions.json. `python docs/versions.py` makes docs/versions.md of them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from benchmarks.support import python_path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CONTRACT = ("tests/elastic/test_torch_contract.py", "tests/test_private_names.py")
+"""What is relied on in private parts of torch."""
+
+
+def main() -> int:
+    """Run the tests, and keep how they ended; returns pytest's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tests", nargs="*", help="default: all")
+    parser.add_argument("--workers", default="5", help="processes of pytest, as in `make test`")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of versions.json")
+    arguments = parser.parse_args()
+    path = arguments.out.absolute() / "versions.json"
+    line = {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+    }
+    _, line["contract"] = _tests(list(CONTRACT))
+    several = ["-n", arguments.workers, "--dist", "worksteal"]
+    code, line["tests"] = _tests([*several, *arguments.tests])
+    keep(path, line)
+    print(json.dumps(line))
+    return code
+
+
+def _tests(options: list[str]) -> tuple[int, dict[str, Any]]:
+    """pytest's exit code, and how many tests passed, were skipped and failed, with their names."""
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": here, "PYTHONPATH": python_path(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *options]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    wrong = [one for one in cases if {"failure", "error"} & {child.tag for child in one}]
+    skipped = sum(one.find("skipped") is not None for one in cases)
+    return code, {
+        "passed": len(cases) - len(wrong) - skipped,
+        "skipped": skipped,
+        "failed": sorted(f"{one.get('classname')}.{one.get('name')}" for one in wrong),
+    }
+
+
+def _commit() -> str:
+    """The commit of this checkout, and whether it has changes."""
+
+    def git(*words: str) -> str:
+        return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
+
+    changed = " and changes" if git("status", "--porcelain", "-uno") else ""
+    return git("rev-parse", "--short=7", "HEAD") + changed
+
+
+def keep(path: Path, line: dict[str, Any]) -> None:
+    """Put the line of an environment into the file, in the place of the one that it had."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def of(one: dict[str, Any]) -> tuple[str, str]:
+        return one["torch"], one["python"]
+
+    lines = sorted([*(one for one in known if of(one) != of(line)), line], key=of)
+    text = ",\n".join(json.dumps(one) for one in lines)
+    path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""What differs between the releases of torch that pyproject.toml admits.
+
+Each difference stands here under one name, so that the code that uses it is the same for all of them.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+# The first names came with torch 2.13, which warns of the others; older releases have only those.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def varlen_asks_for_groups() -> bool:
+    """Returns whether `varlen_attn` lets query heads share key heads only where `enable_gqa` says
+    so. torch 2.11 knows no such argument, and always shares."""
+    from torch.nn.attention import varlen  # imports the compiler
+
+    function: Any = varlen.varlen_attn
+    return "enable_gqa" in function.__kwdefaults__
