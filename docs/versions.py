@@ -16,8 +16,8 @@ PAGE = Path(__file__).parent / "versions.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TITLE = """# Versions
 
-`pyproject.toml` admits Python {python} and torch {torch}. What was run on which stands below. Each line is
-of an environment of its own.
+`pyproject.toml` admits Python {python} and torch {torch}. What was run on which stands below.
+Each line is of an environment of its own.
 """
 TESTS = """
 - *Contract*: what Perdure relies on in private parts of torch.
@@ -28,7 +28,8 @@ TESTS = """
 FAKE = """
 ## On a CUDA runtime without a GPU
 
-`make fakecuda` trains with torch's CUDA build. It shows the order of copies and exchanges, never speed.
+`make fakecuda` trains with torch's CUDA build. It shows the order of copies and exchanges, never
+speed.
 
 | torch | cases that pass | commit |
 |---|---|---|

@@ -199,7 +199,8 @@ def test_what_is_declared_was_run():
     assert re.search(r"^TORCH \?= torch==(.*)$", makefile, flags=re.M)[1] == newest
     torch = next(one for one in map(Requirement, PROJECT["dependencies"]) if one.name == "torch")
     assert all(line["torch"] in torch.specifier for line in lines)
-    assert Version(newest).minor + 1 == Version(str(torch.specifier).partition("<")[2].partition(",")[0]).minor
+    major, minor, *_ = Version(newest).release
+    assert f"<{major}.{minor + 1}" in str(torch.specifier)
 
 
 def test_the_changelog_is_dated():

@@ -1,4 +1,4 @@
-"""Private names of torch and Python that the three packages use are there in the installed releases.
+"""Private names of torch and Python that the three packages use: the installed releases have them.
 
 A name that a module imports, or reaches from a module of torch, is looked up where it is. One that
 belongs to an object is looked up in an object of that kind, which OWNERS makes.
@@ -9,6 +9,7 @@ import atexit
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def imported(tree: ast.Module) -> dict[str, str]:
     return {here: what for here, what in found.items() if what.split(".")[0] == "torch"}
 
 
+@cache
 def used() -> tuple[set[str], set[str]]:
     """(what is reached from a module of torch, with its full name; attributes of other objects that
     none of the packages defines)."""

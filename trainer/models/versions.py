@@ -1,6 +1,6 @@
 """What differs between the releases of torch that pyproject.toml admits.
 
-Each difference stands here under one name, so that the code that uses it is the same for all of them.
+Each difference stands here under one name. The code that uses it is the same for all releases.
 """
 
 from typing import Any
