@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of versions.json")
     arguments = parser.parse_args()
     path = arguments.out.absolute() / "versions.json"
-    line = {
+    line: dict[str, Any] = {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
