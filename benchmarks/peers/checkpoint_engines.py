@@ -95,7 +95,8 @@ class Perdure(Engine):
         super().__init__(state, directory)
         self._tensors: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer}
         options = CheckpointOptions(keep=0, slots=slots)
-        self._checkpointer = TensorCheckpointer(directory, options, dist.new_group(backend="gloo"))
+        group: Any = dist.new_group(backend="gloo")
+        self._checkpointer = TensorCheckpointer(directory, options, group)
 
     def prepare(self) -> None:
         self._checkpointer.prepare(**self._tensors)
@@ -137,7 +138,7 @@ class Dcp(Engine):
     def __init__(self, state: ShardedState, directory: Path) -> None:
         super().__init__(state, directory)
         # Of its own: collectives in a background thread deadlock with those of training.
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
 
     def save(self, number: int) -> Running:
         dcp.save(self._state.flat(), checkpoint_id=self._path(number), process_group=self._group)

@@ -22,7 +22,7 @@ class Sum:
 
     def __init__(self, value: float, group: dist.ProcessGroup | None = None) -> None:
         self._sum = torch.tensor(float(value), dtype=torch.float64)
-        self._work = dist.all_reduce(self._sum, group=group, async_op=True)
+        self._work: dist.Work | None = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def wait(self) -> float:
         """The sum. On each rank by itself."""

@@ -14,6 +14,7 @@ reduce_scatter_single: Any = (
 )
 
 
+
 def varlen_asks_for_groups() -> bool:
     """Returns whether `varlen_attn` lets query heads share key heads only where `enable_gqa` says
     so. torch 2.11 knows no such argument, and always shares."""

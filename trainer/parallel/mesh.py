@@ -226,7 +226,8 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     rest, among = divmod(world.rank, tp)
     rest, shard = divmod(rest, shards)
     replica, stage = divmod(rest, pp)
-    cp, ring = recipe.strategy.cp, None
+    cp = recipe.strategy.cp
+    ring: Any = None  # not None or a group: new_group gives ranks outside of it a number
     share, part = divmod(replica * shards + shard, cp)
     if cp > 1:
         first = world.rank - part * tp

@@ -329,9 +329,8 @@ class _Links:
             ranks = [self._members[number] for number in turn]
             for way in (turn, turn[::-1]):
                 # All ranks are in one at a time: they split their communicator together.
-                self._ways[way] = dist.new_group(
-                    ranks, backend="nccl", use_local_synchronization=True
-                )
+                made: Any = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+                self._ways[way] = made
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
         """Begin to."""
