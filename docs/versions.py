@@ -23,7 +23,8 @@ TESTS = """
 - *Contract*: what Perdure relies on in private parts of torch.
 - *Tests*: the test command, without lint. A skipped test needs what the machine does not have.
 
-`python -m benchmarks.versions` in an environment runs both, and replaces its line.
+`python -m benchmarks.versions` in an environment runs both, and replaces its line in
+[versions.json](../benchmarks/results/versions.json).
 """
 FAKE = """
 ## On a CUDA runtime without a GPU
