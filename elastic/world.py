@@ -130,11 +130,15 @@ def join_world(device: str, timeout_seconds: float, secret: bytes = b"") -> Worl
     )
 
 
+# torch 2.15 warns of the private name, which is all that releases before 2.14 have.
+_set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+
+
 def limit_waits(timeout_seconds: float) -> None:
     """Have the collectives of all groups of this rank wait for a missing one as long as those of
     the default group: to others torch gives 10 or 30 minutes, whatever was said of that."""
     for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        _set_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def wait_until_freed(free: Callable[[], int], pause: float = 0.05) -> None:

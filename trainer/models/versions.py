@@ -3,9 +3,11 @@
 Each difference stands here under one name. The code that uses it is the same for all releases.
 """
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 # The first names came with torch 2.13, which warns of the others; older releases have only those.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -13,6 +15,10 @@ reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
+# Options of a DDP that leaves buffers alone in forward. torch 2.15 warns of the older name.
+_forward = "forward_sync_buffers"
+_known = inspect.signature(DistributedDataParallel.__init__).parameters
+ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_buffers": False}
 
 
 def varlen_asks_for_groups() -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.format.tensors import local_tensor
-from trainer.models.versions import all_gather_single
+from trainer.models.versions import all_gather_single, ddp_options
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes of gradients that are reduced, and of parameters that are gathered, at a time."""
@@ -35,7 +35,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         gradient_as_bucket_view=True,
         bucket_cap_mb=min(BUCKET_BYTES, half) / 2**20,
         find_unused_parameters=some_unused,
-        broadcast_buffers=False,  # see ParallelModel.share_buffers
+        **ddp_options,  # see ParallelModel.share_buffers
     )
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
     if not some_unused:
