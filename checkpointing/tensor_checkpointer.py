@@ -22,7 +22,7 @@ from checkpointing.errors import (
     UnreadableCheckpoint,
     explain,
 )
-from checkpointing.format.layout import TensorMeta, parse_step, step_name
+from checkpointing.format.layout import ADAPTER, MODEL, TensorMeta, parse_step, step_name
 from checkpointing.format.numbers import Numbers, not_finite
 from checkpointing.format.sections import by_section
 from checkpointing.load.memory import make_token, token
@@ -92,6 +92,8 @@ class TensorCheckpointer:
         group: carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a single process. It
             is used by `prepare` and `load`, from the calling thread; never during a save.
         spare: where writer processes are taken from.
+        adapter: the tensors of the model are those of an adapter, by PEFT's names: they are saved
+            in its file.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class TensorCheckpointer:
         options: CheckpointOptions,
         group: dist.ProcessGroup | None,
         spare: Spare | None = None,
+        *,
+        adapter: bool = False,
     ) -> None:
         self.directory = location(directory).absolute()
         self.options = options
@@ -107,7 +111,8 @@ class TensorCheckpointer:
         self._ranks = Ranks(group)
         self._spare = spare or Spare()
         self._plan: SavePlan | None = None
-        self._planner = Planner(self._ranks, options.max_shard_bytes)
+        of_model = ADAPTER if adapter else MODEL
+        self._planner = Planner(self._ranks, options.max_shard_bytes, of_model)
         self._link: Link | None = None
         self._staging: Staging | None = None
         self._note = ""

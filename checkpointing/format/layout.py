@@ -9,6 +9,9 @@
       trainer_state.json
       index.json                                    the commit record, written last
 
+The checkpoint of an adapter has adapter_config.json and adapter_model.safetensors, as PEFT writes
+them, in place of config.json and the files of the model.
+
 Pure: objects ↔ bytes, no files touched, no torch. Nothing here depends on a rank or a world size.
 """
 
@@ -17,7 +20,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +111,8 @@ class Section:
 
     folder: str
     stem: str
+    single: bool = False
+    """Whether it is one file, whatever its size."""
 
     @property
     def index(self) -> str:
@@ -116,12 +121,21 @@ class Section:
 
     def file(self, number: int, count: int) -> str:
         """Name of file `number` (from 1) of `count`."""
+        if self.single:
+            return f"{self.folder}{self.stem}.safetensors"
         return f"{self.folder}{self.stem}-{number:05}-of-{count:05}.safetensors"
 
 
 MODEL = Section("", "model")
+ADAPTER = Section("", "adapter_model", single=True)
+"""In place of MODEL: what is trained over a model that lies elsewhere."""
 # A folder of its own: Hugging Face readers glob the top level.
 OPTIMIZER = Section("optimizer/", "optimizer")
+
+
+def sections_of(files: Collection[str]) -> tuple[Section, Section]:
+    """The two sections of a checkpoint with these files."""
+    return ADAPTER if ADAPTER.index in files else MODEL, OPTIMIZER
 
 
 def step_name(step: int) -> str:
@@ -155,12 +169,13 @@ def lay_out(
     Args:
         section: which collection; gives the names.
         tensors: metadata by name. The order decides which file a tensor goes to.
-        max_bytes: most tensor bytes per file; a larger tensor has a file to itself.
+        max_bytes: most tensor bytes per file; a larger tensor has a file to itself. Of a single
+            file it means nothing.
     """
     groups: list[dict[str, TensorMeta]] = []
     room = -1
     for name, meta in tensors.items():
-        if meta.nbytes > room or not groups:
+        if not groups or (meta.nbytes > room and not section.single):
             groups.append({})
             room = max_bytes
         groups[-1][name] = meta

@@ -9,6 +9,7 @@ from typing import TypeVar
 from checkpointing.format.layout import (
     MODEL,
     OPTIMIZER,
+    Section,
     StoredTensor,
     TensorFile,
     index_json,
@@ -40,17 +41,21 @@ def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
     return {f"{section}/{name}": value for name, value in values.items()}
 
 
-def plan_input(model: Specs, optimizer: Specs, max_shard_bytes: int) -> PlanInput:
-    """Where everything is stored, which follows from names, dtypes and shapes alone."""
+def plan_input(
+    model: Specs, optimizer: Specs, max_shard_bytes: int, of_model: Section = MODEL
+) -> PlanInput:
+    """Where everything is stored, which follows from names, dtypes and shapes alone. `of_model`:
+    MODEL, or ADAPTER."""
     files: list[TensorFile] = []
     indexes: dict[str, bytes] = {}
-    for section, specs in ((MODEL, model), (OPTIMIZER, optimizer)):
+    for prefix, section, specs in (
+        (MODEL.stem, of_model, model),
+        (OPTIMIZER.stem, OPTIMIZER, optimizer),
+    ):
         metas = {name: spec.meta for name, spec in specs.items()}
         of_section = lay_out(section, metas, max_shard_bytes)
         indexes[section.index] = index_json(of_section)
-        files += [
-            replace(file, tensors=_prefixed(section.stem, file.tensors)) for file in of_section
-        ]
+        files += [replace(file, tensors=_prefixed(prefix, file.tensors)) for file in of_section]
     digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
     return PlanInput(by_section(model, optimizer), files, indexes, digest)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from checkpointing.errors import WrongModel
 from checkpointing.format.layout import StoredTensor
 from checkpointing.format.untrusted import printable
+from checkpointing.storage.steps import ADAPTER_CURE
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """What torch.compile, FSDP and activation checkpointing put into names of parameters."""
@@ -24,7 +25,7 @@ _COMPUTED = re.compile(
 _CURES = (
     (
         r"lora_|^base_model\.",
-        "it holds an adapter: merge it into its model (merge_and_unload of PEFT), and save that",
+        ADAPTER_CURE,
     ),
     (
         r"weight_scale|scales$|qweight|qzeros|absmax|quant_state|g_idx|_packed$",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpointing.errors import DamagedCheckpoint, WrongModel
+from checkpointing.errors import DamagedCheckpoint, StorageError, WrongModel
 from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
@@ -26,7 +26,12 @@ from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.source import TensorReader
-from checkpointing.storage.steps import hugging_face_tensors, open_step, stored_tensors
+from checkpointing.storage.steps import (
+    ADAPTER_CURE,
+    hugging_face_tensors,
+    open_step,
+    stored_tensors,
+)
 
 _NAMED = 3
 """How many differing tensors a message names."""
@@ -106,6 +111,8 @@ def _look(
     if not (path / COMMIT_RECORD).exists():
         return fit(hugging_face_tensors(path), lambda tensor: _pieces(path, tensor, {})), {}
     step = open_step(path)
+    if MODEL not in step.sections:
+        raise StorageError(f"{path}: {ADAPTER_CURE}")
     records = step.record.files if verify else {}
     stored = stored_tensors(step, MODEL, verify=False)
     try:

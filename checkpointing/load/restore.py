@@ -18,6 +18,7 @@ from checkpointing.format.layout import (
     StoredTensor,
     TensorMeta,
     parse_step,
+    sections_of,
 )
 from checkpointing.format.sections import by_section, stored_by_name
 from checkpointing.load.fill import read_tensors
@@ -84,17 +85,16 @@ def load_step(
     def look() -> tuple[CommitRecord, tuple[dict[str, StoredTensor], ...], dict[str, Any]]:
         lock.enter_context(reading_lock(path))
         step = open_step(path)
-        stored = tuple(
-            stored_tensors(step, section, verify=False) for section in (MODEL, OPTIMIZER)
-        )
+        stored = tuple(stored_tensors(step, one, verify=False) for one in step.sections)
         return step.record, stored, read_state(path)
 
     def compare() -> None:
         for section, there, wanted in zip(
-            (MODEL, OPTIMIZER), (model, optimizer), goal.described.specs, strict=True
+            sections_of(record.files), (model, optimizer), goal.described.specs, strict=True
         ):
             try:
-                refuse_differences(path, there, wanted, section.stem)
+                what = OPTIMIZER.stem if section is OPTIMIZER else MODEL.stem
+                refuse_differences(path, there, wanted, what)
             except WrongModel:
                 if verify:  # it is not known yet that the headers are good
                     stored_tensors(open_step(path), section, verify=True)

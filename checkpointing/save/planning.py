@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from checkpointing.format.layout import MODEL, Section
 from checkpointing.format.plan import Piece, own_files, plan_pieces
 from checkpointing.format.sections import (
     PlanInput,
@@ -32,11 +33,12 @@ class Described:
     specs: tuple[Specs, Specs]
     """Equal on all ranks."""
     max_shard_bytes: int
+    of_model: Section = MODEL
 
     @cached_property
     def layout(self) -> PlanInput:
         """Where everything is stored."""
-        return plan_input(*self.specs, self.max_shard_bytes)
+        return plan_input(*self.specs, self.max_shard_bytes, self.of_model)
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,11 @@ class Planner:
     Args:
         ranks: who save.
         max_shard_bytes: most bytes per file.
+        of_model: section of the tensors of the model: MODEL, or ADAPTER.
     """
 
-    def __init__(self, ranks: Ranks, max_shard_bytes: int) -> None:
-        self._ranks, self._max_shard_bytes = ranks, max_shard_bytes
+    def __init__(self, ranks: Ranks, max_shard_bytes: int, of_model: Section = MODEL) -> None:
+        self._ranks, self._max_shard_bytes, self._of_model = ranks, max_shard_bytes, of_model
         self._described: Described | None = None
         """The tensors that were loaded or planned for last."""
 
@@ -74,7 +77,8 @@ class Planner:
             RankError: a tensor cannot be stored.
         """
         ours, theirs = self._ranks.specs(model, optimizer)
-        self._described = Described(signature, (ours, theirs), self._max_shard_bytes)
+        limits = self._max_shard_bytes, self._of_model
+        self._described = Described(signature, (ours, theirs), *limits)
         return self._described
 
     def plan(

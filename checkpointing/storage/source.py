@@ -13,7 +13,6 @@ from checkpointing.format.layout import (
     BLOCK_BYTES,
     COMMIT_RECORD,
     MODEL,
-    OPTIMIZER,
     FileRecord,
     StoredTensor,
 )
@@ -25,15 +24,19 @@ from checkpointing.storage.reading import reading
 from checkpointing.storage.steps import (
     hugging_face_tensors,
     open_step,
+    plain_adapter,
     reading_lock,
     step_state,
     stored_tensors,
 )
 
+PIECE_BYTES = 4 << 20
+"""A multiple of every element's size."""
+
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of ours, or a plain Hugging Face directory."""
+    """A checkpoint of ours, or a plain Hugging Face directory, also one that PEFT wrote."""
 
     path: Place
     model: dict[str, StoredTensor]
@@ -44,6 +47,8 @@ class Source:
     """By file; what is read of these is checked."""
     odd: Collection[str] = ()
     """Tensors that held NaN or infinity when they were saved, and may: see CommitRecord."""
+    is_adapter: bool = False
+    """Whether `model` is an adapter, by PEFT's names."""
 
 
 @contextmanager
@@ -54,14 +59,18 @@ def open_source(path: Place) -> Iterator[Source]:
         DamagedCheckpoint, StorageError: what is wrong with it.
     """
     if not storage_of(path).exists(path / COMMIT_RECORD):
-        yield Source(path, hugging_face_tensors(path))
+        if (adapter := plain_adapter(path)) is not None:
+            yield Source(path, adapter, is_adapter=True)
+        else:
+            yield Source(path, hugging_face_tensors(path))
         return
     with reading_lock(path):
         step = open_step(path)
-        model, optimizer = (
-            stored_tensors(step, section, verify=True) for section in (MODEL, OPTIMIZER)
-        )
-        yield Source(path, model, optimizer, step_state(step), step.record.files, step.record.odd)
+        model, optimizer = (stored_tensors(step, one, verify=True) for one in step.sections)
+        yield Source(
+            path, model, optimizer, step_state(step), step.record.files, step.record.odd,
+            is_adapter=MODEL not in step.sections,
+        )  # fmt: skip
 
 
 class TensorReader:
@@ -97,6 +106,15 @@ class TensorReader:
                 self._blocks = CheckedBlocks(opened, file, self._records.get(tensor.file))
                 self._name = tensor.file
             self._blocks.read(target, tensor.begin + start)
+
+    def pieces(self, tensor: StoredTensor) -> Iterator[memoryview]:
+        """The bytes of a tensor in order, PIECE_BYTES at a time, each until the next is asked
+        for."""
+        buffer = memoryview(bytearray(min(PIECE_BYTES, tensor.meta.nbytes)))
+        for start in range(0, tensor.meta.nbytes, PIECE_BYTES):
+            piece = buffer[: tensor.meta.nbytes - start]
+            self.read(tensor, start, piece)
+            yield piece
 
 
 class CheckedBlocks:

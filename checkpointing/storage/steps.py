@@ -15,11 +15,11 @@ from checkpointing.errors import (
     UnreadableCheckpoint,
 )
 from checkpointing.format.layout import (
+    ADAPTER,
     BLOCK_BYTES,
     COMMIT_RECORD,
     LATEST,
     MODEL,
-    OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
     FileRecord,
@@ -31,7 +31,9 @@ from checkpointing.format.layout import (
     parse_index,
     parse_state,
     parse_step,
+    sections_of,
 )
+from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import MAX_JSON_BYTES, printable
 from checkpointing.storage.interface import NewStep, StoredFile
 from checkpointing.storage.kinds import storage_of
@@ -49,6 +51,11 @@ class CommittedStep:
 
     path: Place
     record: CommitRecord
+
+    @property
+    def sections(self) -> tuple[Section, Section]:
+        """Those of its model, or adapter, and of its optimizer."""
+        return sections_of(self.record.files)
 
 
 def list_steps(directory: P) -> list[P]:
@@ -133,7 +140,7 @@ def open_step(path: Place) -> CommittedStep:
                 raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
             if not name.endswith(".safetensors"):
                 _check_small(file, expected)
-    for name in (TRAINER_STATE, MODEL.index, OPTIMIZER.index):
+    for name in (TRAINER_STATE, *(section.index for section in sections_of(record.files))):
         if name not in record.files:
             raise DamagedCheckpoint(f"{path / COMMIT_RECORD}: names no {name}")
     return CommittedStep(path, record)
@@ -205,7 +212,7 @@ def stored_tensors(
 
     Args:
         step: a checkpoint of ours.
-        section: MODEL or OPTIMIZER.
+        section: one of its `sections`.
         verify: check the checksums of the blocks that hold the headers.
 
     Raises:
@@ -233,8 +240,23 @@ def stored_tensors(
     return tensors
 
 
+ADAPTER_CURE = (
+    "it holds an adapter: merge it into its model (perdure ckpt export --merge, or "
+    "merge_and_unload of PEFT), and give the directory that you make"
+)
 SINGLE_FILE = "model.safetensors"
 """The weights of a Hugging Face directory that is not sharded."""
+
+
+def plain_adapter(path: Place) -> dict[str, StoredTensor] | None:
+    """Where the tensors of an adapter lie in a directory that PEFT wrote; None in any other.
+
+    Raises:
+        DamagedCheckpoint: the file is damaged.
+    """
+    if not storage_of(path).exists(path / ADAPTER.file(1, 1)):
+        return None
+    return read_header(path, ADAPTER.file(1, 1), None)
 
 
 def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
@@ -275,11 +297,8 @@ def _else(path: Place) -> str:
     names: list[str] = []
     with suppress(OSError, CheckpointError):
         names = sorted(printable(entry.name) for entry in storage.children(path))
-    if "adapter_config.json" in names:
-        return (
-            "it holds an adapter: merge it into its model (merge_and_unload of PEFT), and give the "
-            "directory that you save that to"
-        )
+    if ADAPTER_CONFIG in names:
+        return ADAPTER_CURE
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         return (

@@ -79,7 +79,7 @@ def _unloadable(path: Place) -> Problems:
         step = open_step(path)
         files = {
             tensor.file
-            for section in (MODEL, OPTIMIZER)
+            for section in step.sections
             for tensor in stored_tensors(step, section, verify=False).values()
         }
         for name in step.record.files:

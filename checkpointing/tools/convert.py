@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from isal.isal_zlib import crc32
 from checkpointing.errors import CheckpointError, explain
 from checkpointing.format.bits import is_finite
 from checkpointing.format.layout import (
+    ADAPTER,
     BLOCK_BYTES,
     COMMIT_RECORD,
     DCP_METADATA,
@@ -37,6 +38,7 @@ from checkpointing.format.layout import (
     lay_out,
     parse_step,
 )
+from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp
@@ -54,13 +56,12 @@ from checkpointing.storage.posix import (
 )
 from checkpointing.storage.reading import reading
 from checkpointing.storage.source import Source, TensorReader, open_source
+from checkpointing.storage.steps import ADAPTER_CURE
 from checkpointing.tools.inspect import find_source, human_bytes
+from checkpointing.tools.merge import Merged, open_adapter
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 4 * 10**9
-PIECE_BYTES = 4 << 20
-"""Most of a tensor that is in memory; a multiple of every element's size."""
-
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """What --dtype takes → safetensors' name."""
 _CONVERTED = {"F64", "F32", "BF16", "F16"}
@@ -98,9 +99,11 @@ def export(
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     not_finite: bool = False,
+    merge_into: str | Place | None = None,
 ) -> Converted:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
-    tokenizer; no optimizer. The checksums of everything that is read are checked.
+    tokenizer; no optimizer. The checksums of everything that is read are checked. Of an adapter
+    that is a directory of PEFT's, or the model that it makes of the one under it.
 
     Args:
         path: a checkpoint, or a run: its newest good one. A plain directory may be given too.
@@ -110,31 +113,47 @@ def export(
         max_shard_bytes: most tensor bytes per file.
         not_finite: export weights that are NaN or infinite, too. Tensors that were saved as such
             that may be, such as masks, need no leave.
+        merge_into: the model that `path`, an adapter, was trained over. Both are added in float32,
+            and rounded to the format of the model, or `dtype`.
 
     Raises:
         CheckpointError: `out` exists, a weight is too large for `dtype`, or one is NaN or infinite.
         DamagedCheckpoint, StorageError: what is wrong with the checkpoint.
     """
     out = local(out)
-    with open_source(find_source(path)) as source, _new_directory(out) as tmp:
+    with ExitStack() as stack:
+        given = source = stack.enter_context(open_source(find_source(path)))
+        merged = None
+        if merge_into is not None:
+            if not given.is_adapter:
+                raise CheckpointError(f"{given.path}: is no adapter; export it without --merge")
+            source = stack.enter_context(open_source(find_source(merge_into)))
+            merged = Merged(source, stack.enter_context(open_adapter(given)))
+        tmp = stack.enter_context(_new_directory(out))
         target = DTYPES[dtype] if dtype else None
         metas = {
             name: _as_dtype(source.model[name].meta, target) for name in _in_order(source.model)
         }
-        files = lay_out(MODEL, metas, max_shard_bytes)
-        if len(files) == 1:
+        section = ADAPTER if source.is_adapter else MODEL
+        files = lay_out(section, metas, max_shard_bytes)
+        if section is MODEL and len(files) == 1:
             files = [replace(files[0], name="model.safetensors")]
-        else:
+        elif section is MODEL:
             write_file(tmp / MODEL.index, index_json(files))
         small, left = _small_files(source)
+        if merged:  # what was trained may have been given a tokenizer of its own
+            beside, _ = _small_files(given)
+            small |= {name: data for name, data in beside.items() if name != ADAPTER_CONFIG}
         if target and CONFIG in small:
             small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
         with TensorReader(source.path, source.records) as reader:
 
             def pieces(name: str) -> Pieces:
-                dtype = source.model[name].meta.dtype
+                dtype, read = source.model[name].meta.dtype, reader.pieces(source.model[name])
+                if merged:
+                    dtype, read = merged.pieces(name, reader)
                 free = not_finite or f"{MODEL.stem}/{name}" in source.odd
-                for piece in _pieces(reader, source.model[name]):
+                for piece in read:
                     if not free and not is_finite(dtype, np.frombuffer(piece, np.uint8)):
                         raise CheckpointError(
                             f"{source.path}: {name} holds NaN or infinity; export another step, or "
@@ -254,7 +273,9 @@ def _open_any(path: Place) -> Iterator[tuple[Source, Callable[[StoredTensor], Pi
         yield Source(path, dcp.model, dcp.optimizer), whole
         return
     with open_source(path) as source, TensorReader(path, source.records) as reader:
-        yield source, lambda tensor: _pieces(reader, tensor)
+        if source.is_adapter:
+            raise CheckpointError(f"{path}: {ADAPTER_CURE}")
+        yield source, reader.pieces
 
 
 # --- what they share -------------------------------------------------------------------------
@@ -276,14 +297,6 @@ def _small_files(source: Source) -> tuple[dict[str, bytes], str]:
             with reading(source.path / name):
                 small[name] = storage_of(source.path).read(source.path / name)
     return small, ""
-
-
-def _pieces(reader: TensorReader, tensor: StoredTensor) -> Pieces:
-    buffer = memoryview(bytearray(min(PIECE_BYTES, tensor.meta.nbytes)))
-    for start in range(0, tensor.meta.nbytes, PIECE_BYTES):
-        piece = buffer[: tensor.meta.nbytes - start]
-        reader.read(tensor, start, piece)
-        yield piece
 
 
 @contextmanager
@@ -341,7 +354,7 @@ def _report(
     out: Path, files: Sequence[TensorFile], small: Mapping[str, bytes], left: str
 ) -> Converted:
     notes = [f"note: left out: {left}"] if left else []
-    if CONFIG not in small:
+    if CONFIG not in small and ADAPTER_CONFIG not in small:
         notes.append(
             f"note: there is no {CONFIG}, so it opens with safetensors, but not with "
             "from_pretrained, model.init_from or perdure generate"

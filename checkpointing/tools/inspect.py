@@ -14,10 +14,10 @@ from typing import Any
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError
 from checkpointing.format.layout import (
+    ADAPTER,
     COMMIT_RECORD,
     LATEST,
     MODEL,
-    OPTIMIZER,
     TRAINER_STATE,
     CommitRecord,
     StoredTensor,
@@ -30,6 +30,7 @@ from checkpointing.storage.place import Place, location
 from checkpointing.storage.retention import Decision, Known, decide, prune, survey
 from checkpointing.storage.source import open_source
 from checkpointing.storage.steps import (
+    SINGLE_FILE,
     latest,
     list_steps,
     open_step,
@@ -68,7 +69,7 @@ def find_checkpoint(path: str | Place) -> Place:
         try:
             found = open_step(step)
             step_state(found)
-            for section in (MODEL, OPTIMIZER):
+            for section in found.sections:
                 stored_tensors(found, section, verify=False)
         except DamagedCheckpoint as error:
             damage.append(error)
@@ -84,7 +85,8 @@ def find_source(path: str | Place) -> Place:
         StorageError, DamagedCheckpoint: as `find_checkpoint`.
     """
     path = location(path)
-    plain = any(storage_of(path).exists(path / name) for name in (MODEL.index, "model.safetensors"))
+    weights = MODEL.index, SINGLE_FILE, ADAPTER.file(1, 1)
+    plain = any(storage_of(path).exists(path / name) for name in weights)
     return path if plain and parse_step(path.name) is None else find_checkpoint(path)
 
 
@@ -169,10 +171,13 @@ class Contents:
     model: dict[str, StoredTensor]
     optimizer: dict[str, StoredTensor]
     state: dict[str, Any]
+    is_adapter: bool = False
+    """Whether `model` is an adapter."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: step {self.record.step}", ""]
-        for title, tensors in (("model", self.model), ("optimizer", self.optimizer)):
+        kind = "adapter" if self.is_adapter else "model"
+        for title, tensors in ((kind, self.model), ("optimizer", self.optimizer)):
             size = sum(tensor.meta.nbytes for tensor in tensors.values())
             numbers = sum(prod(tensor.meta.shape) for tensor in tensors.values())
             dtypes = Counter(tensor.meta.dtype for tensor in tensors.values())
@@ -180,6 +185,8 @@ class Contents:
                 f"{title}: {len(tensors)} tensors, {numbers:,} elements, {human_bytes(size)}, "
                 + ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
             )
+        if self.is_adapter:
+            lines.append(f"trained over {_base(self.state)}")
         rows = [
             [f"  {name}", tensor.meta.dtype, str(list(tensor.meta.shape)), tensor.file]
             for name, tensor in self.model.items()
@@ -199,7 +206,18 @@ def show(path: str | Place) -> Contents:
     step = open_step(find_checkpoint(path))
     with open_source(step.path) as source:
         state = source.state or {}
-        return Contents(step.path, step.record, source.model, source.optimizer, state)
+        return Contents(
+            step.path, step.record, source.model, source.optimizer, state, source.is_adapter
+        )
+
+
+def _base(state: dict[str, Any]) -> str:
+    """The model under an adapter, as its trainer state names it."""
+    base = state.get("base")
+    if not isinstance(base, dict):
+        return "a model that trainer_state.json does not name"
+    path, *rest = (printable(str(base.get(key))) for key in ("path", "fingerprint", "format"))
+    return f"{path} (fingerprint {rest[0]}) in {rest[1]}"
 
 
 def short(value: Any, limit: int = 100) -> str:

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from checkpointing.errors import CheckpointError
 from checkpointing.options import CheckpointOptions
 from elastic.exits import EXIT_WRONG_INPUT
-from trainer.cli.parser import Commands, add_command, add_fields, whole_number
+from trainer.cli.parser import Commands, add_command, add_fields, local_path, whole_number
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
@@ -21,6 +22,7 @@ examples:
   perdure ckpt diff runs/a runs/b
   perdure ckpt prune runs/quickstart --keep 2 --keep-best 1 --dry-run
   perdure ckpt export runs/quickstart out/quickstart --dtype bf16
+  perdure ckpt export runs/lora out/merged --merge
   perdure ckpt import Qwen3-0.6B out/start     # then: model.init_from: out/start
 
 A run stands for its newest good checkpoint.
@@ -68,6 +70,12 @@ def add_ckpt_command(commands: Commands) -> None:
     )
     export.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="round weights to it (default: as saved)"
+    )
+    export.add_argument(
+        "--merge", action="store_true", help="add an adapter to the model under it (in float32)"
+    )
+    export.add_argument(
+        "--base", type=local_path, metavar="DIR", help="model under it (default: as it says)"
     )
     export.add_argument(
         "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
@@ -160,15 +168,26 @@ def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from checkpointing.storage.place import local
     from checkpointing.tools.convert import export
+    from checkpointing.tools.inspect import find_source
 
     _use_one_thread()
+    path, base = arguments.path, None
+    if arguments.merge:
+        from trainer.tools.adapters import base_of
+
+        path = find_source(path)
+        base = base_of(local(path), arguments.base)
+    elif arguments.base:
+        raise CheckpointError("--base: only together with --merge")
     result = export(
-        arguments.path,
+        path,
         arguments.out,
         dtype=arguments.dtype,
         max_shard_bytes=arguments.max_shard_size,
         not_finite=arguments.not_finite,
+        merge_into=base,
     )
     print(result)
     return 0

@@ -37,7 +37,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import find_checkpoint
 
     directory = arguments.checkpoint
-    if not (directory / "config.json").exists():
+    if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
         directory = find_checkpoint(directory)
     import torch  # not before there is something to load
 

@@ -133,16 +133,21 @@ class Family:
                 )
         return replace(architecture, options={**self.options, **given} or None)
 
-    def flops_per_token(self, architecture: Architecture, parameters: int, seq_len: int) -> float:
+    def flops_per_token(
+        self, architecture: Architecture, parameters: int, seq_len: int, frozen: int = 0
+    ) -> float:
         """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
         product that a token meets, and 12 x layers x heads x head_dim x seq_len for attention
-        (Chowdhery et al. 2022, appendix B; causality is not discounted)."""
+        (Chowdhery et al. 2022, appendix B; causality is not discounted). `frozen`: how many of the
+        parameters of products have no gradient, which leaves 4."""
         with refusing("model.family", f"idle_parameters of {self.model_type}"):
-            products = parameters - self.idle_parameters(architecture)
+            idle = self.idle_parameters(architecture)
+        products = parameters - idle
         if not architecture.tie_word_embeddings:
             products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
         heads = architecture.num_attention_heads * architecture.head_dim
-        return 6.0 * products + 12 * architecture.num_hidden_layers * heads * seq_len
+        without = 2.0 * max(0, frozen - idle)
+        return 6.0 * products - without + 12 * architecture.num_hidden_layers * heads * seq_len
 
 
 def family_of(model_type: Any) -> Family:

@@ -167,7 +167,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     Forward also computes the gradients, as the logits are at hand; so there are three matrix
     products, as many as without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger
-    Kernel").
+    Kernel"), and two where the head is frozen.
     """
 
     @staticmethod
@@ -182,8 +182,9 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if with_gradients else None
-        # In float32 whatever the dtype: it is a sum over chunks.
-        to_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
+        # In float32 whatever the dtype: it is a sum over chunks. A frozen head has none.
+        trained = with_gradients and ctx.needs_input_grad[1]
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         # A softmax of bf16 would first copy its input to float32; a compiled one reads it as it is.
         wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) and not fused else {}
         with torch.autocast(hidden.device.type, enabled=False):
@@ -205,10 +206,11 @@ class _ChunkedLoss(torch.autograd.Function):
                         hidden.dtype if with_gradients else None,
                     )
                 total += loss
-                if gradient is None or to_hidden is None or to_weight is None:
+                if gradient is None or to_hidden is None:
                     continue
                 torch.mm(gradient, weight, out=to_hidden[part]).mul_(counts)
-                add_product(to_weight, gradient.T, hidden[part] * counts)
+                if to_weight is not None:
+                    add_product(to_weight, gradient.T, hidden[part] * counts)
                 del gradient  # before the next chunk's logits
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
@@ -219,15 +221,19 @@ class _ChunkedLoss(torch.autograd.Function):
         return *scaled_once(ctx, gradients[0]), None, None, None, None
 
 
-def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor]:
-    """The gradients that a forward pass has saved, in `ctx.dtype`, times that of its result.
+def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
+    """The gradients that a forward pass has saved, in `ctx.dtype`, times that of its result; None
+    for what has none.
 
     Nobody else has them, and the head's is large: what is float32 is scaled where it lies. A
     backward in two parts (zero bubble) comes by twice, with the same factor, and finds it scaled;
     past the version counter, by which autograd would take that for a mistake.
     """
-    found = []
+    found: list[Tensor | None] = []
     for gradient in ctx.saved_tensors:
+        if gradient is None:
+            found.append(None)
+            continue
         if gradient.dtype != torch.float32:
             found.append(gradient.float().mul_(factor).to(ctx.dtype))
             continue

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.format.layout import TensorMeta
+from checkpointing.format.peft import is_part, name_in_file
 from checkpointing.format.tensors import broadcast
 from trainer.models.stacks import apart
 from trainer.optim.exact import use_exact_kernels
@@ -105,7 +106,8 @@ class ParallelModel:
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
     """Gives parameters and buffers their initial values, unless the model came with its own. For
-    whoever has nothing to load: it takes long for large models."""
+    whoever has nothing to load: it takes long for large models. Of a model with an adapter A and B
+    alone."""
     share_buffers: Callable[[], None]
     """Gives all replicas the persistent buffers of the first: its forward passes count. On all
     ranks."""
@@ -169,20 +171,37 @@ class ParallelModel:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers: what a checkpoint holds of the model."""
-        return apart({**self.parameters, **self.buffers()}, self.stacks)
+        """What a checkpoint holds of the model: parameters and persistent buffers; of a model with
+        an adapter what is trained, by PEFT's names."""
+        return self._in_files(self.buffers())
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
         """`tensors`, with copies of the buffers: they may change in the next forward pass, where
         parameters wait for the copy before the update."""
-        buffers = {name: buffer.clone() for name, buffer in self.buffers().items()}
-        return apart({**self.parameters, **buffers}, self.stacks)
+        return self._in_files({name: buffer.clone() for name, buffer in self.buffers().items()})
+
+    def _in_files(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self.recipe.model.adapter:
+            return apart({**self.parameters, **buffers}, self.stacks)
+        return {name_in_file(name): p for name, p in self.parameters.items() if p.requires_grad}
+
+    def under_adapter(self, *, whole: bool) -> dict[str, torch.Tensor]:
+        """What `model.init_from` gives to a model with an adapter: frozen parameters and buffers;
+        with `whole` also the first values of parameters that are trained whole."""
+        held = {
+            name: one
+            for name, one in self.parameters.items()
+            if not (one.requires_grad and (is_part(name) or not whole))
+        }
+        return apart({**held, **self.buffers()}, self.stacks)
 
     @property
     def trained(self) -> frozenset[str]:
         """Names in `tensors` of what an optimizer updates. The rest, buffers and frozen parameters,
         may hold infinity, as masks do."""
+        if self.recipe.model.adapter:
+            return frozenset(self.tensors)
         trained = {name: one for name, one in self.parameters.items() if one.requires_grad}
         return frozenset(apart(trained, self.stacks))
 
@@ -326,8 +345,9 @@ def parallelize(
         if mesh.data_mesh.size() > 1:
             module = apply_ddp(model, mesh.data_mesh)
         if recipe.sharding == "OPTIMIZER_STATE":
-            view = ShardedView(parameters, mesh.data_mesh)
-            optimized = view.parameters
+            trained = {name: p for name, p in parameters.items() if p.requires_grad}
+            view = ShardedView(trained, mesh.data_mesh)
+            optimized = {**parameters, **view.parameters}
 
     # FSDP casts parameters, but not what a model of the user's gets beside them: images are
     # float32, and so are the targets of a regression, which are to stay so.
@@ -341,7 +361,10 @@ def parallelize(
 
     def draw_weights() -> None:
         if fill:
-            _fill({**parameters, **buffers()}, fill, cores)
+            drawn = {**parameters, **buffers()}
+            if recipe.model.adapter:
+                drawn = {name: tensor for name, tensor in drawn.items() if is_part(name)}
+            _fill(drawn, fill, cores)
 
     replicas = mesh.data_mesh
     # Those of the bundled models change between steps alone, and alike on all ranks.

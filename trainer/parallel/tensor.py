@@ -16,6 +16,8 @@ each module that has parameters:
 - *vocabulary*: an embedding, or an output head, whose rows are cut. The head is a weight only: the
   loss is that of a `HeadLoss`, and no rank ever has a whole row of logits.
 
+An adapter of a *column* has A whole and B by rows, one of a *row* A by columns and B whole.
+
 Parameters become DTensors, which say to FSDP, checkpoints and the gradient norm what lies where.
 The arithmetic is that of the modules, on local tensors, with plain collectives. A gradient to which
 each rank has a part is marked as `Partial`; FSDP, which is always above, sums it.
@@ -23,7 +25,7 @@ each rank has a part is marked as `Partial`; FSDP, which is always above, sums i
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,6 +44,7 @@ from torch.distributed.tensor import (
 )
 
 from trainer.data.samples import IGNORED_LABEL
+from trainer.models.adapter import LoraLinear
 from trainer.models.decoder import Decoder
 from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu, scaled_once
 from trainer.models.versions import all_gather_single, reduce_scatter_single
@@ -56,6 +59,12 @@ _CUT: dict[str, Placement] = {
     "vocabulary": Shard(0),
     "tokens": Replicate(),
 }
+_CUT_APART: dict[tuple[str, str], Placement] = {
+    ("row", "bias"): Replicate(),
+    ("column", "lora_A"): Replicate(),
+    ("row", "lora_B"): Replicate(),
+}
+"""Parameters that are cut otherwise than the weight beside them, by kind and name."""
 
 
 def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
@@ -101,7 +110,7 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
 
 def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
     """Why a module cannot be of a kind."""
-    forward = type(module).forward
+    forward = nn.Linear.forward if isinstance(module, LoraLinear) else type(module).forward
     if kind in ("column", "row") and forward is not nn.Linear.forward:
         return f"that needs an nn.Linear, but it is a {type(module).__name__}"
     if kind == "vocabulary":
@@ -154,7 +163,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
     for name, kind in kinds.items():
         module = modules[name]
         for key, whole in list(module.named_parameters(recurse=False)):
-            cut = Replicate() if (kind, key) == ("row", "bias") else _CUT[kind]
+            cut = _CUT_APART.get((kind, key), _CUT[kind])
             if whole not in placed:
                 spread = distribute_tensor(whole.detach(), mesh, [cut], src_data_rank=None)
                 placed[whole] = nn.Parameter(spread, requires_grad=whole.requires_grad)
@@ -256,11 +265,13 @@ def _local(parameter: Tensor, partial: bool = False) -> Tensor:
 
 
 @contextmanager
-def with_local(module: nn.Module, partial: bool = False) -> Iterator[None]:
-    """In it the parameters of a module are this rank's parts."""
+def with_local(module: nn.Module, partial: bool | Collection[str] = False) -> Iterator[None]:
+    """In it the parameters of a module are this rank's parts. `partial`: so are the gradients of
+    all of them, or of those with these names."""
     gathered = dict(module._parameters)  # by FSDP
+    some = gathered if partial is True else partial or ()
     local: dict[str, Any] = {
-        name: p if p is None else _local(p, partial) for name, p in gathered.items()
+        name: p if p is None else _local(p, name in some) for name, p in gathered.items()
     }
     module._parameters.update(local)
     try:
@@ -276,16 +287,22 @@ def _column(module: nn.Module, ranks: Together) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        with with_local(module):
+        with with_local(module, ("lora_A",)):  # whole, for outputs of which each rank has some
             return compute(ranks.enter(x))
 
     return forward
 
 
 def _row(module: Any, ranks: Together) -> Forward:
+    partial = ("lora_B", "bias") if ranks.sequence else ("lora_B",)
+
     def forward(x: Tensor) -> Tensor:
-        summed = ranks.leave(nn.functional.linear(x, _local(module.weight)))
-        return summed if module.bias is None else summed + _local(module.bias, ranks.sequence)
+        with with_local(module, partial):
+            part = nn.functional.linear(x, module.weight)
+            if isinstance(module, LoraLinear):
+                part = part + module.low_rank(x)  # one sum over the ranks for both
+            summed, bias = ranks.leave(part), module.bias
+        return summed if bias is None else summed + bias
 
     return forward
 
@@ -433,7 +450,8 @@ class _CutLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if with_gradients else None
-        to_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradients else None
+        trained = with_gradients and ctx.needs_input_grad[1]
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
         for begin in range(0, len(labels), rows):
             part = slice(begin, begin + rows)
@@ -449,12 +467,13 @@ class _CutLoss(torch.autograd.Function):
             sums = torch.stack([likely.sum(1), target])
             dist.all_reduce(sums, group=group)
             total += ((sums[0].log() - sums[1]) * counts).sum()
-            if to_hidden is None or to_weight is None:
+            if to_hidden is None:
                 continue
             likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
             gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
             torch.mm(gradient, weight, out=to_hidden[part])
-            add_product(to_weight, gradient.T, hidden[part])
+            if to_weight is not None:
+                add_product(to_weight, gradient.T, hidden[part])
             del logits, likely, gradient  # before the next chunk's
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from trainer.models import Decoder
+from trainer.models.adapter import LoraLinear, add_adapters
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
 from trainer.parallel.parallelize import keep_weights
 from trainer.recipe import Recipe
 from trainer.recipe.factory import refusing
-from trainer.recipe.sections import Optimizer
+from trainer.recipe.sections import Adapter, Optimizer
 from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.task import bare_model, documents_for
 
@@ -42,6 +43,8 @@ class Shape:
     """Ranks that have other rows of it each, before any sharding."""
     tp: int = 1
     """With that, ranks that compute each layer together, and share it as those of shards do."""
+    trained: bool = True
+    """Whether it has a gradient; else it is frozen."""
 
     @property
     def whole(self) -> int:
@@ -103,6 +106,11 @@ class Blueprint:
         """Elements."""
         return sum(shape.rows * shape.row for unit in self.units for shape in unit)
 
+    @property
+    def trained_count(self) -> int:
+        """Elements that are trained."""
+        return sum(shape.rows * shape.row for unit in self.units for shape in trained_of(unit))
+
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
     """Build the model of a recipe on the meta device.
@@ -122,6 +130,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         with torch.device("meta"):
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
             traced = Decoder(shallow, recipe.model.attention, model.family)
+        if recipe.model.adapter:
+            add_adapters(traced, _alike(model, recipe.model.adapter))
     for one in (model, traced):
         keep_weights(one, recipe)
     return Blueprint(
@@ -136,6 +146,12 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=recipe.optimizer,
     )
+
+
+def _alike(model: Decoder, adapter: Adapter) -> Adapter:
+    """The adapter of a model, for one with fewer blocks that are like those of it."""
+    layers = [name for name, one in model.named_modules() if isinstance(one, LoraLinear)]
+    return dataclasses.replace(adapter, targets=tuple({n.rpartition(".")[2] for n in layers}))
 
 
 Units: TypeAlias = tuple[tuple[Shape, ...], ...]
@@ -226,7 +242,12 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Un
 def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool) -> Shape:
     rows = parameter.shape[0] if parameter.dim() else 1
     row, itemsize = parameter.numel() // max(1, rows), parameter.element_size()
-    return Shape(rows, row, itemsize, state, stacked)
+    return Shape(rows, row, itemsize, state, stacked, trained=parameter.requires_grad)
+
+
+def trained_of(unit: Sequence[Shape]) -> list[Shape]:
+    """Those with gradients."""
+    return [shape for shape in unit if shape.trained]
 
 
 def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | None = None) -> int:

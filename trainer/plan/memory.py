@@ -8,7 +8,7 @@ from trainer.optim.formats import PORTION, ROUNDING_BYTES
 from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
-from trainer.plan.blueprint import Shape, Stage, bytes_of, counted
+from trainer.plan.blueprint import Shape, Stage, bytes_of, counted, trained_of
 from trainer.plan.layout import Layout
 from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
 from trainer.plan.tape import Trace
@@ -67,19 +67,27 @@ def memory_of(
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     units = counted(stages)
-    whole = sum(count * bytes_of(unit) for unit, count in units)
-    slices = sum(count * bytes_of(unit, layout.shards) for unit, count in units)
+    whole, whole_trained = (
+        sum(count * bytes_of(of(unit)) for unit, count in units) for of in (list, trained_of)
+    )
+    slices, slices_trained = (
+        sum(count * bytes_of(of(unit), layout.shards) for unit, count in units)
+        for of in (list, trained_of)
+    )
     to_disk = recipe.strategy.offload == "nvme"
     to_host = recipe.strategy.offload == "cpu" and device != "cpu"
     offloaded = to_disk or to_host
     state = _state_bytes(units, layout.shards)
     rounding = 0
     if recipe.optimizer.state_dtype != "fp32" or recipe.precision.master != "fp32":
-        owned = sum(count * sum(s.sharded(layout.shards) for s in unit) for unit, count in units)
+        owned = sum(
+            count * sum(shape.sharded(layout.shards) for shape in trained_of(unit))
+            for unit, count in units
+        )
         rounding = ROUNDING_BYTES * min(PORTION["cpu" if device == "cpu" else "cuda"], owned)
     activations = traces[0].saved
     if layout.by_fsdp or order:
-        parameters, gradients = slices, slices
+        parameters, gradients = slices, slices_trained
         held = [
             Held(stage, trace, recipe, layout, offloaded)
             if layout.by_fsdp
@@ -91,21 +99,22 @@ def memory_of(
         activations, found = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
-        moments = [Moment("update", slices, 0, 0 if offloaded else rounding)] + [
+        moments = [Moment("update", gradients, 0, 0 if offloaded else rounding)] + [
             replace(moment, pass_=moment.pass_ + beside)
             for of_stage, passes in zip(held, found, strict=True)
             for which, beside in passes.items()
             for moment in of_stage.moments(which)
         ]
     else:
-        parameters, gradients = whole, whole
+        parameters, gradients = whole, whole_trained
         gathered = 0
         if recipe.sharding == "OPTIMIZER_STATE":
             state = _state_bytes(units, layout.replicas)
-            gathered = gather_bytes(shapes, layout.replicas)
+            gathered = gather_bytes(trained_of(shapes), layout.replicas)
         moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))
     standing = buffers + (0 if offloaded else parameters + state)
-    in_memory = 2 * _pinned_bytes(shapes, layout.shards) + state if to_host else 0
+    pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
+    in_memory = pinned + state if to_host else 0
 
     def device_bytes(moment: Moment) -> int:
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)

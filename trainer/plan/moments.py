@@ -50,7 +50,15 @@ from typing import NamedTuple
 from trainer.parallel.ddp import buckets
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind
-from trainer.plan.blueprint import Shape, Stage, bytes_of, counted, gathered_bytes, parts_of
+from trainer.plan.blueprint import (
+    Shape,
+    Stage,
+    bytes_of,
+    counted,
+    gathered_bytes,
+    parts_of,
+    trained_of,
+)
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
@@ -122,7 +130,7 @@ class Held:
         # Experts are reduced before the rest of their block, and gathered while what follows is
         # not.
         whole = [part for part in self._parts if part[0].ep == 1]
-        self._buffer = max((self._padded(part, self._reduced) for part in whole), default=0)
+        self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
         self._flats = max(map(self._flat_of, self._parts), default=0)
         self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
@@ -131,12 +139,12 @@ class Held:
         units = counted([stage])
         whole_units = sum(count * self._padded(unit) for unit, count in units)
         self._gathered = self._root if self._free else whole_units
-        reduced = sum(count * bytes_of(unit, layout.shards) for unit, count in units)
+        reduced = sum(count * self._slice_of(unit) for unit, count in units)
         self._slices = 0 if offloaded else reduced  # the gradients of a step on the device
         self._whole = sum(count * self._accumulated(unit) for unit, count in units)
         # Of the root, which is reduced last; without one of a block.
         last = (*parts_of(self._units[0]), *self._parts)[:1]
-        self._last_buffer = sum(self._padded(part, self._reduced) for part in last)
+        self._last_buffer = sum(map(self._buffer_of, last))
 
     @property
     def resting(self) -> Resting:
@@ -162,8 +170,16 @@ class Held:
     def _padded(self, unit: Sequence[Shape], itemsize: int | None = None) -> int:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
 
+    def _buffer_of(self, unit: Sequence[Shape]) -> int:
+        """Of its reduction."""
+        return self._padded(trained_of(unit), self._reduced)
+
+    def _slice_of(self, unit: Sequence[Shape]) -> int:
+        """Its reduced gradients."""
+        return bytes_of(trained_of(unit), self._layout.shards)
+
     def _accumulated(self, unit: Sequence[Shape]) -> int:
-        return bytes_of(unit, None, self._reduced)
+        return bytes_of(trained_of(unit), None, self._reduced)
 
     def _of_passes(self, before: bool) -> tuple[int, int, int]:
         """Left by passes before: reduced gradients, whole ones, the last buffer of a reduction."""
@@ -181,7 +197,8 @@ class Held:
         """Bytes of such shards, when so many blocks are through with a pass that reduces."""
         apart = self._apart(before)
         found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
-        return sum(bytes_of(unit, self._layout.shards, self._reduced) for unit in found)
+        shards = self._layout.shards
+        return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in found)
 
     def _forward(self, before: bool, fresh: bool) -> list[Moment]:
         """At the loss, in the last block, and where what was gathered is copied out."""
@@ -210,7 +227,7 @@ class Held:
         """`freed`: a pass before has freed what forward gathered."""
         free = self._free or freed
         whole = self._root if free else self._gathered
-        trace, units, shards = self.trace, self._units, self._layout.shards
+        trace, units = self.trace, self._units
         early, aside, kept = self._of_passes(before)
         own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
         other = whole + aside + kept + self._all_reduced(before, 0)
@@ -229,7 +246,7 @@ class Held:
             if not before:
                 moments.append(self._first_ends())
             return moments
-        root_slices, block_slices = (bytes_of(units[i], shards) for i in (0, -1))
+        root_slices, block_slices = (self._slice_of(units[i]) for i in (0, -1))
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
 
         def gathered(back: int, below: int) -> int:
@@ -256,7 +273,7 @@ class Held:
             other += self._all_reduced(before, back) - self._padded(experts[0])
             other -= self._accumulated(experts[0]) if aside else 0
             held = below * trace.block_saved if which else 0
-            buffer = self._padded(experts[0], self._reduced)
+            buffer = self._buffer_of(experts[0])
             reducing = other + self._reducing(experts[0], before)
             moments += [
                 Moment("blocks", done, trace.experts[which] + held, reducing),
@@ -294,6 +311,7 @@ class Held:
 
     def _casting(self, unit: Sequence[Shape]) -> int:
         """Most while gradients are cast to the format of the reduction, one by one."""
+        unit = trained_of(unit)
         if self._compute == self._reduced:
             return self._accumulated(unit)
         most, cast, left = 0, 0, bytes_of(unit, None, self._compute)
@@ -307,7 +325,8 @@ class Held:
         """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
         into another, beside the last of the gradients, which torch still refers to; one rank does
         not, but with replicas divides by 1 in between, which makes a third."""
-        buffer = self._padded(unit, self._reduced)
+        unit = trained_of(unit)
+        buffer = self._buffer_of(unit)
         ranks = unit[0].over(self._layout.shards) if unit else 1
         summed = before and not self._every_pass
         gradients = max(self._padded(unit), self._accumulated(unit) if summed else 0)
@@ -323,12 +342,13 @@ class Held:
         _, aside, _ = self._of_passes(before)
         added = before and self._compute == self._reduced  # to those of passes before
         units = [part for unit in self._units for part in parts_of(unit)]
-        whole = [0 if added else bytes_of(unit, None, self._compute) for unit in units]
+        made = [bytes_of(trained_of(unit), None, self._compute) for unit in units]
+        whole = [0 if added else size for size in made]
         other = self._gathered + aside
         moments, done = [], 0
         for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
             moments.append(Moment("blocks", 0, held, other + done))
-            done += 0 if added else bytes_of(unit, None, self._compute)
+            done += 0 if added else bytes_of(trained_of(unit), None, self._compute)
         moments.append(Moment("blocks", 0, 0, other + sum(whole)))
         if not last:
             if not before:
@@ -340,7 +360,7 @@ class Held:
             other = sum(self._padded(units[n]) + whole[n] for n in after)
             if before:
                 other += sum(self._accumulated(units[n]) for n in after)
-            done = sum(bytes_of(one, self._layout.shards) for one in units[:number])
+            done = sum(map(self._slice_of, units[:number]))
             moments.append(Moment("reduce", done, 0, other + self._reducing(unit, before)))
         return moments
 
@@ -351,7 +371,7 @@ class Unsharded:
 
     def __init__(self, stage: Stage, trace: Trace) -> None:
         self.trace, self._stage = trace, stage
-        self._root, *blocks = map(bytes_of, stage.units)
+        self._root, *blocks = (bytes_of(trained_of(unit)) for unit in stage.units)
         self._block = blocks[-1] if blocks else 0
         self._whole = self._root + sum(blocks)
 
@@ -388,8 +408,8 @@ class Unsharded:
 
 def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
     """The moments of a step under DDP. `gathered`: at the peak of ZeRO-1's gather."""
-    shapes = [shape for unit in stage.units for shape in unit]
-    whole, root = bytes_of(shapes), bytes_of(stage.units[0])
+    shapes = [shape for unit in stage.units for shape in trained_of(unit)]
+    whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
     several = layout.passes > 1
     moments = [Moment("update", whole, 0, gathered)]
     if layout.replicas > 1:
@@ -400,13 +420,13 @@ def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> li
             Moment("blocks", whole, trace.last_backward, aside),
             Moment("end", whole, trace.tail_backward, min(aside, root)),
         ]
-        block = bytes_of(stage.units[-1])
+        block = bytes_of(trained_of(stage.units[-1]))
         for back, below in inner_blocks(stage):
             held = trace.first_backward + below * trace.block_saved
             moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
         return moments
     # Gradients of passes before are all there; else those of what the trace is through with.
-    before, block = (whole, 0) if several else (0, bytes_of(stage.units[-1]))
+    before, block = (whole, 0) if several else (0, bytes_of(trained_of(stage.units[-1])))
     moments += [
         Moment("forward", before, trace.head_forward),
         Moment("head", before, trace.head_backward),

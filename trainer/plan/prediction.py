@@ -16,7 +16,7 @@ from trainer.parallel.schedules import (
     bubble_formula,
     schedule,
 )
-from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of
+from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of, trained_of
 from trainer.plan.costs import Machine
 from trainer.plan.layout import Layout, layout_of
 from trainer.plan.memory import Memory, memory_of, messages_beside
@@ -253,8 +253,10 @@ def _of_node(
     on_disk: int,
 ) -> dict[str, Any]:
     """Fields of a checkpoint, and of a node whose ranks each have so many bytes."""
-    saved = sum(shape.saved_bytes for unit in blueprint.units for shape in unit)
-    checkpoint = saved + blueprint.buffers
+    adapter = recipe.model.adapter  # what is under it is in no checkpoint
+    units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
+    saved = sum(shape.saved_bytes for unit in units for shape in unit)
+    checkpoint = saved + (0 if adapter else blueprint.buffers)
     slot = checkpoint * local_world_size // world_size
     memory, disk = local_world_size * on_host, local_world_size * on_disk
     if recipe.checkpoint.slot_directory is not None:

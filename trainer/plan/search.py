@@ -204,7 +204,7 @@ def _layouts(
     apart = _experts_apart(machine, blueprint)
     powers = [1 << n for n in range(machine.world_size.bit_length())]
     state = sum(
-        shape.moment_bytes(1) + 8 * shape.rows * shape.row
+        shape.moment_bytes(1) + (shape.itemsize + 4 * shape.trained) * shape.rows * shape.row
         for unit in blueprint.units
         for shape in unit
     )

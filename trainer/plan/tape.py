@@ -120,7 +120,7 @@ class Tape(LiveTensors):
         self._before_weights: list[int] = []
         """And of all: when the weights of the head, the last block and the first one begin, and
         when all are through."""
-        self._keeps_output = self._keeps_gradients = False
+        self._keeps_output = self._keeps_gradients = self._apart = False
         """Whether what comes out of the blocks does."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
@@ -139,10 +139,13 @@ class Tape(LiveTensors):
         keep_gradients: bool,
         in_two: bool = False,
         experts: Iterable[nn.Module] = (),
+        frozen_below: bool = False,
     ) -> None:
         """The model of the pass that comes, whose backward is to be `backward_in_two` or not;
-        `experts` are divided, and FSDP reduces their gradients apart."""
+        `experts` are divided, and FSDP reduces their gradients apart. `frozen_below`: nothing below
+        the blocks is trained, so the first one has no gradient of its input, as all others do."""
         self._keeps_gradients = keep_gradients
+        self._apart = in_two or frozen_below
         self._watch(list(blocks), in_two)
         for module in experts:
             module.register_forward_pre_hook(self._before_experts)
@@ -150,7 +153,8 @@ class Tape(LiveTensors):
         model.register_forward_hook(lambda *_: self._note_alive())
         if not keep_gradients:
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(_drop)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_drop)
 
     def send(self, whom: str, nbytes: float, calls: int = 1) -> None:
         """In the phase that is under way."""
@@ -175,9 +179,10 @@ class Tape(LiveTensors):
                     self._note_end(inputs)
                 if number == last:
                     self._forward_entry = self.total()
-                if number == 0 and in_two:  # as if it came from another stage
-                    self._given = inputs[0].detach().requires_grad_()
-                    inputs = (self._given, *inputs[1:])
+                if number == 0 and self._apart:  # as if it came from another block, or stage
+                    given = inputs[0].detach().requires_grad_()
+                    self._given = given if in_two else None
+                    inputs = (given, *inputs[1:])
                 self._enter("others" if number else "first")
                 following = ("tail", "first back", "others back")[min(number, 2)]
                 _on_gradient(inputs, lambda: self._leave(block, following))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.parallel.schedules import Arrangement, Kind, Order, Simulation, simulate
-from trainer.plan.blueprint import Stage, counted
+from trainer.plan.blueprint import Stage, bytes_of, counted
 from trainer.plan.costs import (
     ADDITION_TRAFFIC,
     BANDWIDTH_SHARE,
@@ -182,8 +182,9 @@ def _offload(
     update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
     often = gathering_passes(recipe, layout)
     gathers = 2 * layout.passes if recipe.gathers_twice else often
-    itemsize = 4 if recipe.precision.master == "fp32" else 2  # as the shards are
-    moved = itemsize * owned * (gathers + layout.reductions)
+    held = sum(count * bytes_of(unit, cut) for unit, count in units)
+    itemsize = 4 if recipe.precision.master == "fp32" else 2
+    moved = gathers * held + itemsize * owned * layout.reductions  # shards, and their gradients
     transfers = moved / machine.gpu.pcie
     if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
         from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH

@@ -115,6 +115,7 @@ def _taped(
     if untied and isinstance(model, Decoder) and model.lm_head is None:
         sizes = model.model.architecture
         model.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False, device="meta")
+        model.lm_head.weight.requires_grad_(model.model.embed_tokens.weight.requires_grad)
     blocks = repeated_blocks(model)
     depth = len(blocks)
     tape = Tape(depth, blueprint.seq_len, compiled)
@@ -157,7 +158,11 @@ def _taped(
             elif blueprint.documents == "cu_seqlens":
                 ends = room_for_documents(*shape) + 1
                 inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
-            tape.follow(model, blocks, keep_gradients=keep, in_two=in_two, experts=experts)
+            below = model.model.embed_tokens if isinstance(model, Decoder) else None
+            tape.follow(
+                model, blocks, keep_gradients=keep, in_two=in_two, experts=experts,
+                frozen_below=below is not None and not below.weight.requires_grad,
+            )  # fmt: skip
             if gpu:
                 stack.enter_context(cuda_kernels(*gpu))
             stack.enter_context(imagined)

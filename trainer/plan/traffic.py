@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainer.parallel.ddp import BUCKET_BYTES
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.blueprint import Stage, counted
+from trainer.plan.blueprint import Stage, counted, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
@@ -113,6 +113,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         calls = sum(count for part, count in parts if part)
         whole = sum(count * sum(s.gathered(shards) for s in part) for part, count in parts)
         root = sum(shape.gathered(shards) for shape in roots if shape.ep == ep)
+        trained = sum(c * sum(s.gathered(shards) for s in trained_of(part)) for part, c in parts)
         stride = ep if ep > 1 else strategy.tp
         first, again = often * whole, 0
         if recipe.gathers_twice:
@@ -120,7 +121,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
             first = again + kept * root
         forward.append(Collective(compute * first, 1, ranks, stride, often * calls))
         backward.append(Collective(compute * again, 1, ranks, stride, passes * calls))
-        payload = layout.reductions * reduced * whole
+        payload = layout.reductions * reduced * trained
         calls *= layout.reductions
         reductions.append(Collective(payload, 1, ranks, stride, calls))
         reductions.append(Collective(payload // ranks, 2, layout.replicas, apart, calls))
@@ -145,14 +146,15 @@ def messages_of(
 def tied_gradients_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Collective:
     """What the first and the last stage of a pipeline send each other in a step: their gradients of
     a tied embedding, each its shard."""
-    shapes = [shape for stage in stages for shape in stage.tied]
+    shapes = [shape for stage in stages for shape in trained_of(stage.tied)]
     apart = recipe.strategy.tp * layout.shards * max(1, recipe.strategy.pp - 1)
     payload = sum(shape.sharded(layout.shards) * shape.itemsize for shape in shapes)
     return Collective(payload, 2, 2, apart)
 
 
 def elements(stages: Sequence[Stage], ranks: int) -> int:
-    """Elements of the first of `ranks` slices of all parameters."""
+    """Elements of the first of `ranks` slices of all trained parameters."""
     return sum(
-        count * sum(shape.sharded(ranks) for shape in unit) for unit, count in counted(stages)
+        count * sum(shape.sharded(ranks) for shape in trained_of(unit))
+        for unit, count in counted(stages)
     )

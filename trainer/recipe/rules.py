@@ -38,6 +38,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "model.architecture.model_type",
             f"no family {found!r} ({close}); a family of your own is named in model.family",
         )
+    yield from _adapter_contradictions(recipe)
     yield from _tensor_contradictions(recipe)
     yield from _pipeline_contradictions(recipe)
     yield from _context_contradictions(recipe)
@@ -118,6 +119,38 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if schedule.name != "wsd" and schedule.decay_steps:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+
+
+def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    model, adapter, strategy = recipe.model, recipe.model.adapter, recipe.strategy
+    if adapter is None:
+        return
+    if model.kgat or model.factory:
+        named = "kgat" if model.kgat else "factory"
+        yield "model.adapter", f"a model of model.{named} has no adapters yet; remove it"
+    elif not model.init_from:
+        yield (
+            "model.adapter",
+            "is trained over published weights; name their directory in model.init_from",
+        )
+    if adapter.targets == ():
+        yield "model.adapter.targets", "the list is empty; name linear layers, or all-linear"
+    if adapter.base == "bf16" and recipe.precision.dtype != "bf16":
+        yield (
+            "model.adapter.base",
+            f"bf16 would round what precision.dtype={recipe.precision.dtype} computes with; set "
+            "model.adapter.base=fp32, or precision.dtype=bf16",
+        )
+    if adapter.dropout and strategy.together > 1:
+        yield (
+            "model.adapter.dropout",
+            "draws other numbers on ranks that compute a sample together (strategy.tp, pp, cp); "
+            "set 0",
+        )
+    if recipe.precision.matmul:
+        yield "precision.matmul", "has no products for layers with adapters yet; remove it"
+    if recipe.precision.master != "fp32":
+        yield "precision.master", "an adapter is float32, and what is under it model.adapter.base; set fp32"
 
 
 def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -55,6 +55,36 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """LoRA (Hu et al. 2021): the weights of `init_from` stay as they are, and two small matrices A
+    and B beside each of its linear layers are trained. A layer then gives W x + alpha / rank · B A
+    x. See docs/fine_tuning.md."""
+
+    rank: Positive = 16
+    """Rows of A, and columns of B."""
+
+    alpha: Amount = 32.0
+    """Numerator of alpha / rank."""
+
+    rslora: bool = False
+    """Divide alpha by the root of the rank instead of the rank (Kalajdzievski 2023)."""
+
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of linear layers of the blocks, or how these names end: `q_proj`,
+    `layers.0.mlp.up_proj`. all-linear: all of them."""
+
+    dropout: Share = 0.0
+    """Share of the elements of x that training leaves out of A x."""
+
+    base: Literal["bf16", "fp32"] = "bf16"
+    """Format of the weights that are not trained. bf16 goes with `precision.dtype: bf16`."""
+
+    also: tuple[str, ...] = ()
+    """Names of modules that are trained whole, or how these names end: `lm_head`. PEFT calls them
+    modules_to_save."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`, which may come
     with `init_from`."""
@@ -69,6 +99,10 @@ class Model:
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
     architecture and weights the run starts from."""
+
+    adapter: Adapter | None = None
+    """Train an adapter over the weights of `init_from` instead of these. Checkpoints hold the
+    adapter alone, as PEFT does. `adapter: {}` is LoRA of rank 16 in all linear layers."""
 
     factory: str | None = None
     """`package.module:function` that returns any nn.Module; see docs/your_model.md."""

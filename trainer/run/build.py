@@ -60,8 +60,12 @@ def build(
     plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
     with (
         TensorCheckpointer(
-            recipe.checkpoint_directory, recipe.checkpoint, group, spare
-        ) as checkpointer,
+            recipe.checkpoint_directory,
+            recipe.checkpoint,
+            group,
+            spare,
+            adapter=bool(recipe.model.adapter),
+        ) as checkpointer,  # fmt: skip
         given_up(checkpointer, recall),
         attention_kernel(recipe, task, world.device) as attention,
     ):
@@ -213,7 +217,7 @@ def describe(run: Run) -> str:
     if max(sizes) > 1 or placed:
         placed.insert(0, placement(recipe, world.world_size, world.local_world_size))
     lines = [
-        f"{task.name}: {task.parameter_count / 1e6:,.1f} M parameters, "
+        f"{task.name}: {task.sizes}, "
         f"{formats}, {strategy} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{run.plan} {stream.describe(run.plan.global_batch)}",

@@ -60,7 +60,7 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     if recipe.exact:  # other kernels round otherwise
         found |= machine(found["run.device"])
     if recipe.model.init_from:
-        found["model.init_from"] = _digest(_weights(Path(recipe.model.init_from)))
+        found["model.init_from"] = weights_digest(Path(recipe.model.init_from))
     for key, name in recipe.own_code.items():
         found[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
     return found if data is None else with_data(found, data)
@@ -255,6 +255,15 @@ def _module_source(name: str) -> Iterator[bytes]:
 def _folders(package: str) -> Sequence[Path]:
     spec = find_spec(package)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+
+
+def weights_digest(directory: Path) -> str:
+    """Digest by which a run knows the weights that it began with, or that are under its adapter.
+
+    Raises:
+        DamagedCheckpoint, StorageError: there are none that can be read.
+    """
+    return _digest(_weights(directory))
 
 
 def _weights(directory: Path) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,9 +36,17 @@ LONGEST_SHOWN = 40
 """Characters of a value."""
 
 
-def run_state(recipe: Recipe, task: Task, world: World) -> dict[str, Any]:
-    """The part of trainer_state.json that does not change from step to step."""
+def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -> dict[str, Any]:
+    """The part of trainer_state.json that does not change from step to step. `init_from`: digest
+    of the weights that the run began with."""
+    adapter, base = recipe.model.adapter, recipe.model.init_from
+    under = {"path": os.path.abspath(base or ""), "fingerprint": init_from}
     return {
+        **({"base": {**under, "format": adapter.base}} if adapter else {}),
+        "parameters": {
+            "trained": task.trained_count,
+            "frozen": task.parameter_count - task.trained_count,
+        },
         "data": {"fingerprint": task.stream.fingerprint, "seq_len": recipe.data.seq_len},
         "seed": recipe.run.seed,
         "rng": "derived from the seed and the position in the data; nothing to restore",
@@ -93,8 +102,10 @@ def check_resume(
         )
     saved = state["recipe"]["model"]
     ours = resolved(recipe)["model"]
-    for key in ("architecture", "family", "factory", "factory_options", "kgat"):
+    for key in ("architecture", "family", "factory", "factory_options", "kgat", "adapter"):
         there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
+        if there and here and key == "adapter":  # what training draws may change
+            there = {**there, "dropout": here["dropout"]}
         names = [key] if there != here else []
         if isinstance(there, dict) and isinstance(here, dict):
             names = [
@@ -134,6 +145,12 @@ def check_resume(
         if began is None and not state["recipe"]["model"].get("init_from"):
             began = ""
         if began is not None and began != init_from:
+            if recipe.model.adapter:
+                raise RecipeError(
+                    f"model.init_from: the adapter in {path} was trained over other weights than "
+                    f"those in {recipe.model.init_from} (fingerprint {began} there, {init_from} "
+                    "here); name the directory of those weights, or choose a new run.dir"
+                )
             raise RecipeError(
                 f"model.init_from: the run began with other weights than those in "
                 f"{recipe.model.init_from}, which would be left unread; name the weights that it "

@@ -33,6 +33,7 @@ def restore(
     init_from: str,
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
+    What is under an adapter is loaded from `model.init_from` at every start.
 
     `init_from` is the digest of the weights in `model.init_from`, "" without any. Returns the
     progress, and the state of the checkpoint, None without one.
@@ -46,17 +47,23 @@ def restore(
         there = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, there, init_from)
         targets.put()
-    given = [name for name in model.tensors if task.pretrained is None or name in task.pretrained]
-    if state is None and not (recipe.model.init_from and len(given) == len(model.tensors)):
+    adapter = recipe.model.adapter
+    if adapter:  # what is under it is in no checkpoint
+        wanted = model.under_adapter(whole=state is None)
+    else:
+        given = task.pretrained
+        wanted = {name: t for name, t in model.tensors.items() if given is None or name in given}
+    complete = recipe.model.init_from and not adapter and len(wanted) == len(model.tensors)
+    if state is None and not complete:
         model.draw_weights()
-    if state is None and recipe.model.init_from:
+    if recipe.model.init_from and (state is None or adapter):
         load_model(
             recipe.model.init_from,
-            {name: model.tensors[name] for name in given},
+            wanted,
             verify=recipe.checkpoint.verify,
-            optional=model.tensors,
+            optional=model.under_adapter(whole=True) if adapter else model.tensors,
             tied=TIED_COPIES,
-            finite=model.tensors.keys() - model.buffers().keys(),
+            finite=wanted.keys() - model.buffers().keys(),
             group=dist.group.WORLD,
         )
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
@@ -123,7 +130,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
                 **asdict(run.progress),
                 **({KEPT: kept} if kept else {}),
                 "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
-                **run_state(run.recipe, run.task, run.world),
+                **run_state(run.recipe, run.task, run.world, run.progress.init_from),
                 **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
             },
             files=run.task.files,

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
+from checkpointing.format.peft import is_part
 from trainer.data.loader import Documents, TokenStream
 from trainer.data.sample_stream import count_of
 from trainer.data.shards import read_index
@@ -20,8 +22,10 @@ from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.model import KGAT, Adjacency, initial_tensor
 from trainer.kgat.stream import GraphStream, UserStream
 from trainer.models import Decoder, Family, read_config
+from trainer.models.adapter import adapter_config, add_adapters
+from trainer.models.adapter import draw as draw_part
 from trainer.models.family import family_of, find_family
-from trainer.models.model_files import files_beside, files_without_tokenizer, of_bf16
+from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory, refusing
@@ -40,6 +44,7 @@ from trainer.tasks.own_model import (
 if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
+EMBEDDING = "model.embed_tokens.weight"
 LARGEST_OWN_VOCABULARY = 65_536
 """Tokens that a tokenizer for a small model is trained to have; more have those of known models."""
 AfterStep = Callable[["ParallelModel", int], None]
@@ -75,6 +80,8 @@ class Task:
     flops_per_token: float
     """See `Family.flops_per_token`."""
     parameter_count: int
+    trained_count: int
+    """Parameters that the optimizer updates; the others are frozen."""
     pretrained: Collection[str] | None = None
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
     unit: str = "tokens"
@@ -95,6 +102,14 @@ class Task:
     after_step: AfterStep | None = None
     """Called on all ranks after each step, with the parallel model and the samples consumed so far:
     for what changes in the model besides by the optimizer."""
+
+    @property
+    def sizes(self) -> str:
+        """How many parameters there are, and how many of them are trained."""
+        if self.trained_count == self.parameter_count:
+            return f"{self.parameter_count / 1e6:,.1f} M parameters"
+        frozen = self.parameter_count - self.trained_count
+        return f"{self.trained_count:,} parameters trained, {frozen:,} frozen"
 
 
 def optimizer_options(recipe: Recipe, task: Task) -> Optimizer:
@@ -119,7 +134,7 @@ def build_task(recipe: Recipe) -> Task:
         notes += give_next_tokens(recipe, model)
         documents = ["document_ids"] if recipe.data.document_mask else []
         check_signature(recipe, model, ["input_ids", "labels", *documents])
-        parameters = sum(p.numel() for p in model.parameters())
+        parameters, trained = _counts(model)
         return Task(
             type(model).__name__,
             model,
@@ -130,6 +145,7 @@ def build_task(recipe: Recipe) -> Task:
             {},
             6.0 * parameters,
             parameters,
+            trained,
             notes=[*notes, *_of_chats(stream)],
             **_counting(stream),
         )
@@ -143,20 +159,19 @@ def build_task(recipe: Recipe) -> Task:
     )
     if recipe.precision.master == "bf16_stochastic":
         files = of_bf16(files)
-    parameters = sum(p.numel() for p in decoder.parameters())
     return Task(
-        f"{architecture.model_type} decoder",
+        _name(recipe, architecture),
         decoder,
         list(decoder.blocks),
         fill,
         stream,
         validation,
-        files,
-        family.flops_per_token(architecture, parameters, recipe.data.seq_len),
-        parameters,
+        _with_adapter(recipe, decoder, files),
+        _flops_per_token(decoder, recipe.data.seq_len),
+        *_counts(decoder),
         notes=[*of_formats, *notes, *_of_chats(stream)],
         groups=family.groups,
-        after_step=_after_step(family),
+        after_step=_after_step(recipe, family),
         **_counting(stream),
     )
 
@@ -184,10 +199,50 @@ def _of_chats(stream: TokenStream) -> list[str]:
     return notes
 
 
-def _after_step(family: Family) -> AfterStep | None:
-    """What a family does after a step, to what is trained: the model of a task may be copied."""
+def _name(recipe: Recipe, architecture: Architecture) -> str:
+    adapter, name = recipe.model.adapter, f"{architecture.model_type} decoder"
+    if adapter is None:
+        return name
+    lora = f"LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}"
+    return f"{name} with an adapter ({lora}, over {adapter.base})"
+
+
+def _counts(model: nn.Module) -> tuple[int, int]:
+    """(parameters, those that are trained)."""
+    parameters = [*model.parameters()]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return sum(p.numel() for p in parameters), trained
+
+
+def _flops_per_token(decoder: Decoder, seq_len: int) -> float:
+    """See `Family.flops_per_token`."""
+    architecture, named = decoder.model.architecture, dict(decoder.named_parameters())
+    frozen = {name for name, p in named.items() if not p.requires_grad}
+    if not architecture.tie_word_embeddings:
+        frozen -= {EMBEDDING}  # a look-up, no product
+    return decoder.family.flops_per_token(
+        architecture,
+        sum(p.numel() for p in named.values()),
+        seq_len,
+        sum(named[name].numel() for name in frozen),
+    )
+
+
+def _with_adapter(recipe: Recipe, decoder: Decoder, files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of a checkpoint, where it holds an adapter. Without config.json, or transformers
+    would take it for a whole model, with random weights."""
+    adapter, base = recipe.model.adapter, recipe.model.init_from
+    if adapter is None or base is None:
+        return files
+    rest = {name: data for name, data in files.items() if name != CONFIG}
+    return {**rest, ADAPTER_CONFIG: adapter_config(decoder, adapter, base)}
+
+
+def _after_step(recipe: Recipe, family: Family) -> AfterStep | None:
+    """What a family does after a step, to what is trained: the model of a task may be copied. What
+    is under an adapter stays as it is."""
     change = family.after_step
-    if change is None:
+    if change is None or recipe.model.adapter:
         return None
 
     def after(model: "ParallelModel", _consumed: int) -> None:
@@ -218,8 +273,13 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
     if any(not isinstance(block, nn.Module) for block in decoder.blocks):
         raise RecipeError(f"model.family: the block of {named} is no nn.Module, but None")
     draw, seed = family.draw, recipe.run.seed
+    of_formats = keep_in_float32(recipe, decoder, named)
+    if recipe.model.adapter:
+        add_adapters(decoder, recipe.model.adapter)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if recipe.model.adapter and is_part(name):
+            return draw_part(name, shape, seed)
         with refusing("model.family", f"draw of {named}"):
             drawn = draw(name, shape, architecture, seed)
         if getattr(drawn, "shape", None) != shape:
@@ -229,7 +289,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
             )
         return drawn
 
-    return decoder, fill, keep_in_float32(recipe, decoder, named)
+    return decoder, fill, of_formats
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
@@ -259,20 +319,19 @@ def _build_on_samples(recipe: Recipe) -> Task:
         for batch in tried:
             check_decoder_inputs(batch, architecture.vocab_size, multiple)
         blocks, values, groups = list(model.blocks), _loss_values, family.groups
-        after_step = _after_step(family)
+        after_step = _after_step(recipe, family)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(architecture, start, family)
         if recipe.precision.master == "bf16_stochastic":
             files = of_bf16(files)
-        notes = [*of_formats, *notes]
-        name = f"{architecture.model_type} decoder"
+        files, notes = _with_adapter(recipe, model, files), [*of_formats, *notes]
+        name = _name(recipe, architecture)
     for batch in tried:
         check_signature(recipe, model, batch)
     validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
     count = count_of(inputs, rows, shifted=stream.shifted)
     return Task(
-        name, model, blocks, fill, stream, validation, files, 0.0,
-        sum(p.numel() for p in model.parameters()),
+        name, model, blocks, fill, stream, validation, files, 0.0, *_counts(model),
         unit="samples", notes=notes, usual_count=max(1.0, count / rows), tried=tried,
         groups=groups, after_step=after_step,
     )  # fmt: skip
@@ -302,10 +361,7 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
         model, blocks, _ = _call_factory(recipe)
         return model, blocks, 6.0 * sum(p.numel() for p in model.parameters())
     decoder, *_ = _decoder(recipe)
-    parameters = sum(p.numel() for p in decoder.parameters())
-    architecture, length = decoder.model.architecture, recipe.data.seq_len
-    flops = decoder.family.flops_per_token(architecture, parameters, length)
-    return decoder, list(decoder.blocks), flops
+    return decoder, list(decoder.blocks), _flops_per_token(decoder, recipe.data.seq_len)
 
 
 def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
@@ -350,7 +406,8 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         "relations": edges.relations,
         **asdict(options),
     }
-    files = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    files = {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    parameters, trained = _counts(model)
     for name, names in (("users.txt", data.user_names), ("items.txt", data.item_names)):
         if names:
             files[name] = "".join(f"{line}\n" for line in names).encode()
@@ -363,7 +420,8 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         validation=Evaluation(users, users.sequences, dict) if recipe.run.evaluate_every else None,
         files=files,
         flops_per_token=0.0,
-        parameter_count=sum(p.numel() for p in model.parameters()),
+        parameter_count=parameters,
+        trained_count=trained,
         pretrained=("user_embedding.weight", "entity_embedding.weight"),
         unit="samples",
         after_step=update_attention,

@@ -8,6 +8,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from checkpointing import load_model
+from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
+from checkpointing.format.untrusted import printable
+from checkpointing.storage.source import open_source
+from checkpointing.tools.merge import Adapter, open_adapter
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
@@ -16,6 +20,7 @@ from trainer.models.family import find_family
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.models.stacks import apart
 from trainer.recipe.architecture import Architecture
+from trainer.tools.adapters import base_of
 
 
 class GenerateError(ValueError):
@@ -39,7 +44,8 @@ def generate(
     over the text so far: this is for looking at a model, not for serving it.
 
     Args:
-        checkpoint_dir: directory with config.json, tokenizer.json and safetensors.
+        checkpoint_dir: directory with config.json, tokenizer.json and safetensors; or with an
+            adapter, whose adapter_config.json names the directory of the model under it.
         prompt: text, which may spell out special tokens; when it is empty, sampling starts after
             what the tokenizer puts before a text, or an end-of-document token.
         max_new_tokens: at most so many, fewer at an end-of-document token or at the model's
@@ -70,11 +76,12 @@ def generate(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise GenerateError(f"device={device}: torch finds no GPU here; use device=cpu")
     directory = Path(checkpoint_dir)
-    _check_directory(directory)
+    base = base_of(directory) if (directory / ADAPTER_CONFIG).is_file() else directory
+    _check_directory(base)
     known = find_family(family) if family else None
-    architecture = read_config(directory, known)
+    architecture = read_config(base, known)
     tokenizer = _read_tokenizer(directory, architecture)
-    beside = [directory / name for name in (CONFIG, GENERATION_CONFIG)]
+    beside = [base / CONFIG, directory / GENERATION_CONFIG]
     eos_ids = stop_ids(
         {file.name: read_bytes(file, follow=True) for file in beside if file.is_file()}, directory
     )
@@ -89,7 +96,10 @@ def generate(
             f"the prompt has {len(prompt_ids)} tokens, but {directory} takes {limit} "
             "(max_position_embeddings) with what follows; shorten it"
         )
-    model = load_decoder(directory, architecture, device, known)
+    model = load_decoder(base, architecture, device, known)
+    if base is not directory:
+        with open_source(directory) as source, open_adapter(source) as adapter:
+            add_to(model, adapter)
 
     def new_ids() -> Iterator[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -119,6 +129,28 @@ def load_decoder(
     trained = apart(dict(model.named_parameters()), model.stacks)
     load_model(directory, apart(tensors, model.stacks), tied=TIED_COPIES, finite=trained)
     return model.eval()
+
+
+@torch.no_grad()
+def add_to(model: Decoder, adapter: Adapter) -> None:
+    """Add an adapter to the weights of a model, in place, in float32.
+
+    Raises:
+        GenerateError: it is of another model.
+    """
+    named = dict(model.named_parameters())
+    for name in (*adapter.tensors.pairs, *adapter.tensors.whole):
+        weight, shape = named.get(name), adapter.shape_of(name)
+        if weight is None or tuple(weight.shape) != shape:
+            raise GenerateError(
+                f"the adapter is for a {printable(name)} of shape {list(shape)}, which the model "
+                "under it does not have; name the model that it was trained over"
+            )
+        if name in adapter.tensors.whole:
+            weight.copy_(adapter.read(adapter.tensors.whole[name]))
+        else:
+            a, b = adapter.matrices(name)
+            weight.copy_(torch.addmm(weight.float(), b.to(weight.device), a.to(weight.device)))
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

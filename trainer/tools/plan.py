@@ -105,6 +105,8 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
 def _headline(plan: Plan) -> str:
     recipe, millions = plan.recipe, plan.blueprint.parameter_count / 1e6
     count = f"{millions:,.1f} M" if millions < 100 else f"{millions / 1e3:.2f} B"
+    if (trained := plan.blueprint.trained_count) < plan.blueprint.parameter_count:
+        count = f"{trained / 1e6:,.1f} M of {count}"
     return _fill(
         f"{count} parameters in {recipe.precision.dtype}, "
         f"{recipe.batch.global_batch} sequences of {recipe.data.seq_len:,} tokens per step, "
@@ -388,6 +390,7 @@ def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
     return {
         "machine": dataclasses.asdict(plan.machine),
         "parameter_count": plan.blueprint.parameter_count,
+        "trained_count": plan.blueprint.trained_count,
         "how": HOW,
         "assumptions": assumptions(plan),
         "room": ROOM,

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from checkpointing import CheckpointError, DamagedCheckpoint, StorageError, load_model
 from checkpointing.format.layout import BLOCK_BYTES, StoredTensor, TensorMeta
+from checkpointing.storage import source
 from checkpointing.storage.source import TensorReader
-from checkpointing.tools import convert
 from checkpointing.tools.convert import export, import_checkpoint
 from checkpointing.tools.inspect import show, verify
 from tests.checkpointing.stored import flip, raw, write_checkpoint
@@ -102,7 +102,7 @@ def test_transformers_opens_what_was_exported(run, model, tmp_path, dtype, limit
 
 
 def test_what_is_no_weight_stays_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "PIECE_BYTES", 16)
+    monkeypatch.setattr(source, "PIECE_BYTES", 16)
     model = {
         "big": torch.randn(17, 5, dtype=torch.float64),
         "half": torch.randn(9).half(),
@@ -234,7 +234,7 @@ def test_what_transformers_saved_becomes_a_checkpoint(model, tmp_path, shard):
 
 def test_blocks_and_files_are_those_of_a_save(tmp_path, monkeypatch):
     """Tensors larger than a block, and pieces that end anywhere in one."""
-    monkeypatch.setattr(convert, "PIECE_BYTES", 7_000_008)
+    monkeypatch.setattr(source, "PIECE_BYTES", 7_000_008)
     rows = BLOCK_BYTES // 4 // 1000
     model = {
         "a": torch.arange(2 * rows * 1000 + 3, dtype=torch.int32),

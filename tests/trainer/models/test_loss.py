@@ -104,3 +104,19 @@ def test_no_more_logits_than_a_chunk() -> None:
     with Largest() as largest, torch.no_grad():
         head_cross_entropy(hidden, weight, labels, 2 * V)
         assert largest.elements == V * D  # the weight: no gradients are made
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_frozen_head_gets_no_gradient_and_none_is_made(fused: bool) -> None:
+    expected = loss_and_gradients(torch.float32, 17, 7 * V, False)
+    hidden, weight, labels = inputs(torch.float32, 17)
+    weight.requires_grad_(False)
+    loss = head_cross_entropy(hidden, weight, labels, 7 * V, compiled() if fused else None)
+    assert loss.grad_fn is not None
+    of_hidden, of_weight = loss.grad_fn.next_functions[0][0].saved_tensors  # type: ignore
+    assert of_hidden.shape == (N, D)
+    assert of_weight is None
+    (loss * 3.0).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(loss.detach(), expected[0])
+    torch.testing.assert_close(hidden.grad, expected[1], rtol=1e-5, atol=1e-6)

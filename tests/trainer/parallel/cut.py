@@ -3,6 +3,7 @@ python -m tests.trainer.parallel.cut"""
 
 from collections.abc import Callable
 from itertools import product
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,12 @@ def compare_losses(rank: int, ranks: Together, mesh: DeviceMesh) -> None:
     close(cut.grad.full_tensor(), wanted[1].grad)  # type: ignore[arg-type]
     with torch.no_grad():
         close(VocabularyLoss(ranks)(given, cut, labels), expected)
+    again = given.detach().requires_grad_()
+    frozen = nn.Parameter(cut.detach(), requires_grad=False)
+    with mock.patch.object(tensor, "add_product") as made:
+        (VocabularyLoss(ranks)(again, frozen, labels) * 5).backward()
+    assert not made.called, "a frozen head needs no gradient"
+    assert torch.equal(again.grad, given.grad)  # type: ignore[arg-type]
 
 
 class Own(nn.Module):

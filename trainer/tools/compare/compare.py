@@ -126,6 +126,7 @@ def run_comparison(
     if recipe:
         task = build_task(recipe)
         unit = task.unit
+        print(f"{task.name}: {task.sizes}", flush=True)
         found = [_checked(one, task, ranks) for one in found]
         del task  # a user's own model takes memory
     if not any(one.recipe for one in found):

@@ -129,10 +129,13 @@ def describe(where: dict[str, Any]) -> str:
     """Conditions in a line."""
     recipe = where["recipe"]
     tokens = bool(recipe["data"]["sources"])
+    adapter = recipe["model"].get("adapter")
+    trained = f", LoRA of rank {adapter['rank']}" if adapter else ""
     samples = "" if not tokens else f", sequences of {recipe['data']['seq_len']}"
     return (
         f"{where['ranks']} rank(s) on {where['machine']}, torch {where['torch']}, {where['date']}; "
-        f"{recipe['precision']['dtype']}, global batch {recipe['batch']['global_batch']}{samples}; "
+        f"{recipe['precision']['dtype']}{trained}, "
+        f"global batch {recipe['batch']['global_batch']}{samples}; "
         f"{where['timed_steps']} timed steps each"
     )
 

@@ -1,0 +1,140 @@
+"""Adapters as PEFT keeps them: names of files and of tensors, and adapter_config.json. Pure."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkpointing.errors import DamagedCheckpoint, StorageError
+from checkpointing.format.untrusted import a_text, count, number, printable, read_object
+
+CONFIG = "adapter_config.json"
+PARTS = "lora_A", "lora_B"
+"""Last parts of the FQN of the matrices of a layer."""
+_PREFIX = "base_model.model."
+_PLAIN: Mapping[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False,
+    "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None,
+}  # fmt: skip
+"""Keys of adapter_config.json that change what is computed → the one value that is known here."""
+
+
+def is_part(name: str) -> bool:
+    """Whether a parameter is a matrix of an adapter, by its FQN."""
+    return name.rpartition(".")[2] in PARTS
+
+
+def name_in_file(name: str) -> str:
+    """FQN of a parameter → its name in adapter_model.safetensors."""
+    return f"{_PREFIX}{name}.weight" if is_part(name) else f"{_PREFIX}{name}"
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """What a file of an adapter holds, by the FQN of the parameters under it."""
+
+    pairs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """FQN of a weight → names of A and B in the file."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """FQN of a parameter that was trained whole → its name in the file."""
+
+
+def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
+    """What the tensors of an adapter with these names are; `where` names it in messages.
+
+    Raises:
+        DamagedCheckpoint: one of a pair is missing.
+        StorageError: a tensor is none that LoRA has.
+    """
+    found, parts = AdapterTensors(), dict[str, dict[str, str]]()
+    for name in names:
+        fqn = name.removeprefix(_PREFIX)
+        if fqn == name:
+            raise StorageError(f"{where}: {printable(name)} is no tensor of an adapter of PEFT")
+        module, _, part = fqn.removesuffix(".weight").rpartition(".")
+        if part in PARTS:
+            parts.setdefault(f"{module}.weight", {})[part] = name
+        elif "lora_" in fqn:
+            raise StorageError(f"{where}: {printable(name)} is of a kind that is not supported")
+        else:
+            found.whole[fqn] = name
+    for weight, pair in parts.items():
+        if len(pair) < len(PARTS):
+            raise DamagedCheckpoint(f"{where}: of {printable(weight)} it has A or B alone")
+        found.pairs[weight] = pair["lora_A"], pair["lora_B"]
+    return found
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says that a reader has to know."""
+
+    base: str
+    """Directory of the model under the adapter; "" if it names none."""
+    scale: float
+    """By what B A is multiplied."""
+
+
+def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    """By what B A is multiplied."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def write_config(
+    *,
+    base: str,
+    rank: int,
+    alpha: float,
+    rslora: bool,
+    dropout: float,
+    targets: Sequence[str],
+    whole: Sequence[str],
+) -> bytes:
+    """adapter_config.json of LoRA.
+
+    Args:
+        base: directory of the model under it.
+        rank: of all matrices.
+        alpha: numerator of the scale.
+        rslora: divide it by the root of the rank.
+        dropout: of the input of A in training.
+        targets: names of the linear layers, or how they end.
+        whole: likewise of modules that are trained whole.
+    """
+    config = {
+        **_PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": rslora,
+        "lora_dropout": dropout,
+        "target_modules": sorted(targets),
+        "modules_to_save": sorted(whole) or None,
+    }
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def read_config(data: bytes, where: str) -> AdapterConfig:
+    """What adapter_config.json says; `where` is its path, for messages.
+
+    Raises:
+        DamagedCheckpoint: it is malformed.
+        StorageError: the adapter computes something else than LoRA.
+    """
+    try:
+        config = read_object(data)
+        for key, plain in _PLAIN.items():
+            if config.get(key, plain) != plain and (config[key] or plain):
+                raise StorageError(
+                    f"{where}: {key}={printable(str(config[key]))} is not supported, only {plain}; "
+                    "merge it with PEFT (merge_and_unload)"
+                )
+        rank, alpha = max(1, count(config["r"])), number(config["lora_alpha"])
+        base = config.get("base_model_name_or_path")
+        rslora = config.get("use_rslora", False) is True
+        return AdapterConfig(a_text(base) if base else "", scale_of(rank, alpha, rslora))
+    except (ValueError, KeyError) as error:
+        raise DamagedCheckpoint(f"{where}: no adapter_config.json of LoRA: {error!a}") from error

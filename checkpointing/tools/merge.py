@@ -1,0 +1,125 @@
+"""An adapter of LoRA added to the model under it, a piece of a tensor at a time, in float32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from checkpointing.errors import WrongModel
+from checkpointing.format.layout import StoredTensor
+from checkpointing.format.peft import CONFIG, adapter_tensors, read_config
+from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
+from checkpointing.format.untrusted import printable
+from checkpointing.load.published import by_model_names
+from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.reading import reading
+from checkpointing.storage.source import Source, TensorReader
+
+PIECE_ELEMENTS = 1 << 20
+"""Elements of a weight that are added to at a time, in whole rows; at least one."""
+
+
+class Adapter:
+    """What an adapter changes in a model, read from its files.
+
+    Args:
+        source: of the adapter.
+        reader: of its tensors.
+
+    Raises:
+        DamagedCheckpoint, StorageError: it is no adapter of LoRA, or damaged.
+    """
+
+    def __init__(self, source: Source, reader: TensorReader) -> None:
+        where = source.path / CONFIG
+        with reading(where):
+            data = storage_of(where).read(where)
+        self.config = read_config(data, str(where))
+        self.tensors = adapter_tensors(source.model, str(source.path))
+        self.stored, self.reader = source.model, reader
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of its file, in float32."""
+        stored = self.stored[name]
+        data = torch.empty(stored.meta.nbytes, dtype=torch.uint8)
+        self.reader.read(stored, 0, data.numpy().data)
+        return data.view(TORCH_DTYPES[stored.meta.dtype]).view(stored.meta.shape).float()
+
+    def matrices(self, weight: str) -> tuple[Tensor, Tensor]:
+        """(A (rank, in), B (out, rank) times the scale) for a weight, in float32."""
+        a, b = (self.read(name) for name in self.tensors.pairs[weight])
+        return a, b * self.config.scale
+
+    def shape_of(self, weight: str) -> tuple[int, ...]:
+        """The shape that a parameter under it has; () if that of A and B is none of theirs."""
+        if weight in self.tensors.whole:
+            return self.stored[self.tensors.whole[weight]].meta.shape
+        a, b = (self.stored[name].meta.shape for name in self.tensors.pairs[weight])
+        return (b[0], a[1]) if len(a) == len(b) == 2 and a[0] == b[1] else ()
+
+
+@contextmanager
+def open_adapter(source: Source) -> Iterator[Adapter]:
+    """Look into an adapter; its tensors can be read in the block."""
+    with TensorReader(source.path, source.records) as reader:
+        yield Adapter(source, reader)
+
+
+class Merged:
+    """The tensors of a model with an adapter added.
+
+    Args:
+        base: of the model.
+        adapter: trained over it.
+
+    Raises:
+        WrongModel: the adapter is of another model.
+    """
+
+    def __init__(self, base: Source, adapter: Adapter) -> None:
+        self._stored, self._adapter = base.model, adapter
+        changed = [*adapter.tensors.pairs, *adapter.tensors.whole]
+        named = by_model_names(base.model, changed)
+        places = {(stored.file, stored.begin): name for name, stored in base.model.items()}
+        self._changed: dict[str, str] = {}
+        """Name of a tensor in the files of the model → the adapter's name for it."""
+        for name in changed:
+            stored = named.get(name)
+            meta = stored and stored.meta
+            if stored is None or not fits(stored, adapter.shape_of(name)):
+                raise WrongModel(
+                    f"{base.path}: its {printable(name)} is {meta}, but the adapter is for one of "
+                    f"shape {list(adapter.shape_of(name))}: it was trained over another model"
+                )
+            self._changed[places[stored.file, stored.begin]] = name
+
+    def pieces(self, name: str, reader: TensorReader) -> tuple[str, Iterator[memoryview]]:
+        """(safetensors' dtype, the bytes in order) of a tensor by its name in the files of the
+        model, which `reader` reads."""
+        known, whole = self._changed.get(name), self._adapter.tensors.whole
+        if known is None:
+            return self._stored[name].meta.dtype, reader.pieces(self._stored[name])
+        if known in whole:
+            stored = self._adapter.stored[whole[known]]
+            return stored.meta.dtype, self._adapter.reader.pieces(stored)
+        return "F32", self._sums(self._stored[name], known, reader)
+
+    def _sums(self, stored: StoredTensor, name: str, reader: TensorReader) -> Iterator[memoryview]:
+        a, b = self._adapter.matrices(name)
+        rows, columns = stored.meta.shape
+        row_bytes = stored.meta.nbytes // rows
+        step = max(1, PIECE_ELEMENTS // columns)
+        for first in range(0, rows, step):
+            some = b[first : first + step]
+            data = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
+            reader.read(stored, first * row_bytes, data.numpy().data)
+            weight = data.view(TORCH_DTYPES[stored.meta.dtype]).view(len(some), columns)
+            yield as_bytes(torch.addmm(weight.float(), some, a)).numpy().data
+
+
+def fits(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
+    """Whether a stored weight is one of floating point numbers with this shape, and none of it
+    empty."""
+    is_float = TORCH_DTYPES[stored.meta.dtype].is_floating_point
+    return is_float and stored.meta.shape == shape and stored.meta.nbytes > 0

@@ -1,0 +1,86 @@
+"""A rank that leaves the gradients of an adapter under several layouts, those that it has, in
+OUT-RANK.safetensors: python -m tests.distributed.lora_gradients OUT RECIPE.yaml 'key=value …' …"""
+
+import sys
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpointing import load_model
+from elastic.world import World, join_world, leave_world
+from trainer.models import TIED_COPIES
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.passes import Call, Passed
+from trainer.recipe import Recipe, load_recipe
+from trainer.tasks.task import bare_model
+
+ROWS, LENGTH, VOCABULARY = 24, 16, 264
+
+
+def values(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Of A and B, which is not zero: or that of A would have no gradient."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator) * 0.1
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Inputs and labels; so few of some rows count that a mean of means would be another."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row, ignored in ((0, 9), (1, 14), (3, 2), (6, 15), (7, 15), (9, 12), (18, 16)):
+        labels[row, :ignored] = -100
+    return ids[:, :-1], labels
+
+
+def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
+    """Those of this rank's parameters, by FQN, whole."""
+    model, blocks, _ = bare_model(recipe)
+    mesh = build_mesh(recipe, world)
+    made = parallelize(model, blocks, mesh, recipe, world.device, values)
+    made.draw_weights()
+    under = made.under_adapter(whole=True)
+    load_model(recipe.model.init_from or "", under, tied=TIED_COPIES, group=dist.group.WORLD)
+    ids, labels = batch()
+    total = (labels != -100).sum()
+    inputs = [
+        {"input_ids": ids[row : row + 2], "labels": labels[row : row + 2]}
+        for row in range(2 * mesh.dp_rank, ROWS, 2 * mesh.dp_size)
+    ]
+
+    def compute(number: int, given: Mapping[str, Tensor], call: Call) -> Passed:
+        found = call(given)
+        if not isinstance(found, dict):
+            return found
+        return found["loss"] * ((inputs[number]["labels"] != -100).sum() / total)
+
+    made.run(inputs, compute, train=True)
+    made.collect_gradients()
+    frozen = [
+        name for name, p in made.parameters.items() if not p.requires_grad and p.grad is not None
+    ]
+    assert not frozen, f"frozen, with a gradient: {frozen}"
+    found = {}
+    for name, parameter in made.optimized.items():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            assert gradient is not None, name
+            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+if __name__ == "__main__":
+    out, path, *layouts = sys.argv[1:]
+    world = join_world("cpu", 60)
+    left = {
+        f"{number}/{name}": gradient.float().contiguous()
+        for number, layout in enumerate(layouts)
+        for name, gradient in gradients(load_recipe(path, layout.split()), world).items()
+    }
+    save_file(left, f"{out}-{world.rank}.safetensors")
+    leave_world(0)

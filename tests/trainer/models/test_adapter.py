@@ -1,0 +1,136 @@
+"""What of a model gets an adapter, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.models import Decoder
+from trainer.models.adapter import LoraLinear, add_adapters, draw
+from trainer.models.families.qwen3_moe import FAMILY as MOE
+from trainer.models.family import family_of
+from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.architecture import Architecture
+from trainer.recipe.sections import Adapter
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+RECIPE = """\
+run: {dir: runs/x, steps: 10}
+model: {init_from: base, adapter: {}}
+data: {sources: [{path: data/x}], seq_len: 16}
+batch: {global_batch: 4}
+optimizer: {lr: 1e-3}
+"""
+
+
+def decoder(model_type: str = "qwen3", **changes: Any) -> Decoder:
+    family = family_of(model_type)
+    options = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    if family is MOE:
+        changes["options"] = options
+    architecture = family.complete(Architecture(model_type=model_type, **{**SIZES, **changes}))
+    with torch.device("meta"):
+        return Decoder(architecture)
+
+
+def adapted(model: Decoder) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, LoraLinear)]
+
+
+def test_linear_layers_of_blocks_get_adapters_and_the_rest_is_frozen() -> None:
+    model = decoder()
+    names = [name for name, _ in model.named_parameters()]
+    add_adapters(model, Adapter(rank=4))
+    assert len(adapted(model)) == 7 * 2
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
+    assert [name for name, _ in model.named_parameters() if name not in trained] == names
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters() if not p.requires_grad)
+    model = decoder()
+    add_adapters(
+        model, Adapter(targets=("q_proj", "layers.1.mlp.up_proj"), also=("lm_head", "model.norm"))
+    )
+    assert adapted(model) == [
+        *(f"model.layers.{n}.self_attn.q_proj" for n in (0,)),
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+    whole = {name for name, p in model.named_parameters() if p.requires_grad and "lora" not in name}
+    assert whole == {"lm_head.weight", "model.norm.weight"}
+    assert model.get_parameter("lm_head.weight").dtype == torch.float32
+    model = decoder("qwen3_moe")
+    add_adapters(model, Adapter(targets=("q_proj",)))
+    assert len(adapted(model)) == 2
+
+
+def test_a_fresh_adapter_changes_nothing_and_one_of_rslora_more() -> None:
+    given = nn.Linear(8, 6)
+    layers = [LoraLinear(given, Adapter(rank=4, alpha=8, rslora=r)) for r in (False, True)]
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_A.copy_(draw("a.lora_A", (4, 8), 0))
+            layer.lora_B.copy_(draw("a.lora_B", (6, 4), 0))
+        assert layers[0](x).equal(given(x))
+        assert 0.2 < layers[0].lora_A.abs().max() <= 8**-0.5
+        assert not draw("b.lora_A", (4, 8), 0).equal(layers[0].lora_A)
+        for layer in layers:
+            layer.lora_B.fill_(1.0)
+        plain, more = (layer(x) - given(x) for layer in layers)
+        torch.testing.assert_close(more, plain * 2.0)  # 8 / √4 to 8 / 4
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({}, {"targets": ("qproj",)}, "no linear layer of a block is called qproj; they .* q_proj"),
+        ({}, {"targets": ("lm_head",)}, "no linear layer .* lm_head; .*model.adapter.also"),
+        ({}, {"also": ("lmhead",)}, "no module with parameters is called lmhead; they are called"),
+        ({}, {"also": ("mlp",)}, "also: mlp has .*gate_proj, which gets an adapter"),
+        ({"tie_word_embeddings": True}, {"also": ("embed_tokens",)}, "embed_tokens is tied to"),
+        ({"tie_word_embeddings": True}, {"also": ("lm_head",)}, "also: lm_head is tied to"),
+        ({"model_type": "qwen3_moe"}, {}, "all-linear would leave out the experts"),
+        ({"model_type": "qwen3_moe"}, {"targets": ("gate",)}, "no linear layer .* called gate"),
+        (
+            {"model_type": "qwen3_moe"},
+            {"targets": ("q_proj",), "also": ("experts",)},
+            "also: experts has experts",
+        ),
+    ],
+)
+def test_names_of_nothing_ties_and_experts_are_refused(
+    model: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message) as error:
+        add_adapters(decoder(**model), Adapter(**options))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.init_from=null", "model.adapter: is trained over published weights"),
+        ("precision.dtype=fp32", "model.adapter.base: bf16 would round .*base=fp32"),
+        ("precision.matmul=fp8_rowwise", "precision.matmul: has no products for layers"),
+        ("model.adapter.targets=[]", "model.adapter.targets: the list is empty"),
+        ("model.adapter.base=nf4", "model.adapter.base: input should be 'bf16' or 'fp32'"),
+        ("model.adapter.ranks=4", "did you mean 'rank'"),
+        ("model.adapter.rank=0", "model.adapter.rank: must be at least 1"),
+        ("model.adapter={dropout: 0.1}", ""),
+    ],
+)
+def test_what_a_recipe_cannot_mean_is_refused(tmp_path: Any, override: str, message: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    if not message:  # where it goes with the rest
+        assert load_recipe(path, [override]).model.adapter == Adapter(dropout=0.1)
+        override, message = "strategy.tp=2", "model.adapter.dropout: draws other numbers"
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(path, ["model.adapter={dropout: 0.1}", override])
+        return
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path, [override])

@@ -1,0 +1,46 @@
+"""The model under an adapter, and whether it is the one that the adapter was trained over."""
+
+from pathlib import Path
+
+from checkpointing.errors import CheckpointError, StorageError, WrongModel
+from checkpointing.format.layout import TRAINER_STATE
+from checkpointing.format.peft import CONFIG, read_config
+from checkpointing.format.untrusted import printable
+from checkpointing.storage.steps import read_state
+from elastic.node.files import read_bytes
+from trainer.run.identity import weights_digest
+
+
+def base_of(directory: Path, given: Path | None = None) -> Path:
+    """The directory of the model under an adapter.
+
+    Args:
+        directory: of the adapter: a checkpoint of ours, or what PEFT wrote.
+        given: take this one, instead of that which adapter_config.json names.
+
+    Raises:
+        StorageError: there is none.
+        WrongModel: a checkpoint of ours knows its fingerprint, and it is another model.
+        DamagedCheckpoint: the adapter's files are damaged.
+    """
+    file = directory / CONFIG
+    named = read_config(read_bytes(file, follow=True), str(file)).base
+    base = given or Path(named)
+    if not (base / "config.json").is_file():
+        raise StorageError(
+            f"{directory}: was trained over {printable(str(base)) or 'a model it does not name'}, "
+            "where no model lies; bring it there, or name its directory (ckpt export --base)"
+        )
+    state = read_state(directory) if (directory / TRAINER_STATE).is_file() else {}
+    under = state.get("base")
+    wanted = under.get("fingerprint") if isinstance(under, dict) else None
+    try:
+        found = weights_digest(base)
+    except CheckpointError as error:
+        raise StorageError(f"the model under {directory}: {error}") from error
+    if isinstance(wanted, str) and wanted != found:
+        raise WrongModel(
+            f"{directory}: was trained over other weights than those in {base} (fingerprint "
+            f"{printable(wanted)} there, {found} here); name the directory of those weights"
+        )
+    return base
