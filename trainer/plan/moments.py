@@ -171,11 +171,11 @@ class Held:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
 
     def _buffer_of(self, unit: Sequence[Shape]) -> int:
-        """Of its reduction."""
+        """Bytes of the buffer that a unit is reduced in."""
         return self._padded(trained_of(unit), self._reduced)
 
     def _slice_of(self, unit: Sequence[Shape]) -> int:
-        """Its reduced gradients."""
+        """Bytes of the reduced gradients of a unit on a rank."""
         return bytes_of(trained_of(unit), self._layout.shards)
 
     def _accumulated(self, unit: Sequence[Shape]) -> int:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -117,9 +118,9 @@ class Tape(LiveTensors):
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
         """Where backward is in two: bytes of each phase that stay from the first to the second."""
-        self._before_weights: list[int] = []
-        """And of all: when the weights of the head, the last block and the first one begin, and
-        when all are through."""
+        self._before_weights: dict[str, int] = {}
+        """And of all: when the weights of the head, the last block and the first one begin, by
+        phase, and when all are through. A head that is frozen has no such phase."""
         self._keeps_output = self._keeps_gradients = self._apart = False
         """Whether what comes out of the blocks does."""
         self._in_backward = False
@@ -265,12 +266,12 @@ class Tape(LiveTensors):
             if phase != self.label:
                 _drop_all(model)  # FSDP keeps those of a unit
                 self._enter(phase)
-                self._before_weights.append(self.total())
+                self._before_weights[phase] = self.total()
             stage_backward_weight(iter(weights), [group])
             if not self._keeps_gradients:
                 _drop_all(model)
         _drop_all(model)
-        self._before_weights.append(self.total())
+        self._before_weights["end"] = self.total()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -355,11 +356,14 @@ class Tape(LiveTensors):
                 kept -= after["head"] + (self._hidden if self._keeps_output else 0)
                 put_off += of_block - after["first back"] - after["head back"]
             of_weights = ["first weights", "others weights", *(["head weights"] if last else [])]
-            begin, left = self._before_weights, kept + put_off
-            for place, name in enumerate(("head weights", "others weights", "first weights")):
+            left, ends = kept + put_off, ["first weights", "others weights", "head weights"]
+            began = [self._before_weights["end"]]
+            for name in ends:
+                began.append(self._before_weights.get(name, began[-1]))
+            for name, (after_it, before_it) in reversed([*zip(ends, pairwise(began), strict=True)]):
                 for _ in range(times[name]):
-                    weights_peaks.append(left + peaks[name] - begin[place])
-                    left += begin[place + 1] - begin[place]
+                    weights_peaks.append(left + max(peaks[name], before_it) - before_it)
+                    left += after_it - before_it
 
         def work(half: list[str]) -> Work:
             return tuple(

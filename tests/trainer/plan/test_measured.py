@@ -1,6 +1,7 @@
 """What `perdure plan` predicts is what a run holds."""
 
 import dataclasses
+import json
 from pathlib import Path
 from statistics import mean
 
@@ -12,6 +13,7 @@ from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import soak
 from tests.trainer.plan.rank import measure
 from tests.trainer.plan.recipes import BLOCKS, EP, EVEN, PP, TP
+from trainer.models.hf import config_json
 from trainer.plan import predict
 from trainer.plan.blueprint import read_blueprint
 from trainer.plan.search import (
@@ -160,6 +162,32 @@ EXPERTS = [
 ]
 
 
+# Over an embedding that is frozen, and in an adapter's fewer and smaller gradients.
+LORA = "model.architecture=null model.init_from=base model.adapter.rank=8"
+WIDE = f"{LORA} {FP32} model.adapter.base=fp32"
+ADAPTERS = [
+    (1, [LORA, f"{WIDE} batch.micro_batch=8", f"{LORA} strategy.activation_checkpointing=full"]),
+    (
+        2,
+        [
+            f"{LORA} strategy.zero=3",
+            f"{LORA} strategy.zero=2 strategy.activation_checkpointing=full",
+            f"{LORA} strategy.name=ddp",
+            f"{WIDE} strategy.zero=1",
+            f"{LORA} strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
+            f"{LORA} strategy.zero=3 model.adapter.also=[lm_head]",
+            f"{LORA} {TP}",
+            f"{LORA} {PP}",
+            f"{WIDE} {PP}",
+            f"{LORA} {PP} {ZERO_BUBBLE}",
+            f"{LORA} strategy.cp=2",
+            f"{LORA} strategy.zero=3 strategy.offload=cpu",
+        ],
+    ),
+    (4, [f"{LORA} {HYBRID}", f"{LORA} {TP} {PP}"]),
+]
+
+
 def world_of(ranks, rank):
     """As this rank sees it."""
     return World(
@@ -173,10 +201,18 @@ def world_of(ranks, rank):
     [
         (2, CASES[2][1:2]),
         *(pytest.param(ranks, cases, marks=soak) for ranks, cases in CASES.items()),
-        *(pytest.param(ranks, cases, marks=soak) for ranks, cases in (*PARALLEL, *EXPERTS)),
+        (2, ADAPTERS[1][1][:1]),
+        *(
+            pytest.param(ranks, cases, marks=soak)
+            for ranks, cases in (*PARALLEL, *EXPERTS, *ADAPTERS)
+        ),
     ],
 )
-def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
+def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases, monkeypatch):
+    base = load_recipe(recipe_file).model.architecture
+    (recipe_file.parent / "base").mkdir()
+    (recipe_file.parent / "base" / "config.json").write_text(json.dumps(config_json(base)))
+    monkeypatch.chdir(recipe_file.parent)
     recipes = {case: load_recipe(recipe_file, case.split(" ")) for case in cases}
 
     def work(rank):
@@ -194,12 +230,15 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases):
         # Equal when this was written, of model parallelism to 1 %; other versions of torch may
         # buffer otherwise.
         most = 0.03 if any(key in case for key in (TP, PP, "cp=2")) else 0.01
+        if LORA in case:  # the plan takes the first block for one whose input has a gradient
+            most = 0.08
         if EP in case:  # the plan's router is even; this one's rows are so in the mean of two ranks
             pairs = zip(everyone[::2], everyone[1::2], strict=True)
             both = [[of_rank[number]["activations"] for of_rank in pair] for pair in pairs]
             measured["activations"] = max(map(mean, both))
         assert predicted["activations"] == pytest.approx(measured["activations"], rel=most), case
-        assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.03), case
+        most = 0.05 if LORA in case else 0.03
+        assert predicted["peak"] == pytest.approx(measured["peak"], rel=most), case
 
 
 @pytest.mark.parametrize(
