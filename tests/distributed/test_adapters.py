@@ -118,10 +118,10 @@ def oracle(base):
             "strategy.offload=nvme strategy.offload_directory=offload",
             "strategy.activation_checkpointing=selective",
         ], marks=[soak, pytest.mark.timeout(300)]),
-        pytest.param(2, [
-            "strategy.compile=true", f"strategy.compile=true {TP} {SP}",
-            f"strategy.compile=true {FULL}",
-        ], marks=[soak, pytest.mark.timeout(300)]),
+        *(
+            pytest.param(2, [f"strategy.compile=true {more}"], marks=soak)
+            for more in ("", f"{TP} {SP}", FULL)
+        ),
     ],
 )  # fmt: skip
 def test_gradients_are_those_of_peft(workspace, start, base, oracle, tmp_path, ranks, layouts):
