@@ -150,7 +150,10 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.precision.matmul:
         yield "precision.matmul", "has no products for layers with adapters yet; remove it"
     if recipe.precision.master != "fp32":
-        yield "precision.master", "an adapter is float32, and what is under it model.adapter.base; set fp32"
+        yield (
+            "precision.master",
+            "an adapter is float32, and what is under it model.adapter.base; set fp32",
+        )
 
 
 def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
