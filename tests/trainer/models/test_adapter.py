@@ -116,6 +116,7 @@ def test_names_of_nothing_ties_and_experts_are_refused(
         ("model.init_from=null", "model.adapter: is trained over published weights"),
         ("precision.dtype=fp32", "model.adapter.base: bf16 would round .*base=fp32"),
         ("precision.matmul=fp8_rowwise", "precision.matmul: has no products for layers"),
+        ("precision.master=bf16_stochastic", "precision.master: an adapter is float32"),
         ("model.adapter.targets=[]", "model.adapter.targets: the list is empty"),
         ("model.adapter.base=nf4", "model.adapter.base: input should be 'bf16' or 'fp32'"),
         ("model.adapter.ranks=4", "did you mean 'rank'"),
