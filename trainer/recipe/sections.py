@@ -486,8 +486,10 @@ class Recipe:
     @property
     def draws(self) -> bool:
         """Whether a pass may draw random numbers: a model or family of the user's, and KGAT, may
-        have dropout. The decoders that come with Perdure have none."""
-        return bool(self.model.factory or self.model.family or self.model.kgat)
+        have dropout, as an adapter may. The decoders that come with Perdure have none."""
+        model = self.model
+        dropout = model.adapter and model.adapter.dropout
+        return bool(model.factory or model.family or model.kgat or dropout)
 
     @property
     def gathers_twice(self) -> bool:

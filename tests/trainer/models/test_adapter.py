@@ -129,6 +129,8 @@ def test_what_a_recipe_cannot_mean_is_refused(tmp_path: Any, override: str, mess
     path.write_text(RECIPE)
     if not message:  # where it goes with the rest
         assert load_recipe(path, [override]).model.adapter == Adapter(dropout=0.1)
+        assert load_recipe(path, [override]).draws
+        assert not load_recipe(path).draws
         override, message = "strategy.tp=2", "model.adapter.dropout: draws other numbers"
         with pytest.raises(RecipeError, match=message):
             load_recipe(path, ["model.adapter={dropout: 0.1}", override])
