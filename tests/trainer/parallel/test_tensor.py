@@ -79,7 +79,9 @@ def test_a_plan_leaves_nothing_out() -> None:
 
 def test_a_vocabulary_that_a_larger_world_could_not_cut_is_refused_at_the_start() -> None:
     """Three nodes of two ranks can, and a fourth would end the job."""
-    recipe = SimpleNamespace(strategy=Strategy(tp=2), sharding="FULL_SHARD", optimizer=Optimizer())
+    recipe = SimpleNamespace(
+        strategy=Strategy(tp=2), sharding="FULL_SHARD", optimizer=Optimizer(lr=1e-3)
+    )
     with torch.device("meta"):
         odd, even = (Decoder(architecture(vocab_size=size)) for size in (257, 258))
     check_growth(recipe, odd, range(2, 7, 2))  # type: ignore[arg-type]
