@@ -59,7 +59,8 @@ Tuned    the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, last_call_timeout=1
          dead and stops its heartbeats; the next node to join then begins a second world)
 Perdure  torchrun --rdzv-backend perdure, the store outside of the nodes; a snapshot in memory every
          step, and a copy of it on the next node. The memory of a node that is killed is deleted.
-         The ranks that are left go on in place
+         The ranks that are left go on in place, with the state that they have
+Rebuild  the same with elastic.recovery=rebuild: they build model and optimizer anew, and load them
 Refork   the same with elastic.recovery=refork: all ranks are forked anew
 
 worker   kill -9 of one rank; 2 nodes          node   kill -9 of all of a node without rank 0; of 2
@@ -186,6 +187,7 @@ SYSTEMS = {
         timeout=10.0,
     ),
     "perdure": System("Perdure", "perdure", "", hang_limit=30.0),
+    "rebuild": System("Rebuild", "perdure", "", hang_limit=30.0, recovery="rebuild"),
     "refork": System("Refork", "perdure", "", hang_limit=30.0, recovery="refork"),
 }
 

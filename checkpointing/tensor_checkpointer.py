@@ -366,6 +366,7 @@ class TensorCheckpointer:
         step: int | None = None,
         finite: Collection[str] | None = None,
         refuse: Callable[[Mapping[str, Any]], None] = lambda state: None,
+        holds: Callable[[Mapping[str, Any]], bool] = lambda state: False,
     ) -> dict[str, Any] | None:
         """Load the newest good checkpoint into the given tensors, in place; or what the last run
         left in memory, if that is as new or newer (`newer_than_storage` tells). With `step` that
@@ -384,6 +385,9 @@ class TensorCheckpointer:
                 must not then. A checkpoint in which one does counts as damaged. None: any may.
             refuse: is given the state that was saved, on rank 0, and raises WrongModel if that does
                 not fit, before anything is loaded.
+            holds: is given the state that was saved, on each rank, and says whether the targets of
+                this rank are what was saved with it, but for buffers. Then only these are read, if
+                it comes from memory.
 
         Returns:
             The `state` that was saved, equal on all ranks; None if there is no checkpoint, and the
@@ -415,7 +419,7 @@ class TensorCheckpointer:
             if not callable(optimizer):
                 with failing_alike():
                     aim({}, {})  # what cannot be loaded into is refused, whatever there is
-            state = self._load(aim, step, held, refuse)
+            state = self._load(aim, step, held, refuse, holds)
         self._loaded, self.not_finite = True, ""
         if self._put_off and goals:
             self._prepared(*goals[-1].targets)
@@ -441,6 +445,7 @@ class TensorCheckpointer:
         step: int | None,
         held: ExitStack,
         refuse: Callable[[Mapping[str, Any]], None],
+        holds: Callable[[Mapping[str, Any]], bool],
     ) -> dict[str, Any] | None:
         torn = ""
         with failing_alike():
@@ -453,7 +458,7 @@ class TensorCheckpointer:
                     self._ranks.on_main(lambda: refuse(found.state))
                 pull = Puller(self._addresses, self._link.secret if self._link else b"")
                 try:
-                    if memory and load_memory(self._ranks, memory, pull):
+                    if memory and load_memory(self._ranks, memory, pull, holds):
                         self.loaded_from = "memory"
                         self.newer_than_storage = memory.step != memory.newest
                         self._superseded = not self.newer_than_storage

@@ -29,9 +29,10 @@ class ElasticOptions:
     """Steps between comparisons of replicated weights (DDP, HYBRID_SHARD, tp, ties of pp) by
     checksum. A rank that differs computes wrongly, and is named. 0: never."""
 
-    recovery: Literal["in_place", "refork"] = "in_place"
-    """What ranks do after another rank or node has failed. in_place: they keep their processes and
-    all that was compiled. refork: all are forked anew (see docs/elastic.md)."""
+    recovery: Literal["in_place", "rebuild", "refork"] = "in_place"
+    """What ranks do after another rank or node has failed. in_place: they keep their processes, and
+    where they can, model and optimizer. rebuild: they keep their processes, and build both anew.
+    refork: all are forked anew (see docs/elastic.md)."""
 
     timeout_seconds: Annotated[float, Ge(1)] = 600.0
     """How long a collective may wait for a missing rank before the process gives up."""

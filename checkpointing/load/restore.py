@@ -26,7 +26,7 @@ from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts,
 from checkpointing.load.reader import refuse_differences
 from checkpointing.load.segments import Files
 from checkpointing.ranks import RankError, Ranks
-from checkpointing.save.planning import Described
+from checkpointing.save.planning import Described, unguarded
 from checkpointing.save.pulls import Pull
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
@@ -190,9 +190,10 @@ def load_memory(
     ranks: Ranks,
     memory: Memory,
     pull: Pull,
+    holds: Callable[[Mapping[str, Any]], bool],
 ) -> bool:
     """Load what `find_memory` found; False, and the targets are as they were, if it is not what was
-    left there. On all ranks.
+    left there. On all ranks. A rank that `holds` what was saved with the state reads buffers alone.
 
     Raises:
         RankError: on all ranks: some was loaded, and the rest cannot be.
@@ -205,10 +206,19 @@ def load_memory(
 
     try:
         ranks.together(check_mine)
+        there = dict(zip(ranks.all, ranks.together(lambda: holds(memory.state)), strict=True))
     except RankError as failed:
         if ranks.is_main:
             logger.warning("memory of step %d is not used: %s", memory.step, failed.message)
         return False
+    specs, targets = by_section(*memory.goal.described.specs), by_section(*memory.goal.targets)
+    if there[ranks.rank]:
+        read = unguarded(*memory.goal.targets)
+        specs = {name: spec for name, spec in specs.items() if name in read}
+        targets = {name: target for name, target in targets.items() if name in read}
+    # Each of these reads by itself: the others of its node read more.
+    nodes = [tuple(rank for rank in node if not there[rank]) for node in ranks.nodes()]
+    nodes += [(rank,) for rank, kept in there.items() if kept]
     ranks.together(
         lambda: read_tensors(
             Files(
@@ -217,17 +227,19 @@ def load_memory(
                 memory.stored,
                 {},
             ),
-            by_section(*memory.goal.described.specs),
-            by_section(*memory.goal.targets),
+            specs,
+            targets,
             ranks.group,
-            ranks.nodes(),
+            tuple(filter(None, nodes)),
             finite=memory.goal.finite,
         )
     )
     if ranks.is_main:
+        kept = sum(there.values())
         logger.warning(
-            "restored step %d from memory; storage has %s",
+            "restored step %d from memory%s; storage has %s",
             memory.step,
+            f", {kept} of {len(there)} ranks by what they have kept" if kept else "",
             "it too" if memory.newest == memory.step else memory.newest or "none",
         )
     return True

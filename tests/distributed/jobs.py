@@ -1,8 +1,10 @@
 """One job of a tiny model, and what it left behind."""
 
 import atexit
+import json
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -247,3 +249,18 @@ def wait_for_memory(run: Path, step: int, seconds: float = 60) -> None:
             return
         assert time.monotonic() < deadline, f"step {step} did not get into memory"
         time.sleep(0.02)
+
+
+def deadly(kills: Mapping[int, Sequence[tuple[int, int, str]]]) -> list[str]:
+    """Overrides of a recipe under which ranks die, see deadly.py, and others go on."""
+    factory, options = "tests.distributed.deadly:schedule", {"kills": kills}
+    return [
+        f"schedule={json.dumps({'factory': factory, 'factory_options': options})}",
+        *("elastic.snapshot_every=1", "checkpoint.slots=2", "data.workers=0"),
+    ]
+
+
+def assert_kept(output: str, ranks: Sequence[int]) -> None:
+    """After each death, by the output of a job, so many ranks held what the others had to load."""
+    told = re.findall(r"restored step \d+ from memory(?:, (\d+) of \d+ ranks by)?", output)
+    assert [int(kept or 0) for kept in told] == [*ranks], output

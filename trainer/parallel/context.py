@@ -333,12 +333,13 @@ class Context:
     def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
         """`compiled`: blocks are. Messages stay outside of that, and a ring of each pass with
         them."""
-        self._group = group
+        self.group = group
+        """That of now: a rank that outlives others makes its groups anew (kept.py)."""
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:
         """How many tokens of a sequence this rank has."""
-        cp, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        cp, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return sum(map(len, chunks(length, cp, rank)))
 
     def __call__(
@@ -355,7 +356,7 @@ class Context:
         """
         ids, labels = inputs["input_ids"], inputs["labels"]
         shape = (ids.shape[0], ids.shape[1])
-        ring = Ring(self._group, inputs.get("cu_seqlens"), shape, ids.device, self._attend)
+        ring = Ring(self.group, inputs.get("cu_seqlens"), shape, ids.device, self._attend)
         parts = [
             (ids[:, part.start : part.stop], labels[:, part.start : part.stop]) for part in ring.own
         ]
@@ -364,7 +365,7 @@ class Context:
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
         whole = Share(
-            self._group,
+            self.group,
             _counted(mine) / _counted(labels).clamp(min=1),
             some.shape[1] / ids.shape[1],
         )

@@ -20,9 +20,9 @@ BUCKET_BYTES = 25 * 2**20
 """Most bytes of gradients that are reduced, and of parameters that are gathered, at a time."""
 
 
-def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.Module:
     """Wrap a model that stands on its device so that backward sums gradients over `mesh` (1-D). On
-    all its ranks."""
+    all its ranks. With `sync` all begin with the weights of the first."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # A single bucket would be reduced when backward is over, with nothing left to hide behind.
     half = sum(parameter.nbytes for parameter in trained) / 2
@@ -35,12 +35,21 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         gradient_as_bucket_view=True,
         bucket_cap_mb=min(BUCKET_BYTES, half) / 2**20,
         find_unused_parameters=some_unused,
+        init_sync=sync,
         **ddp_options,  # see ParallelModel.share_buffers
     )
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
     if not some_unused:
         _settle_buckets(wrapped, trained)
     return wrapped
+
+
+def apply_ddp_again(wrapped: DistributedDataParallel, mesh: DeviceMesh) -> nn.Module:
+    """Wrap the model of `wrapped`, whose group is gone, for the group that `mesh` has now. On all
+    its ranks."""
+    # Its hooks on the parameters go with the reducer, which both hold.
+    del wrapped.reducer, wrapped.logger
+    return apply_ddp(wrapped.module, mesh)
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:

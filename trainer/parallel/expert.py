@@ -76,15 +76,16 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             spread = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             parameter = nn.Parameter(spread, requires_grad=whole.requires_grad)
             module.register_parameter(key, parameter)
-        module.forward = _sent(module, module.forward, mesh.get_group())
+        module.forward = _sent(module, module.forward, mesh)
 
 
-def _sent(module: nn.Module, compute: Compute, group: dist.ProcessGroup) -> Compute:
-    """`compute` of all experts, where this rank has some."""
-    ranks = dist.get_world_size(group)
+def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
+    """`compute` of all experts, where this rank of `mesh` has some."""
+    ranks = mesh.size()
 
     def meet(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
         """(rows to each rank, rows from each, their order by expert, rows of each expert)."""
+        group = mesh.get_group()  # of now: see kept.py
         arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = _rows(counts, arriving, ranks, rows)
@@ -94,6 +95,7 @@ def _sent(module: nn.Module, compute: Compute, group: dist.ProcessGroup) -> Comp
         return sent, received, order, arriving.view(ranks, -1).sum(dim=0)
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
+        group = mesh.get_group()
         sent, received, order, mine = decided(partial(meet, counts, len(x)))
         rows = _Exchange.apply(x, sent, received, group)
         with with_local(module):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from checkpointing.ranks import exchange
 from elastic.world import World
@@ -95,6 +96,13 @@ class Mesh:
         group = self.device_mesh[PIPELINE].get_group()
         parts: list[dict[str, Any]] = exchange(by_name, group.size(), group)
         return {name: value for part in parts for name, value in part.items()}
+
+
+def forget_meshes() -> None:
+    """Have DTensor forget the meshes of a world in which this process was another rank: the caches
+    in which it keeps what follows for a tensor would give them back for those of now, which are
+    equal but for the names of groups."""
+    _clear_sharding_prop_cache()
 
 
 def replica_ranks(recipe: Recipe) -> int:

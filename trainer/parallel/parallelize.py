@@ -343,7 +343,8 @@ def parallelize(
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
         if mesh.data_mesh.size() > 1:
-            module = apply_ddp(model, mesh.data_mesh)
+            # Weights of the bundled models are loaded or drawn yet.
+            module = apply_ddp(model, mesh.data_mesh, sync=fill is None)
         if recipe.sharding == "OPTIMIZER_STATE":
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             view = ShardedView(trained, mesh.data_mesh)

@@ -99,7 +99,7 @@ class Pipeline:
         self.costs = costs
         self._stages, self._recipe, self._dtype = stages, recipe, dtype
         self._context = context
-        self._links = _Links(mesh, recipe.strategy.pp_stages_per_rank > 1)
+        self.join(mesh)
         self.tied: Tensor | None = None
         """A weight that the first and the last rank have in common, on these."""
         self._before: dict[int, int] = {}  # blocks before a stage
@@ -112,6 +112,10 @@ class Pipeline:
             self._before |= {number: blocks[0], number + 1: blocks[-1] + 1}
             if architecture.tie_word_embeddings and hasattr(stage.model, "embed_tokens"):
                 self.tied = stage.model.embed_tokens.weight
+
+    def join(self, mesh: Mesh) -> None:
+        """Send and receive by the groups of `mesh` from now on."""
+        self._links = _Links(mesh, self._recipe.strategy.pp_stages_per_rank > 1)
 
     @property
     def counted_elsewhere(self) -> Tensor | None:

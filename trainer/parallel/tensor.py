@@ -181,9 +181,14 @@ class Together:
     """The ranks that compute a model together, and how activations come to them and leave them."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
-        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self._mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
         self.sequence = sequence
         self._entered: tuple[Any, Tensor] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """That of now: a rank that outlives others makes its groups anew (kept.py)."""
+        return self._mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:
         """The residual stream (B, T or T / tp, D), or what is made of it, whole on each rank: as
@@ -326,9 +331,10 @@ def _replicated(module: nn.Module, partial: bool) -> Forward:
 
 
 def _tokens(module: nn.Module, ranks: Together) -> Forward:
-    compute, share = module.forward, Share(ranks.group, 1 / ranks.size, 1 / ranks.size)
+    compute = module.forward
 
     def forward(x: Tensor) -> Any:
+        share = Share(ranks.group, 1 / ranks.size, 1 / ranks.size)
         found = compute(x if ranks.sequence else _Part.apply(x, ranks))
         mixed, *statistics = found if isinstance(found, tuple) else (found,)
         mixed = mixed if ranks.sequence else _Whole.apply(mixed, ranks)

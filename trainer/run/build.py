@@ -23,12 +23,12 @@ from trainer.data.stream import Accounted
 from trainer.models.decoder import Decoder
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
+from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.recipe import Recipe, RecipeError
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
-from trainer.run.micro_batch import settled
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
 from trainer.run.saves import UNWRITTEN, restore
@@ -39,6 +39,7 @@ from trainer.tasks.task import Task, optimizer_options
 
 @contextmanager
 def build(
+    given: Recipe,
     recipe: Recipe,
     text: str,
     task: Task,
@@ -48,13 +49,17 @@ def build(
     startup: Startup,
     recall: Recall,
     spare: Spare,
+    last: Run | None,
 ) -> Iterator[Run]:
     """A run that goes on from the newest checkpoint, if there is one. Called on all ranks.
 
-    `text` is the recipe as the run keeps it. The checkpointer takes the checkpoint writer process
-    that `spare` has by then.
+    Args:
+        given: the recipe, and as it is `settled` for this world.
+        text: the recipe as the run keeps it.
+        spare: the checkpointer takes the checkpoint writer process that it has by then.
+        last: the run that this process was in before, of which model and optimizer are kept; see
+            trainer/parallel/kept.py.
     """
-    given, recipe = recipe, settled(recipe, world)
     batch, group = recipe.batch, dist.group.WORLD
     mesh = build_mesh(recipe, world)
     plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
@@ -70,21 +75,28 @@ def build(
         attention_kernel(recipe, task, world.device) as attention,
     ):
         checkpointer.start_early()
-        # FSDP renames the classes of blocks.
-        notes = use_of_blocks(recipe, task, world.world_size)
-        task = replace(task, notes=(*task.notes, *notes))
-        model = parallelize(
-            task.model, task.blocks, mesh, recipe, world.device, task.fill,
-            cores=max(1, usable_cores() // world.local_world_size),
-        )  # fmt: skip
+        if last:
+            task, optimizer = last.task, last.optimizer
+            model, mesh = rejoin(last.model, last.mesh, mesh)
+        else:
+            # FSDP renames the classes of blocks.
+            notes = use_of_blocks(recipe, task, world.world_size)
+            task = replace(task, notes=(*task.notes, *notes))
+            model = parallelize(
+                task.model, task.blocks, mesh, recipe, world.device, task.fill,
+                cores=max(1, usable_cores() // world.local_world_size),
+            )  # fmt: skip
+            optimizer = build_optimizer(
+                model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
+                zeros_like=model.zeros_like,
+            )  # fmt: skip
         limit_waits(recipe.elastic.timeout_seconds)
-        optimizer = build_optimizer(
-            model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
-            zeros_like=model.zeros_like,
-        )  # fmt: skip
         startup.mark("model")
         pulse.report(0, "load")
-        progress, state = restore(checkpointer, model, optimizer, recipe, task, agreement.init_from)
+        kept = last.progress if last else None
+        progress, state = restore(
+            checkpointer, model, optimizer, recipe, task, agreement.init_from, kept
+        )
         pulse.safe = not checkpointer.newer_than_storage
         memory = "checkpoint slots are made with the first save: training goes on first"
         known = bool(state) or not recipe.optimizer.factory  # else its first step makes its state

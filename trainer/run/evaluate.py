@@ -96,15 +96,17 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
 
     leaving = False
     with pulse.during("data"):
-        while some := list(islice(pairs, together)):
-            pulse.report(step, "evaluate")
-            if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
-                break
-            model.run([inputs for _, inputs in some], forward, train=False)
-            pulse.report(step, "data")
+        try:
+            while some := list(islice(pairs, together)):
+                pulse.report(step, "evaluate")
+                if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
+                    break
+                model.run([inputs for _, inputs in some], forward, train=False)
+                pulse.report(step, "data")
+        finally:  # also where a peer is lost: this rank may keep the model
+            for module, training in modes.items():  # the user may keep parts in eval mode
+                module.training = training
         pulse.report(step, "evaluate")
-        for module, training in modes.items():  # the user may keep parts in eval mode
-            module.training = training
         if leaving:
             return None
         names = run.validated.agree(["loss", *model.beside_loss], run.mesh.group)

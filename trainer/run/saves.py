@@ -1,6 +1,7 @@
 """State to and from checkpoints: where a run goes on, when it saves, how that ended."""
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,18 +32,29 @@ def restore(
     recipe: Recipe,
     task: Task,
     init_from: str,
+    kept: Progress | None = None,
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
     What is under an adapter is loaded from `model.init_from` at every start.
 
-    `init_from` is the digest of the weights in `model.init_from`, "" without any. Returns the
-    progress, and the state of the checkpoint, None without one.
+    Args:
+        init_from: digest of the weights in `model.init_from`, "" without any.
+        kept: progress that model and optimizer of this rank have made already, if they have: a
+            snapshot of the same needs not be loaded.
+
+    Returns:
+        The progress, and the state of the checkpoint, None without one.
 
     Raises:
         RecipeError: the checkpoint is not one that this recipe can go on from.
     """
     targets = model.targets_of(optimizer)
-    state = checkpointer.load(model=model.tensors, optimizer=targets, finite=model.trained)
+    state = checkpointer.load(
+        model=model.tensors,
+        optimizer=targets,
+        finite=model.trained,
+        holds=lambda saved: kept is not None and _progress(saved) == kept,
+    )
     if state is not None:  # what is in memory has not been looked at before
         there = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, there, init_from)
@@ -69,12 +81,17 @@ def restore(
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
     if state is None:
         return Progress(loss_scale=scale, init_from=init_from), None
-    if state["recipe"]["precision"]["dtype"] == recipe.precision.dtype:  # else it means nothing
-        scale = LossScale(**state["loss_scale"])
+    progress = _progress(state)
+    if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:  # then it means nothing
+        progress.loss_scale = scale
+    return progress, state
+
+
+def _progress(state: Mapping[str, Any]) -> Progress:
+    """That of the state of a checkpoint."""
     newer = {"attempt": "", "init_from": None}  # than some checkpoints
-    keys = Progress.__dataclass_fields__.keys() - {"loss_scale"}
-    known = {key: ({**newer, **state})[key] for key in keys}
-    return Progress(**known, loss_scale=scale), state
+    known = {key: ({**newer, **state})[key] for key in Progress.__dataclass_fields__}
+    return Progress(**{**known, "loss_scale": LossScale(**state["loss_scale"])})
 
 
 class Saves:
@@ -206,12 +223,12 @@ def roll_back(run: Run, *, memory: bool) -> str:
         report_saves(run)
     load = checkpointer.reload if memory else checkpointer.load
     targets = run.model.targets_of(run.optimizer)
+    progress.rollbacks += 1  # before the weights change, as in a step
     with run.pulse.during("load"):
         loaded = load(model=run.model.tensors, optimizer=targets, finite=run.model.trained)
     if loaded is None:
         return "there is no checkpoint to roll back to"
     targets.put()
-    progress.rollbacks += 1
     progress.skipped_in_row = 0
     progress.validation_loss = loaded.get("validation_loss")
     run.log.rollback(

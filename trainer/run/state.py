@@ -44,6 +44,14 @@ class Progress:
     in checkpoints older than this field."""
 
 
+@dataclass
+class Kept:
+    """What a process goes on with that outlives a failure of others."""
+
+    run: "Run | None" = None
+    """The run that it was in; None in a process that is new, and while a run is being built."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run as one of its ranks sees it, from its start or restart to its end."""

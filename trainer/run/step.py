@@ -95,6 +95,11 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     with record_function("wait for checkpoint"):
         run.checkpointer.wait_staged()
     pulse.report(step, "update")
+    # Before the weights change: whoever loses a peer in the middle of that is past its snapshot,
+    # and does not take what it has for the same (`restore`).
+    progress.sequences += plan.global_batch
+    whole = plan.global_batch * recipe.data.seq_len
+    progress.tokens += found.counted if run.task.counts_labels else whole
     if verdict.action == "keep":
         clip = options.clip_norm and options.clip_norm < found.norm
         factor = (options.clip_norm / found.norm if clip else 1.0) * found.undivided / scale
@@ -113,9 +118,6 @@ def train_step(run: Run, batches: Batches) -> StepResult:
     model.zero_gradients()
 
     progress.step = step
-    progress.sequences += plan.global_batch
-    whole = plan.global_batch * recipe.data.seq_len
-    progress.tokens += found.counted if run.task.counts_labels else whole
     pulse.report(step, "after")
     seconds = time.perf_counter() - started
     return StepResult(

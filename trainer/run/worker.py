@@ -49,7 +49,8 @@ from elastic.world import (
     supervised,
 )
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
+from trainer.parallel.kept import CAN_RESET
+from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from trainer.run.build import build
@@ -57,12 +58,16 @@ from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import Telling
 from trainer.run.identity import check_agreement, identify, with_data
 from trainer.run.metrics import Startup
+from trainer.run.micro_batch import settled
 from trainer.run.preflight import check_inputs
 from trainer.run.provenance import keep_recipe
+from trainer.run.state import Kept, Run
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
 from trainer.tasks.task import Task, build_task, open_streams
 from trainer.text import show_only_visible
+
+logger = logging.getLogger(__name__)
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads one of these. Which one, if several are set, differs between its versions."""
@@ -75,7 +80,8 @@ def main(arguments: list[str]) -> NoReturn:
         die_with_parent()
     grow_segments()
     recall = Recall.from_environment()
-    again, spare = RESERVE in os.environ, Spare()
+    again, spare, kept = RESERVE in os.environ, Spare(), Kept()
+    place = read_environment()
     if again:
         spare.start()
         with suppress(Exception):  # what is wrong will be so when it is a rank
@@ -97,14 +103,17 @@ def main(arguments: list[str]) -> NoReturn:
     else:
         spare.end()
     while True:
-        rank, local_rank, *_ = read_environment()
+        if place != read_environment():
+            forget_meshes()
+        rank, local_rank, *_ = place = read_environment()
         named = f"%(levelname)s rank {rank} %(name)s: %(message)s"
         logging.basicConfig(format=named, force=True)
         telling = Telling(pulse, rank, recall, wait=2 if rank else 0)
         code = None
         try:
             with recall.attempt():
-                code = attempt(arguments, pulse, Startup(again=again), telling, recall, spare)
+                startup = Startup(again=again)
+                code = attempt(arguments, pulse, startup, telling, recall, spare, kept)
         except Recalled:
             pass
         except Exception as error:
@@ -114,7 +123,7 @@ def main(arguments: list[str]) -> NoReturn:
                 code = telling.tell(error, wait=10 if local_rank else 0)
         if code is not None:
             leave_world(code)
-        let_go(recall)
+        let_go(recall, kept)
         pulse.forget()
         if not recall.wait():
             leave_world(EXIT_PEER_GONE)
@@ -128,15 +137,19 @@ def attempt(
     telling: Telling,
     recall: Recall,
     spare: Spare,
+    kept: Kept,
 ) -> int:
-    """Join the others and train; returns the exit code."""
+    """Join the others and train; returns the exit code.
+
+    `kept` has the run of the attempt before, and gets that of this one.
+    """
     torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
     rank, _, world_size, local_world_size = read_environment()
     recipe, text, ready, identity = prepare(tuple(arguments))
     keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
-    if recipe.elastic.recovery == "in_place":
+    if recipe.elastic.recovery != "refork":
         recall.allow()
-    task = unused(ready, recall) if ready else build_task(recipe)
+    task = ready or build_task(recipe)
     startup.mark("inputs")
     stale = refuse_stale_store()
     if stale:
@@ -156,10 +169,18 @@ def attempt(
     startup.mark("rendezvous")
     if world.device.type == "cpu" and recipe.strategy.offload == "none":
         keep_freed_memory()
+    last, kept.run = kept.run, None  # if it fails until there is another, nothing is whole
     with ExitStack() as stack:
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
-            given = recipe, text, task, world, agreement, pulse, startup, recall, spare
-            run = stack.enter_context(build(*given))
+            given, recipe = recipe, settled(recipe, world)
+            if last and (why := why_anew(last, recipe)):
+                logger.warning("model and optimizer are built anew: %s", why)
+                last = None
+            if not last and ready:
+                task = unused(ready, recall)
+            parts = given, recipe, text, task, world, agreement, pulse, startup, recall, spare, last
+            kept.run = run = stack.enter_context(build(*parts))
+            del last, parts
         # An error leaves through `telling` first: the run waits for saves, and for other ranks.
         stack.enter_context(telling)
         code = train(run, startup)
@@ -201,14 +222,38 @@ def unused(task: Task, recall: Recall) -> Task:
     return replace(task, model=model, blocks=blocks)
 
 
-def let_go(recall: Recall) -> None:
-    """Free what an attempt that is over has held: its groups, and its memory, which goes back to
-    the allocator for the next."""
+def why_anew(last: Run, recipe: Recipe) -> str:
+    """Why this process cannot go on with the model and the optimizer of its last run; "" if it can.
+
+    Args:
+        last: that run.
+        recipe: as it is `settled` for the world of now.
+    """
+    rank, _, size, _ = now = read_environment()
+    world, strategy = last.world, recipe.strategy
+    if recipe.elastic.recovery == "rebuild":
+        return "elastic.recovery is rebuild"
+    if now != (world.rank, world.local_rank, world.world_size, world.local_world_size):
+        return f"rank {world.rank} of {world.world_size} is rank {rank} of {size} now"
+    if recipe != last.recipe:
+        return "batch.micro_batch is another"
+    own = [key for key in recipe.own_code if key != "schedule.factory"]
+    if own or recipe.model.kgat:
+        return f"{[*own, 'model.kgat'][0]} may keep more than its tensors"
+    if strategy.offload != "none":
+        return f"strategy.offload is {strategy.offload}"
+    return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
+
+
+def let_go(recall: Recall, kept: Kept) -> None:
+    """Free what an attempt that is over has held, but for what is kept: its groups, and its memory,
+    which goes back to the allocator for the next."""
     recall.abort()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     drop_world()
-    gc.collect()  # wrapped models hold themselves
+    if not kept.run or torch.cuda.is_initialized():
+        gc.collect()  # wrapped models, and graphs of them, hold themselves
 
 
 def grow_segments() -> None:

@@ -1,0 +1,62 @@
+"""A schedule under which ranks die in the middle of what a step does. It is code of a user's, which
+ranks run anyway."""
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from checkpointing.save.staging import Staging
+
+Kills = dict[int, list[tuple[int, int, str]]]
+"""By generation, (rank, step, where) of those who die in it. `where` is forward, backward, update
+(after the gradients are reduced, before the weights change) or save (of the step, in its copy);
+forward-N and backward-N count calls of modules in that step, 9 unless given."""
+
+
+def schedule(steps: int, lr: float, kills: Kills) -> Callable[[int], float]:
+    """A rate that is `lr` from the fifth step on."""
+    generation, rank = os.environ.get("PERDURE_GENERATION"), os.environ.get("RANK")
+    plans = {
+        step: where
+        for of_generation, deaths in kills.items()
+        for victim, step, where in deaths
+        if (f"{of_generation}", f"{victim}") == (generation, rank)
+    }
+
+    def rate(step: int) -> float:
+        # Others ask, too. Training asks between the reduction and the update.
+        if any(frame.name == "train_step" for frame in traceback.extract_stack()):
+            now, (soon, _, calls) = plans.get(step), plans.get(step + 1, "").partition("-")
+            if now == "update":
+                _die()
+            if now == "save":
+                Staging._copy = _die
+            if soon in ("forward", "backward"):
+                _die_in(soon, int(calls or 9))
+        return lr * min(1.0, step / 5)
+
+    return rate
+
+
+def _die(*_: object) -> None:
+    time.sleep(0.3)  # what the others do meanwhile is done, and the snapshot before is whole
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in(phase: str, calls: int) -> None:
+    left = iter(range(calls))
+
+    def after(_module: object, _inputs: object, output: object) -> None:
+        if next(left, None) is not None:
+            return
+        if phase == "forward":
+            _die()
+        elif isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(_die)
+
+    register_module_forward_hook(after)
