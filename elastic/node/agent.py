@@ -102,6 +102,13 @@ class Reserve:
     dumps: int
     recall: socket.socket
     pid: int = 0
+    _waits: bool = False
+
+    def waits(self) -> bool:
+        """Whether it has done what it does before, and waits to be a rank."""
+        with suppress(OSError):
+            self._waits = self._waits or bool(self.recall.recv(MAX_MESSAGE, socket.MSG_DONTWAIT))
+        return self._waits
 
 
 @dataclass
@@ -439,7 +446,7 @@ class Node:
                 continue
             self.page.clear(local_rank)
             self._hangs.times.begin(rank.rank)
-            if self._reserve and self._take_reserve(rank):
+            if self._reserve and self._reserve.waits() and self._take_reserve(rank):
                 continue
             rank.key = f"{round}.{generation}.{local_rank}"
             rank.recall = self._fork(rank, rank.key, rank.dumps, self._environment(local_rank))

@@ -17,7 +17,8 @@ next rank that has no process.
 
     agent → rank   {"generation": "ROUND.GENERATION", "env": {…}}, with the descriptors of the job
                    {"stop": true}: its round is over; the next generation follows
-    rank → agent   {"able": true or false}, {"lost": true}, {"ready": "ROUND.GENERATION"}
+    rank → agent   {"able": true or false}, {"lost": true}, {"ready": "ROUND.GENERATION"};
+                   {"waits": true} of a process in reserve
 """
 
 import json
@@ -158,6 +159,8 @@ class Recall:
     def wait(self, seconds: float | None = WORD_SECONDS) -> bool:
         """Wait for the next generation, say that this process is ready for it, and take its
         environment; False if there is none within so long (None: no limit)."""
+        if seconds is None:
+            self._tell({"waits": True})
         with self._news:
             self._news.wait_for(lambda: self._next is not None or self._gone, seconds)
             if self._next is None:

@@ -8,36 +8,40 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from torch._dynamo.callback import on_compile_start
 from torch.nn.modules.module import register_module_forward_hook
 
 from checkpointing.save.staging import Staging
 
 Kills = dict[int, list[tuple[int, int, str]]]
 """By generation, (rank, step, where) of those who die in it. `where` is forward, backward, update
-(after the gradients are reduced, before the weights change) or save (of the step, in its copy);
-forward-N and backward-N count calls of modules in that step, 9 unless given."""
+(after the gradients are reduced, before the weights change), save (of the step, in its copy), or
+build (before any step)."""
 
 
 def schedule(steps: int, lr: float, kills: Kills) -> Callable[[int], float]:
     """A rate that is `lr` from the fifth step on."""
     generation, rank = os.environ.get("PERDURE_GENERATION"), os.environ.get("RANK")
+    on_compile_start(lambda _: print(f"process {os.getpid()} compiles", flush=True))
     plans = {
         step: where
         for of_generation, deaths in kills.items()
         for victim, step, where in deaths
         if (f"{of_generation}", f"{victim}") == (generation, rank)
     }
+    if "build" in plans.values():
+        _die()
 
     def rate(step: int) -> float:
         # Others ask, too. Training asks between the reduction and the update.
         if any(frame.name == "train_step" for frame in traceback.extract_stack()):
-            now, (soon, _, calls) = plans.get(step), plans.get(step + 1, "").partition("-")
+            now, soon = plans.get(step), plans.get(step + 1)
             if now == "update":
                 _die()
             if now == "save":
                 Staging._copy = _die
             if soon in ("forward", "backward"):
-                _die_in(soon, int(calls or 9))
+                _die_in(soon)
         return lr * min(1.0, step / 5)
 
     return rate
@@ -48,8 +52,8 @@ def _die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_in(phase: str, calls: int) -> None:
-    left = iter(range(calls))
+def _die_in(phase: str) -> None:
+    left = iter(range(9))  # calls of modules: then a step is in the middle of the model
 
     def after(_module: object, _inputs: object, output: object) -> None:
         if next(left, None) is not None:

@@ -1,6 +1,7 @@
 """The ranks that are left go on in place: the same processes, with what they have compiled."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, Forked, losses, soak, starts
+from tests.distributed.jobs import ROOT, Forked, assert_kept, deadly, losses, soak, starts
+from tests.distributed.test_exact import assert_equal_bits, result
+from tests.distributed.test_expert_parallel import MOE
 from trainer.tools.local_nodes import LocalNodes, children
 
 COMPILED = """
@@ -162,3 +165,106 @@ def test_a_lost_node_costs_the_others_no_process(job, workspace):
     go_on(workspace, "rounds", second, 5)
     assert second.trainers() == before, second.text()
     assert starts(workspace, "rounds")[-1]["nodes"] == 1
+
+
+HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
+EXACT = ("run.determinism=exact",)
+BUBBLE = ("strategy.pp=2", "strategy.pp_schedule=zero_bubble", "strategy.zero=2")
+EVERYWHERE = {
+    0: [(3, 4, "forward")],
+    1: [(1, 8, "backward"), (2, 8, "backward")],
+    2: [(2, 10, "build")],  # those who had gone on have not done a step yet
+    3: [(0, 12, "update")],
+    4: [(1, 15, "save")],
+}
+KEPT = [3, 2, 0, 0, 0]
+
+
+@pytest.fixture
+def trained(workspace, tmp_path):
+    """trained(run, kills, *overrides) → (what four ranks print in 20 steps, what comes of them)."""
+
+    def trained(run, kills, *overrides):
+        command = ["-m", "trainer", "recipe.yaml", f"run.dir={run}", "run.steps=20"]
+        with LocalNodes(
+            [*command, *deadly(kills), *overrides], folder=workspace, nnodes="1", logs=tmp_path,
+            start=Forked, ranks=4, environment={"PYTHONPATH": str(ROOT)},
+        ) as nodes:  # fmt: skip
+            node = nodes.add()
+            nodes.wait(240)
+        return node.text(), result(workspace, run)
+
+    return trained
+
+
+@soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("overrides", "kills", "kept"),
+    [
+        ((), EVERYWHERE, KEPT),
+        (EXACT, EVERYWHERE, KEPT),
+        (("strategy.zero=2", "batch.global_batch=16"), EVERYWHERE, KEPT),
+        (HSDP, EVERYWHERE, KEPT),
+        ((*HSDP, *EXACT, "optimizer.name=muon"), EVERYWHERE, KEPT),
+        (("strategy.name=ddp",), EVERYWHERE, KEPT),
+        (("strategy.zero=1",), EVERYWHERE, KEPT),
+        (("strategy.tp=2", "strategy.sequence_parallel=true"), EVERYWHERE, KEPT),
+        (("strategy.cp=2",), EVERYWHERE, KEPT),
+        ((*BUBBLE, "precision.dtype=bf16"), EVERYWHERE, KEPT),
+        ((*MOE, "strategy.ep=2"), EVERYWHERE, KEPT),
+        (("strategy.activation_checkpointing=full",), EVERYWHERE, KEPT),
+        # Nothing is in memory: all begin again, also those who keep their model.
+        (("elastic.snapshot_every=0",), {0: [(3, 5, "forward")]}, []),
+        (("elastic.recovery=rebuild",), {0: [(3, 5, "forward")]}, [0]),
+        (("strategy.offload=cpu",), {0: [(3, 5, "forward")]}, [0]),
+    ],
+)
+def test_who_keeps_model_and_optimizer_makes_the_same_bits(
+    trained, request, overrides, kills, kept
+):
+    name = request.node.callspec.id
+    output, ours = trained(f"kept-{name}", kills, *overrides)
+    assert_kept(output, kept)
+    _, undisturbed = trained(f"whole-{name}", {}, *overrides)
+    assert_equal_bits(ours, undisturbed)
+
+
+@soak
+@pytest.mark.timeout(600)
+def test_who_keeps_its_model_compiles_nothing_again(trained):
+    output, _ = trained("kept-compiled", {0: [(3, 10, "forward")]}, "strategy.compile=true")
+    assert_kept(output, [3])
+    before, _, after = output.partition("restored step 9")
+    again = set(re.findall(r"process (\d+) compiles", after))
+    assert len(set(re.findall(r"process (\d+) compiles", before))) >= 4
+    assert len(again) <= 1, output
+
+
+@soak
+@pytest.mark.timeout(600)
+def test_many_failures_leave_nothing_behind(workspace, tmp_path):
+    """Threads, descriptors and memory of the rank that outlives ten failures."""
+    run, seen = "many", {}
+    kills = {n: [(1 + n % 3, 6 * n + 6, ("forward", "backward")[n % 2])] for n in range(10)}
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", f"run.dir={run}", "run.steps=70", *deadly(kills)],
+        folder=workspace, nnodes="1", logs=tmp_path, start=Forked, ranks=4,
+        environment={"PYTHONPATH": str(ROOT)},
+    ) as nodes:  # fmt: skip
+        node = nodes.add()
+        while node.process.poll() is None:
+            attempt = len(starts(workspace, run))
+            if attempt not in seen and reached(workspace, run) >= 6 * attempt - 3:
+                process = Path(f"/proc/{node.trainers()[0]}")
+                status = dict(line.split(":", 1) for line in (process / "status").open())
+                held = int(status["Threads"]), len(list((process / "fd").iterdir()))
+                seen[attempt] = *held, int(status["RssAnon"].split()[0]), process.name
+            time.sleep(0.02)
+    assert_kept(node.text(), [3] * 10)
+    first, last = seen[2], seen[max(seen)]
+    assert max(seen) >= 10
+    assert last[3] == first[3], "rank 0 was replaced"
+    assert last[0] <= first[0] + 1, seen
+    assert last[1] <= first[1] + 2, seen
+    assert last[2] <= first[2] + 8_000, seen  # kB; 0.3 MB a failure were measured

@@ -3,6 +3,7 @@
 A restart takes the same path as a start: it only finds state to load.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,8 @@ def build(
         if last:
             task, optimizer = last.task, last.optimizer
             model, mesh = rejoin(last.model, last.mesh, mesh)
+            last = replace(last, model=model, mesh=mesh)
+            gc.collect()  # the graph of the step that failed holds itself, and with it old groups
         else:
             # FSDP renames the classes of blocks.
             notes = use_of_blocks(recipe, task, world.world_size)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model
+from checkpointing.format.tensors import local_tensor
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
@@ -59,6 +60,9 @@ def restore(
         there = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, there, init_from)
         targets.put()
+    if state is None and kept:  # there was no snapshot yet: as when it was made
+        for tensor in model.state_of(optimizer).values():
+            local_tensor(tensor).zero_()
     adapter = recipe.model.adapter
     if adapter:  # what is under it is in no checkpoint
         wanted = model.under_adapter(whole=state is None)

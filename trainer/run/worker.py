@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
@@ -34,6 +35,7 @@ from elastic import (
     die_with_parent,
     watch_signals,
 )
+from elastic.group.batch_plan import plan_batch
 from elastic.node.notice import pause_code
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.recall import Recall, Recalled
@@ -48,10 +50,13 @@ from elastic.world import (
     refuse_stale_store,
     supervised,
 )
+from trainer.data.loader import load, requests
+from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.kept import CAN_RESET
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
+from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
@@ -68,6 +73,9 @@ from trainer.tasks.task import Task, build_task, open_streams
 from trainer.text import show_only_visible
 
 logger = logging.getLogger(__name__)
+
+REHEARSED_PARAMETERS = 20_000_000
+"""A model of no more is computed once by a process in reserve, which takes memory meanwhile."""
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads one of these. Which one, if several are set, differs between its versions."""
@@ -87,6 +95,7 @@ def main(arguments: list[str]) -> NoReturn:
         with suppress(Exception):  # what is wrong will be so when it is a rank
             rehearse(arguments)
         drop_world()
+        gc.collect()
         if not recall.wait(None):
             leave_world(EXIT_PEER_GONE)
         set_name("rank")  # it was "reserve"
@@ -190,8 +199,9 @@ def attempt(
 
 
 def rehearse(arguments: list[str]) -> None:
-    """Build the model once, without memory, in a group that is not there: what torch finds out
-    about the tensors of a strategy stays in its caches. Not for GPUs: this process has none yet.
+    """Build the model once, in a group that is not there: what torch finds out about the tensors of
+    a strategy stays in its caches. A small one also computes once, with whatever numbers: code is
+    loaded and compiled, for which all others would wait. Not for GPUs: this process has none yet.
 
     Args:
         arguments: of the process.
@@ -207,10 +217,23 @@ def rehearse(arguments: list[str]) -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     model, blocks = copy.deepcopy((task.model, task.blocks))
     in_memory = replace(recipe, strategy=replace(recipe.strategy, offload="none"))
-    built = parallelize(model, blocks, build_mesh(recipe, world), in_memory, meta, task.fill)
+    small, mesh = task.parameter_count <= REHEARSED_PARAMETERS, build_mesh(recipe, world)
+    built = parallelize(model, blocks, mesh, in_memory, cpu if small else meta, task.fill)
     build_optimizer(
         built.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=built.zeros_like
     )
+    # Experts would get as many rows as a message says that nobody sends.
+    if small and recipe.strategy.ep == 1:
+        batch, size = recipe.batch.global_batch, recipe.micro_batch
+        plan = plan_batch(batch, mesh.dp_size, size, fixed=recipe.exact)
+        given = requests(plan, mesh.dp_rank, 0)
+        batches = load(task.stream, given, workers=0, pin_memory=False)
+        built.run([next(batches)], _loss, train=True)
+
+
+def _loss(_number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
+    found = call({key: tensor for key, tensor in batch.items() if key not in (COUNTED, CONSUMED)})
+    return found["loss"] if isinstance(found, dict) else found
 
 
 def unused(task: Task, recall: Recall) -> Task:
@@ -252,8 +275,8 @@ def let_go(recall: Recall, kept: Kept) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     drop_world()
-    if not kept.run or torch.cuda.is_initialized():
-        gc.collect()  # wrapped models, and graphs of them, hold themselves
+    if not kept.run:  # else `build` does it, while others still build
+        gc.collect()  # wrapped models hold themselves
 
 
 def grow_segments() -> None:
