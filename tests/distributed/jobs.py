@@ -251,10 +251,11 @@ def wait_for_memory(run: Path, step: int, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def deadly(kills: Mapping[int, Sequence[tuple[int, int, str]]]) -> list[str]:
+def deadly(run: str, kills: Mapping[int, Sequence[tuple[int, int, str]]]) -> list[str]:
     """Overrides of a recipe under which ranks die, see deadly.py, and others go on."""
-    factory, options = "tests.distributed.deadly:schedule", {"kills": kills}
+    factory, options = "tests.distributed.deadly:schedule", {"run": run, "kills": kills}
     return [
+        f"run.dir={run}",
         f"schedule={json.dumps({'factory': factory, 'factory_options': options})}",
         *("elastic.snapshot_every=1", "checkpoint.slots=2", "data.workers=0"),
     ]

@@ -151,7 +151,7 @@ def test_ranks_that_keep_their_state_after_others_were_killed_make_the_same_bits
         2: [(0, 7, "update")],
         3: [(2, 9, "save")],
     }
-    run = ["run.dir=exact-kills", *EXACT, *UNEVEN, *deadly(kills)]
+    run = [*EXACT, *UNEVEN, *deadly("exact-kills", kills)]
     with LocalNodes(
         ["-m", "trainer", "recipe.yaml", *run], folder=workspace, nnodes="1", logs=tmp_path,
         start=Forked, ranks=3, environment={"PYTHONPATH": str(ROOT)},

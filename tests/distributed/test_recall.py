@@ -185,9 +185,9 @@ def trained(workspace, tmp_path):
     """trained(run, kills, *overrides) → (what four ranks print in 20 steps, what comes of them)."""
 
     def trained(run, kills, *overrides):
-        command = ["-m", "trainer", "recipe.yaml", f"run.dir={run}", "run.steps=20"]
+        given = ["recipe.yaml", "run.steps=20", *deadly(run, kills), *overrides]
         with LocalNodes(
-            [*command, *deadly(kills), *overrides], folder=workspace, nnodes="1", logs=tmp_path,
+            ["-m", "trainer", *given], folder=workspace, nnodes="1", logs=tmp_path,
             start=Forked, ranks=4, environment={"PYTHONPATH": str(ROOT)},
         ) as nodes:  # fmt: skip
             node = nodes.add()
@@ -248,7 +248,7 @@ def test_many_failures_leave_nothing_behind(workspace, tmp_path):
     run, seen = "many", {}
     kills = {n: [(1 + n % 3, 6 * n + 6, ("forward", "backward")[n % 2])] for n in range(10)}
     with LocalNodes(
-        ["-m", "trainer", "recipe.yaml", f"run.dir={run}", "run.steps=70", *deadly(kills)],
+        ["-m", "trainer", "recipe.yaml", "run.steps=70", *deadly(run, kills)],
         folder=workspace, nnodes="1", logs=tmp_path, start=Forked, ranks=4,
         environment={"PYTHONPATH": str(ROOT)},
     ) as nodes:  # fmt: skip
