@@ -262,6 +262,6 @@ def deadly(run: str, kills: Mapping[int, Sequence[tuple[int, int, str]]]) -> lis
 
 
 def assert_kept(output: str, ranks: Sequence[int]) -> None:
-    """After each death, by the output of a job, so many ranks held what the others had to load."""
+    """After the first deaths, by a job's output, so many ranks held what others had to load."""
     told = re.findall(r"restored step \d+ from memory(?:, (\d+) of \d+ ranks by)?", output)
-    assert [int(kept or 0) for kept in told] == [*ranks], output
+    assert [int(kept or 0) for kept in told[: len(ranks)]] == [*ranks], output

@@ -177,7 +177,7 @@ EVERYWHERE = {
     3: [(0, 12, "update")],
     4: [(1, 15, "save")],
 }
-KEPT = [3, 2, 0, 0, 0]
+KEPT = [3, 2]
 
 
 @pytest.fixture

@@ -41,6 +41,9 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
     for group in _fsdp_groups(module):
         _take_groups_of_fsdp(group)
     _drop_step_of_fsdp(module)
+    for part in module.modules():  # such as a router, which counts tokens
+        if forget := getattr(part, "forget_step", None):
+            forget()
     if model.context and mesh.ring:
         model.context.group = mesh.ring
     if model.pipeline:

@@ -121,6 +121,10 @@ class MoE(nn.Module):
         counts = counts * gradient.any()
         self.load = counts if self.load is None else self.load + counts
 
+    def forget_step(self) -> None:
+        """Drop what a step has counted that is done again."""
+        self.load = None
+
 
 class MoEBlock(Block):
     """A block that also returns the statistics of its router."""
