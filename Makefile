@@ -1,8 +1,8 @@
 # `make train` and `make test` set up all they need. Everything lives in .venv, data/ and runs/.
 PYTHON ?= python3
 # On a machine without an NVIDIA GPU this avoids gigabytes of CUDA libraries:
-#   make train TORCH="torch==2.15.0 --index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.15.0
+#   make train TORCH="torch==2.14.1 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.14.1
 
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed

@@ -36,6 +36,12 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(nn.Linear(2, 2), mesh=mesh)
 
 
+def group_of(mesh: DeviceMesh) -> Any:
+    module = sharded(mesh)
+    module(torch.ones(1, 2))
+    return fully_shard.state(module)._fsdp_param_groups[0]
+
+
 def dtensor(mesh: DeviceMesh) -> DTensor:
     return distribute_tensor(torch.ones(2), mesh, [Replicate()])
 
@@ -49,8 +55,13 @@ OWNERS: dict[Owner, tuple[str, ...]] = {
     lambda mesh: torch.ones(2).untyped_storage(): ("_cdata",),
     lambda mesh: torch.ops.aten.mm.default: ("_schema",),
     dtensor: ("_local_tensor", "_spec"),
-    sharded: ("_set_unshard_async_op",),
-    lambda mesh: fully_shard.state(sharded(mesh)): ("_root_post_backward_final_callback",),
+    lambda mesh: mesh: ("_dim_group_names", "_pg_registry"),
+    sharded: ("_get_fsdp_state", "_set_unshard_async_op"),
+    lambda mesh: fully_shard.state(sharded(mesh)): (
+        "_fsdp_param_groups", "_is_root", "_root_post_backward_final_callback",
+    ),
+    group_of: ("_all_gather_result",),
+    lambda mesh: group_of(mesh).fsdp_params[0]: ("_unsharded_param",),
     lambda mesh: distributed_c10d._get_default_group(): ("_device_types", "_get_backend"),
     lambda mesh: torch.cuda: ("_is_in_bad_fork",),
     lambda mesh: atexit: ("_clear", "_run_exitfuncs"),

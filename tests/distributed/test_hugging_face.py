@@ -154,9 +154,9 @@ def instruct(workspace):
 
 
 def test_a_model_that_chats_still_does(workspace, train, instruct):
-    prepare([str(workspace / "corpus/001.txt")], workspace / "chats", tokenizer=str(instruct))
+    prepare([str(workspace / "corpus/001.txt")], workspace / "spoken", tokenizer=str(instruct))
     start = ("model.architecture=null", "model.init_from=instruct", "schedule={}")
-    data = ("data={sources: [{path: chats}], seq_len: 32}", "run.dir=chat", "run.steps=2")
+    data = ("data={sources: [{path: spoken}], seq_len: 32}", "run.dir=chat", "run.steps=2")
     assert "note:" not in train(1, *start, *data)
     checkpoint = workspace / "chat" / "checkpoints" / "step-00000002"
     export(checkpoint, workspace / "exported", dtype="bf16")
