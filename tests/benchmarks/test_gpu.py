@@ -85,6 +85,7 @@ def test_whatever_becomes_of_a_case_the_others_are_measured(tmp_path):
     assert note.read_text() == "good\n" * 2
 
 
+@soak
 def test_no_case_takes_more_than_is_left(tmp_path):
     child = tmp_path / "child"
     cases = [

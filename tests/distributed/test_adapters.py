@@ -102,7 +102,7 @@ def oracle(base):
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        (1, ["", "run.determinism=exact"]),
+        pytest.param(1, ["", "run.determinism=exact"], marks=soak),
         (2, [
             "", ALSO, "strategy.name=ddp", "strategy.zero=1", TP, f"{TP} {SP} {ALSO}",
             f"{PP} strategy.name=ddp", CP, f"{FULL} strategy.zero=2", "run.determinism=exact",

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.checkpointing.worlds import run_ranks
+from tests.distributed.jobs import soak
 from trainer.optim.kept import own_state, own_targets
 from trainer.optim.optimizer import set_rate
 from trainer.optim.own import build_own, describe_own
@@ -64,7 +65,10 @@ def whole(tensor):
 
 @pytest.mark.parametrize(
     ("sizes", "cuts", "shapes"),
-    [((3,), (Shard(0),), SHAPES), ((2, 2), (Replicate(), Shard(0)), SHAPES[:3])],
+    [
+        ((3,), (Shard(0),), SHAPES),
+        pytest.param((2, 2), (Replicate(), Shard(0)), SHAPES[:3], marks=soak),
+    ],
 )
 def test_factors_of_sharded_matrices_are_those_of_whole_ones(tmp_path, sizes, cuts, shapes):
     wanted, _, saved = trained(torch.Tensor.clone, shapes)

@@ -285,6 +285,7 @@ def test_a_run_on_files_holds_what_was_predicted(recipe_file, ranks, case):
         assert getattr(predicted, kind) == pytest.approx(most, rel=tolerance), kind
 
 
+@soak
 def test_deeper_models_and_larger_batches_need_what_a_whole_trace_says(recipe_file):
     """Two blocks are traced and the rest is multiplied: as if all were traced."""
     recipe = load_recipe(recipe_file, ["strategy.activation_checkpointing=full"])

@@ -152,6 +152,7 @@ def machine_with(memory, **more):
     return dataclasses.replace(machine, gpu=gpu, **more)
 
 
+@soak
 def test_nothing_fits(recipe_file, monkeypatch):
     """What four nodes would hold, one holds with NVMe offload alone, and without a disk not."""
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))  # the thriftiest
