@@ -13,7 +13,7 @@ ENV PATH=/opt/perdure/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 RUN python3 -m venv /opt/perdure
 
 # The largest layer first, and alone: it changes least. g++ above is for torch.compile.
-ARG TORCH=torch==2.14.1
+ARG TORCH=torch==2.13.0
 RUN pip install $TORCH
 
 WORKDIR /perdure

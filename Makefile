@@ -1,8 +1,8 @@
 # `make train` and `make test` set up all they need. Everything lives in .venv, data/ and runs/.
 PYTHON ?= python3
 # On a machine without an NVIDIA GPU this avoids gigabytes of CUDA libraries:
-#   make train TORCH="torch==2.14.1 --index-url https://download.pytorch.org/whl/cpu"
-TORCH ?= torch==2.14.1
+#   make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
@@ -29,7 +29,7 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp"
 
 test: lint       ## lint, types, import contracts and the tests
-	$(BIN)/python -m pytest -n 5 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 setup: $(DEV)    ## make .venv with everything that the other targets need
 

@@ -1,6 +1,6 @@
 """Run the tests in this environment, and keep how they ended: a table of releases.
 
-    python -m benchmarks.versions                 in each environment, from a checkout
+    python -m benchmarks.versions                 where this checkout is installed (pip install -e)
     python -m benchmarks.versions TEST… --out DIR of some tests, and elsewhere
 
 The line of this environment, that is of its torch and its Python, is replaced in
@@ -21,8 +21,6 @@ from xml.etree import ElementTree
 
 import torch
 
-from benchmarks.support import python_path
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CONTRACT = ("tests/elastic/test_torch_contract.py", "tests/test_private_names.py")
@@ -35,7 +33,7 @@ def main() -> int:
     """Run the tests, and keep how they ended; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", help="default: all")
-    parser.add_argument("--workers", default="5", help="processes of pytest, as in `make test`")
+    parser.add_argument("--workers", default="4", help="processes of pytest, as in `make test`")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of versions.json")
     arguments = parser.parse_args()
     path = arguments.out.absolute() / "versions.json"
@@ -74,9 +72,9 @@ def _tests(options: list[str]) -> tuple[int, dict[str, Any]]:
 
 
 def _environment() -> dict[str, str]:
-    """The packages of this checkout, and the programs of this Python, come first."""
+    """The programs of this Python come first."""
     here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": here, "PYTHONPATH": python_path(ROOT)}
+    return {**os.environ, "PATH": here}
 
 
 def _commit() -> str:
