@@ -123,7 +123,12 @@ def test_a_killed_driver_leaves_no_process_and_loses_no_result(tmp_path):
     subprocess.run(["kill", "-9", str(child)], check=True)
 
     (tmp_path / "child").unlink()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
+
+    def heed_interrupts():  # tests that run in the background of a shell begin without
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    piped = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=heed_interrupts, **piped) as driver:
         assert driver.stdout.readline() == "known: done\n"
         child = int(wait_for(tmp_path / "child"))
         driver.send_signal(signal.SIGINT)
