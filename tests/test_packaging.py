@@ -188,9 +188,9 @@ def test_the_lock_is_of_this_project_and_of_pypi():
 
 
 def test_what_is_declared_was_run():
-    """Releases on which no test failed, see docs/versions.md."""
+    """Releases that have what is relied on; docs/versions.md names each test that failed."""
     lines = json.loads((ROOT / "benchmarks/results/versions.json").read_text(encoding="utf-8"))
-    good = [line for line in lines if not line["contract"]["failed"] + line["tests"]["failed"]]
+    good = [line for line in lines if line["tests"]["passed"] and not line["contract"]["failed"]]
     pythons = {line["python"].rpartition(".")[0] for line in good}
     stated = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.M)
     assert set(stated) == pythons

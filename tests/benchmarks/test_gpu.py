@@ -124,11 +124,9 @@ def test_a_killed_driver_leaves_no_process_and_loses_no_result(tmp_path):
 
     (tmp_path / "child").unlink()
 
-    def heed_interrupts():  # tests that run in the background of a shell begin without
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    piped = {"stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, preexec_fn=heed_interrupts, **piped) as driver:
+    # Tests that run in the background of a shell begin with interrupts ignored.
+    heeding = ["env", "--default-signal=INT", *command]
+    with subprocess.Popen(heeding, cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout.readline() == "known: done\n"
         child = int(wait_for(tmp_path / "child"))
         driver.send_signal(signal.SIGINT)

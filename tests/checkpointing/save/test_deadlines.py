@@ -16,7 +16,7 @@ from tests.checkpointing.faults import children, load, names, parts, plant, unti
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import soak
 
-SECONDS = 3.0
+SECONDS = 5.0
 BULK = 1 << 20
 """Bytes that the save which hangs writes besides: for two seconds."""
 PER_NODE = 2
@@ -62,10 +62,10 @@ def save_through(rank: int, run: Path, stopped: int | None) -> tuple[str, float,
     ("stopped", "hangs", "says"),
     [
         pytest.param(0, None, "", id="writer of rank 0's node", marks=soak),
-        pytest.param(2, None, "on node 1: not done within 3 s", id="another writer"),
+        pytest.param(2, None, "on node 1: not done within 5 s", id="another writer"),
         pytest.param(None, "pwrite", "model-00001-of-00001.safetensors to be written", id="write"),
         pytest.param(None, "mkdir", "waiting for a place in", id="begin", marks=soak),
-        pytest.param(None, "rename", "not done within 3 s", id="commit", marks=soak),
+        pytest.param(None, "rename", "not done within 5 s", id="commit", marks=soak),
     ],
 )
 def test_a_save_that_hangs_is_given_up(stopped, hangs, says, tmp_path, monkeypatch):
@@ -82,7 +82,8 @@ def test_a_save_that_hangs_is_given_up(stopped, hangs, says, tmp_path, monkeypat
     for error, seconds, *_ in ranks:
         assert error.startswith("saving step 2 failed")
         assert seconds < TOLD
-    assert any(says in error and "checkpoint.deadline" in error for error, *_ in ranks)
+    errors = [error for error, *_ in ranks]
+    assert any(says in error and "checkpoint.deadline" in error for error in errors), errors
     assert {loaded for *_, loaded, _ in ranks} == {4}
     assert any(anew for *_, anew in ranks), "what held it up goes on"
     assert not verify(run / "step-00000004").problems
