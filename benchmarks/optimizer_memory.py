@@ -7,7 +7,7 @@ of the last hundred steps. Where others use the machine too, times tell little.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -90,6 +90,10 @@ def trained(overrides: Iterable[str], steps: int, directory: Path, folder: str) 
     }
 
 
+def _filled(_name: str, shape: Sequence[int]) -> torch.Tensor:
+    return torch.full(tuple(shape), 0.02)
+
+
 def bytes_a_parameter(overrides: Iterable[str]) -> float:
     """Bytes of weights, gradients and optimizer state after a step, for each parameter."""
     recipe = load_recipe(str(QUICKSTART), ["run.device=cpu", *overrides])
@@ -98,8 +102,8 @@ def bytes_a_parameter(overrides: Iterable[str]) -> float:
         model, blocks, _ = bare_model(recipe)
         count = sum(parameter.numel() for parameter in model.parameters())
         world = World(0, 0, 1, 1, 1, 0, 0, None, torch.device("cpu"))
-        fill = lambda name, shape: torch.full(shape, 0.02)  # noqa: E731
-        built = parallelize(model, blocks, build_mesh(recipe, world), recipe, world.device, fill)
+        mesh = build_mesh(recipe, world)
+        built = parallelize(model, blocks, mesh, recipe, world.device, _filled)
         built.draw_weights()
         optimizer = build_optimizer(built.optimized, recipe.optimizer, zeros_like=built.zeros_like)
         tokens = torch.zeros((1, recipe.data.seq_len), dtype=torch.int64)

@@ -54,7 +54,7 @@ class CommittedStep:
 
     @property
     def sections(self) -> tuple[Section, Section]:
-        """Those of its model, or adapter, and of its optimizer."""
+        """Sections of the step: that of its model or adapter, and that of its optimizer."""
         return sections_of(self.record.files)
 
 

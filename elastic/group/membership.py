@@ -272,7 +272,7 @@ class Ask:
     ranks: int = 1
     identity: str = ""
     place: str = ""
-    """Where it stands; see place.py."""
+    """Where the node stands in the network: names from the outermost to the node; see place.py."""
 
 
 def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:

@@ -49,7 +49,7 @@ class Method:
     rank's slices, by gradients times the factor, which it may change. On all ranks. With `exact`
     the bits do not depend on where slices end (see exact.py)."""
     squares: tuple[str, ...] = ()
-    """Those of `moments` that are never negative."""
+    """Names of the moments that are never negative."""
     whole: bool = False
     """Whether an update takes whole parameters, together with other ranks, and not some rows."""
 

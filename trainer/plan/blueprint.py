@@ -246,7 +246,7 @@ def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: boo
 
 
 def trained_of(unit: Sequence[Shape]) -> list[Shape]:
-    """Those with gradients."""
+    """The parameters that get gradients."""
     return [shape for shape in unit if shape.trained]
 
 

@@ -369,7 +369,7 @@ class SpanFinder:
         trained = np.zeros(len(whole.ids), bool)
         trained[begin:] = True
         if self._template.has_blocks:
-            # Of this answer are the blocks that end after its prompt.
+            # A block belongs to this answer if it ends after the prompt of the answer.
             blocks = [one for one in blocks_in(marked) if whole.token_at(one[1] - 1) >= begin]
             served, trained = trained, whole.inside(blocks)
             self._compare(text, whole, served, trained)
