@@ -158,7 +158,8 @@ def synchronisations(setting: Setting) -> dict[str, Any]:
         counts = setting.scratch / f"{name}.json"
         program = ("tests.distributed.counted", str(counts))
         run = fsdp(setting, name, program, strategy={**FULL_SHARD, "offload": offload}, **BF16)
-        steps = json.loads(counts.read_text(encoding="utf-8"))[2:]
+        # The first two may do more, and the last one looks at all that it has made.
+        steps = json.loads(counts.read_text(encoding="utf-8"))[2:-1]
         found[name] = max(step["synchronised"] for step in steps)
         made.append(units(run.output))
     return {**found, "fsdp_units": min(made)}

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.setting import Setting, command, device_memory, run_command
+from checkpointing.save.staging import PORTION_BYTES, register
 from elastic import usable_cores
 from trainer.plan.gpus import Gpu, named_gpu
-
-PORTION = 64 << 20
-"""Bytes that are pinned at a time beside launches."""
 
 
 def host(setting: Setting) -> dict[str, Any]:
@@ -138,15 +136,14 @@ def copies(setting: Setting) -> dict[str, Any]:
     }
 
 
-def register(setting: Setting) -> dict[str, Any]:
-    """Pin host memory by cudaHostRegister while another thread launches kernels: how fast, and how
-    long a launch is held up at worst."""
+def pinning(setting: Setting) -> dict[str, Any]:
+    """Pin host memory as saves do while another thread launches kernels: how fast, and how long a
+    launch is held up at worst; and all of it by one call of cudaHostRegister."""
     setting.need_gpu("cudaHostRegister")
     total = 128 << 20 if setting.toy else 8 << 30
     # Begins with a page, or portions would share one, and that can be pinned only once; touched, as
     # slots are when they are pinned.
     memory = torch.frombuffer(mmap.mmap(-1, total), dtype=torch.uint8).fill_(1)
-    runtime = torch.cuda.cudart()
     small = torch.zeros(1024, device="cuda")
     delays: list[float] = []
     begun, ended = Event(), Event()
@@ -160,7 +157,7 @@ def register(setting: Setting) -> dict[str, Any]:
             delays.append(time.perf_counter() - began)
             time.sleep(50e-6)
 
-    def pin(portion: int) -> tuple[float, float]:
+    def pin(portion: int, call: Callable[[int, int], int]) -> tuple[float, float]:
         """GB/s; milliseconds of the slowest launch."""
         delays.clear()
         begun.clear()
@@ -171,23 +168,22 @@ def register(setting: Setting) -> dict[str, Any]:
         began = time.perf_counter()
         # The call lets go of the interpreter, so that launches go on beside it.
         for start in range(0, total, portion):
-            call(memory.data_ptr() + start, portion)
+            if error := call(memory.data_ptr() + start, portion):
+                raise RuntimeError(f"cudaHostRegister of {portion} bytes: error {error}")
         rate = total / (time.perf_counter() - began) / 1e9
         ended.set()
         thread.join()
         for start in range(0, total, portion):
-            runtime.cudaHostUnregister(memory.data_ptr() + start)
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr() + start)
         return rate, max(delays, default=0.0) * 1e3
 
-    def call(pointer: int, nbytes: int) -> None:
-        error = int(runtime.cudaHostRegister(pointer, nbytes, 0))
-        if error:
-            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes: error {error}")
+    def at_once(pointer: int, nbytes: int) -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
 
-    rate, worst = pin(PORTION)
-    whole_rate, whole_worst = pin(total)
+    rate, worst = pin(PORTION_BYTES, register)
+    whole_rate, whole_worst = pin(total, at_once)
     return {
-        "portion_mib": PORTION >> 20,
+        "portion_mib": PORTION_BYTES >> 20,
         "gb_per_s": rate,
         "worst_launch_ms": worst,
         "gb_per_s_at_once": whole_rate,

@@ -72,16 +72,24 @@ def main() -> None:
     from elastic.node.standin import NODE_SOCKET, stand_in
 
     if NODE_SOCKET in os.environ:
-        stand_in("benchmarks.gpu.sharing:rank", "trainer.run.worker:prepare", sys.argv[1:])
+        stand_in("benchmarks.gpu.sharing:rank", "benchmarks.gpu.sharing:prepare", sys.argv[1:])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank(sys.argv[1:])
+
+
+def prepare(arguments: tuple[str, ...]) -> Any:
+    """As the trainer's, which would refuse a GPU to a second rank."""
+    from trainer.run import preflight, worker
+
+    with patch.object(preflight, "_check_device", lambda *_: None):
+        return worker.prepare(arguments)
 
 
 def rank(arguments: list[str]) -> None:
     """A training process whose device is the first, whatever its local rank; never returns."""
     import torch.distributed as dist
 
-    from trainer.run import worker
+    from trainer.run import preflight, worker
 
     start, join = dist.init_process_group, worker.join_world
 
@@ -97,6 +105,7 @@ def rank(arguments: list[str]) -> None:
     with (
         patch.object(dist, "init_process_group", over_gloo),
         patch.object(worker, "join_world", join_on_first),
+        patch.object(preflight, "_check_device", lambda *_: None),
     ):
         worker.main(arguments)
 

@@ -5,9 +5,8 @@ Each trains for some steps; the first ones, which compile and warm up, are left 
 """
 
 import json
-from dataclasses import fields
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from benchmarks.gpu.setting import (
 )
 from benchmarks.support import ROOT, torchrun
 from trainer.models.loss import HeadLoss
-from trainer.recipe.sections import Precision
 
 LOG_EVERY = {"0.6B": 4, "1.7B": 2, "4B": 2, "8B": 2, "llama_8B": 2}
 """Steps of a log interval."""
@@ -37,6 +35,7 @@ WARM, MEASURED = 3, 5
 SEQ_LEN = {"0.6B": 2048, "1.7B": 2048, "4B": 2048, "8B": 4096, "llama_8B": 4096}
 BATCH = {"0.6B": 16, "1.7B": 16, "4B": 8, "8B": 4, "llama_8B": 8}
 """Sequences of a step of one GPU; of several each has a micro-batch."""
+InBf16: TypeAlias = Literal["", "moments", "all"]
 PEERS = {"hf": ("transformers", "accelerate"), "torchtitan": ("torchtitan",), "minimal": ()}
 """By the beginning of a file in benchmarks/peers: the packages that it needs."""
 
@@ -49,22 +48,20 @@ def sections_of(
     recompute: str,
     gpus: int = 1,
     seq_len: int = 0,
-    all_bf16: bool = False,
+    in_bf16: InBf16 = "",
 ) -> Sections:
-    """The recipe that all train. `seq_len`: 0 for that of SEQ_LEN. `all_bf16`: weights, gradients
-    and moments too."""
-    if all_bf16 and "master" not in {one.name for one in fields(Precision)}:
-        raise UnsupportedError("recipes have no precision.master")
-    needed = (8 if all_bf16 else 16) * PARAMETERS[model] // gpus
-    share = 0.7 if all_bf16 else 0.95  # with larger micro-batches
+    """The recipe that all train. `seq_len`: 0 for that of SEQ_LEN. `in_bf16`: what is besides
+    the computation: moments, or all, weights and gradients too."""
+    needed = {"": 16, "moments": 12, "all": 8}[in_bf16] * PARAMETERS[model] // gpus
+    share = 0.7 if in_bf16 else 0.95  # with more activations
     if setting.on_gpu() and not setting.toy and needed > share * device_memory():
         raise UnsupportedError(
             f"{model}: {needed / 1e9:.0f} GB of weights, gradients and moments, and the GPU has "
             f"{device_memory() / 1e9:.0f} GB"
         )
     batch = BATCH[model] if gpus == 1 else gpus * micro_batch
-    stored = {"optimizer": {"state_dtype": "bf16"}} if all_bf16 else {}
-    precision = {"dtype": "bf16", **({"master": "bf16_stochastic"} if all_bf16 else {})}
+    stored = {"optimizer": {"state_dtype": "bf16"}} if in_bf16 else {}
+    master = {"master": "bf16_stochastic"} if in_bf16 == "all" else {}
     return recipe(
         setting,
         model,
@@ -76,7 +73,7 @@ def sections_of(
             "compile": not setting.toy,
             "activation_checkpointing": recompute,
         },
-        precision=precision,
+        precision={"dtype": "bf16", **master},
         **stored,
     )
 
@@ -89,11 +86,11 @@ def perdure(
     recompute: str = "none",
     gpus: int = 1,
     seq_len: int = 0,
-    all_bf16: bool = False,
+    in_bf16: InBf16 = "",
 ) -> dict[str, Any]:
     """This trainer."""
     ranks = setting.need_gpus(gpus)
-    sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len, all_bf16)
+    sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len, in_bf16)
     records = train_until(setting, "perdure", sections, WARM + MEASURED, ranks)
     first, last = records[WARM - 1], records[-1]
     rate = (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
@@ -117,7 +114,7 @@ def peer(
     recompute: str = "none",
     gpus: int = 1,
     seq_len: int = 0,
-    all_bf16: bool = False,
+    in_bf16: InBf16 = "",
 ) -> dict[str, Any]:
     """Another, started by torchrun with the same recipe."""
     if missing := [package for package in PEERS[peer] if not find_spec(package)]:
@@ -126,7 +123,7 @@ def peer(
     setting.need_host(
         4 * PARAMETERS[model] * ranks, f"{model}, drawn on the CPU by {ranks} rank(s)"
     )
-    sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len, all_bf16)
+    sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len, in_bf16)
     first, last = WARM * LOG_EVERY[model], (WARM + MEASURED) * LOG_EVERY[model]
     sections["run"]["steps"] = last
     path = write_recipe(setting, peer, sections)

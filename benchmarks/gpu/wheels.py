@@ -5,24 +5,26 @@ Imports nothing that is not Python's: it runs before they are installed.
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
-WITH_WHAT_THEY_NEED = ("isal", "tenacity", "pydantic")
+WITH_WHAT_THEY_NEED = ("isal", "tenacity", "pydantic", "cryptography")
 ALONE = ("torchdata",)
 """Without what they need, as that is torch, or there."""
 OPTIONAL = ("torchao>=0.18,<0.19", "liger-kernel", "cut-cross-entropy")
 """Alone, too: for products in 8 bits, and to compare with. A case that misses one says so."""
-FROM_TRANSFORMERS = ("numpy", "safetensors", "tokenizers", "tqdm", "yaml")
-MODULES = ("isal", "tenacity", "pydantic", "torchdata", *FROM_TRANSFORMERS)
-"""What this project does not start without, besides torch. wandb is not among them: it is large,
-and cases track nothing."""
+THERE = ("torch", "numpy", "safetensors", "tokenizers", "tqdm", "pyyaml", "jinja2")
+"""With torch and transformers."""
+LEFT_OUT = ("wandb",)
+"""It is large, and cases track nothing."""
 GLIBC = range(17, 40)
 """Minor versions of glibc 2 whose wheels fit: pip takes a platform by its exact name."""
 LIMIT = 56 << 20
@@ -37,8 +39,11 @@ def make(folder: Path, python: str) -> None:
         python: version that they are for, such as 3.12.
 
     Raises:
-        SystemExit: a package cannot be had, or all together are larger than LIMIT.
+        SystemExit: a package cannot be had, or nothing here says whence it comes, or all together
+            are larger than LIMIT.
     """
+    if unknown := set(needed()) - {*WITH_WHAT_THEY_NEED, *ALONE, *THERE}:
+        sys.exit(f"{Path(__file__).name}: whence come {', '.join(sorted(unknown))}?")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -69,9 +74,21 @@ def make(folder: Path, python: str) -> None:
         sys.exit(f"{folder}: {nbytes / 1e6:.0f} MB are more than {LIMIT / 1e6:.0f} MB")
 
 
+def needed() -> list[str]:
+    """Packages that this project does not start without, by its pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[^a-z0-9-]", asked, maxsplit=1)[0] for asked in project["dependencies"]]
+    return [name for name in names if name not in LEFT_OUT]
+
+
+def modules() -> list[str]:
+    """What Python imports of them."""
+    return ["yaml" if name == "pyyaml" else name for name in needed()]
+
+
 def missing() -> list[str]:
     """What this project needs, and this Python does not find."""
-    found = [name for name in MODULES if not find_spec(name)]
+    found = [name for name in modules() if not find_spec(name)]
     handlers = {handler.name for handler in entry_points(group="torchrun.handlers")}
     return found if "perdure" in handlers else [*found, "perdure's rendezvous for torchrun"]
 

@@ -5,6 +5,7 @@ import logging
 import math
 import mmap
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -234,9 +235,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-PORTION_BYTES = 64 << 20
-"""Writers hear of the copy's progress about as often as this, and a GPU is told of so many bytes of
-memory at a time: that keeps its driver busy, and what is launched meanwhile waits. Whole pages."""
+REPORT_BYTES = 64 << 20
+"""Writers hear of the copy's progress about as often as this."""
+PORTION_BYTES = 16 << 20
+"""A GPU is told of so many bytes of memory at a time: that keeps its driver busy, and what is
+launched meanwhile waits. Whole pages."""
 
 
 @dataclass(frozen=True)
@@ -331,11 +334,11 @@ def _cut(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Parts in order → (first, stop) of groups of about PORTION_BYTES; at least one group."""
+    """Parts in order → (first, stop) of groups of about REPORT_BYTES; at least one group."""
     portions, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         held += size
-        if held >= PORTION_BYTES and number + 1 < len(sizes):
+        if held >= REPORT_BYTES and number + 1 < len(sizes):
             portions.append((first, number + 1))
             first, held = number + 1, 0
     return [*portions, (first, len(sizes))]
@@ -349,9 +352,17 @@ def _pin(files: SlotFiles, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> l
         begin = ctypes.addressof(ctypes.c_char.from_buffer(files.maps[name]))
         for start, stop in (cut for span in spans for cut in _cut(*span)):
             length = min(stop, len(files.maps[name])) - start
-            result = torch.cuda.cudart().cudaHostRegister(begin + start, length, 0)
-            if int(result) != 0:
-                logger.warning("could not pin memory for checkpoints: CUDA error %s", result)
+            if error := register(begin + start, length):
+                logger.warning("could not pin memory for checkpoints: CUDA error %s", error)
                 return pinned
             pinned.append(begin + start)
     return pinned
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pin memory (cudaHostRegister), and leave the driver to others for as long as that took: one
+    call after the other would have launches wait for dozens of them. Returns CUDA's error, or 0."""
+    began = time.monotonic()
+    result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+    time.sleep(time.monotonic() - began)
+    return int(result)

@@ -26,7 +26,7 @@ from benchmarks.gpu.setting import recipe as build_recipe
 from benchmarks.gpu.sharded import units
 from benchmarks.gpu.speed import sections_of
 from benchmarks.gpu.synthetic import EOS, data_set
-from benchmarks.gpu.wheels import MODULES, OPTIONAL
+from benchmarks.gpu.wheels import OPTIONAL, modules
 from benchmarks.peers import minimal_loop
 from benchmarks.support import ROOT
 from benchmarks.support.peer import Clock, Job
@@ -314,6 +314,7 @@ def test_a_machine_without_a_registry_is_given_what_it_lacks(tmp_path):
     tree.mkdir()
     for name in ("benchmarks", "trainer", "elastic", "checkpointing"):
         (tree / name).symlink_to(ROOT / name)
+    (tree / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
 
     def bare(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-S", *words]
@@ -329,11 +330,14 @@ def test_a_machine_without_a_registry_is_given_what_it_lacks(tmp_path):
     )
     refused = bare("-c", install)
     assert refused.returncode == 1
-    assert "not installed: isal, tenacity, pydantic, torchdata, numpy, " in refused.stderr
+    assert (
+        "not installed: torch, torchdata, safetensors, tenacity, isal, cryptography, yaml, "
+        in refused.stderr
+    )
     assert ", perdure's rendezvous for torchrun" in refused.stderr
     assert "make gpu-wheelhouse" in refused.stderr
     (tmp_path / "wheels").mkdir()
-    for name in MODULES:
+    for name in modules():
         make_wheel(tmp_path / "wheels", name, name)
     lacking = bare("-c", install)
     assert "with the wheels in wheels: perdure's rendezvous" in lacking.stderr
@@ -358,7 +362,7 @@ def test_the_command_takes_the_same_ways_on_a_cpu(tmp_path):
         )
         return done.returncode, done.stdout, done.stderr
 
-    code, printed, errors = call("machine.matmul,machine.register")
+    code, printed, errors = call("machine.matmul,machine.pinning")
     assert code == 3, printed + errors
     assert "1 pass, 1 not measured" in printed
     assert "cudaHostRegister needs a GPU" in printed

@@ -213,6 +213,7 @@ def test_a_rank_killed_at_any_moment_of_a_save(moment, nodes, victim, tmp_path, 
         pytest.skip("with SOAK=1 only: the random kills below meet it too")
     run, strategy = tmp_path / "run", "rows-2"
     monkeypatch.setattr(staging, "PORTION_BYTES", 300)
+    monkeypatch.setattr(staging, "REPORT_BYTES", 300)
 
     def work(rank):
         os.environ["GROUP_RANK"] = str(rank * (nodes - 1))

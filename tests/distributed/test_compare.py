@@ -35,7 +35,7 @@ from trainer.recipe import RecipeError, load_recipe
 from trainer.run.profile import StepProfiler, peak_bytes, read_records, torch_profiler
 from trainer.run.speed import Speed
 from trainer.run.state import Progress, Run
-from trainer.run.step import train_step
+from trainer.run.step import Inputs, train_step
 from trainer.run.trace_summary import read_trace
 from trainer.tasks.task import build_task
 from trainer.tools.chaos.faults import gone, processes_with
@@ -72,9 +72,10 @@ def measure(recipe, rank, world_size):
         Pulse.from_environment(), Recall(None),
     )  # fmt: skip
     batches = load(task.stream, requests(plan, rank, 0), workers=0, pin_memory=False)
+    inputs = Inputs(batches, plan.passes)
     with StepProfiler(run, Speed(run)) as profiler:
         for _ in range(recipe.run.steps):
-            train_step(run, batches)
+            train_step(run, inputs)
             profiler.after_step()
 
 

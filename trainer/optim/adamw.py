@@ -1,6 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019) on this rank's slices: torch's fused kernel, or exact."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,45 +16,59 @@ def update_adamw(
     parameters: Sequence[nn.Parameter],
     group: Mapping[str, Any],
     state: State,
-    factor: float,
     exact: bool,
-) -> None:
+) -> Callable[[float], None]:
     """See `Method.update`."""
-    (_exact if exact else _fused)(parameters, group, state, factor)
+    if exact:
+        return partial(_exact, parameters, group, state)
+    return _fused(parameters, group, state)
 
 
 def _fused(
-    parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
-) -> None:
+    parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State
+) -> Callable[[float], None]:
     """Update the local parts. For each DTensor torch would find out in every new process that an
     update needs no other rank: a sixth of a restart."""
     states = [state[parameter] for parameter in parameters]
-    beta1, beta2 = group["betas"]
-    divisor = None
-    if factor != 1.0:
-        divisor = torch.full(
-            (),
-            min(1 / factor, torch.finfo(torch.float32).max),
-            dtype=torch.float32,
-            device=parameters[0].device,
+    steps = [of_one["step"] for of_one in states]
+    weights, means, squares = (
+        [local_tensor(one) for one in many]
+        for many in (
+            parameters,
+            (of_one["exp_avg"] for of_one in states),
+            (of_one["exp_avg_sq"] for of_one in states),
         )
-    adamw(
-        [local_tensor(parameter) for parameter in parameters],
-        [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None],
-        [local_tensor(of_one["exp_avg"]) for of_one in states],
-        [local_tensor(of_one["exp_avg_sq"]) for of_one in states],
-        [],
-        [of_one["step"] for of_one in states],
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-        grad_scale=divisor,
     )
+
+    def update(factor: float) -> None:
+        divisor = None
+        if factor != 1.0:
+            divisor = torch.full(
+                (),
+                min(1 / factor, torch.finfo(torch.float32).max),
+                dtype=torch.float32,
+                device=parameters[0].device,
+            )
+        beta1, beta2 = group["betas"]
+        adamw(
+            weights,
+            [local_tensor(one.grad) for one in parameters if one.grad is not None],
+            means,
+            squares,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            grad_scale=divisor,
+        )
+
+    return update
 
 
 def _exact(

@@ -44,10 +44,12 @@ class Method:
     """Numbers for each element of a parameter, zero at first; stored as `parts_of` says."""
     counts: bool
     """Whether each parameter has its number of updates as well: `step`, a float32 scalar."""
-    update: Callable[[Sequence[nn.Parameter], Mapping[str, Any], State, float, bool], None]
-    """(parameters with gradients, their group, state, gradient factor, exact): one update of this
-    rank's slices, by gradients times the factor, which it may change. On all ranks. With `exact`
-    the bits do not depend on where slices end (see exact.py)."""
+    update: Callable[
+        [Sequence[nn.Parameter], Mapping[str, Any], State, bool], Callable[[float], None]
+    ]
+    """(parameters with gradients, their group, state, exact): gathers what an update takes. What it
+    returns makes the update of this rank's slices, by gradients times a factor; it may change them.
+    On all ranks. With `exact` the bits do not depend on where slices end (see exact.py)."""
     squares: tuple[str, ...] = ()
     """Names of the moments that are never negative."""
     whole: bool = False
@@ -106,6 +108,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.exact, self.state_dtype = exact, state_dtype
         self.gradient_factor, self.seed = 1.0, 0
+        self._gathered: list[Callable[[float], None]] = []
         self._names: dict[nn.Parameter, str] = {}
         self._formats: dict[nn.Parameter, Format] = {}
         """How the moments are stored of what is updated in portions."""
@@ -118,16 +121,31 @@ class MethodOptimizer(torch.optim.Optimizer):
                     self._formats[parameter] = how
                 self.state[parameter] = group["method"].state(parameter, how, zeros_like)
 
+    def gather(self) -> None:
+        """Gather what the next `step` takes, once backward has given every parameter its gradient.
+        On a GPU that is done while it computes them: `step` then only launches kernels."""
+        self._gathered = [
+            group["method"].update(live, group, self.state, self.exact)
+            for group in self.param_groups
+            if (live := [one for one in group["params"] if self._is_live(one)])
+        ]
+
+    def _is_live(self, parameter: nn.Parameter) -> bool:
+        """Whether it is updated as it is stored."""
+        return parameter.grad is not None and parameter not in self._formats
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update; `closure` must be None. On all ranks."""
         if closure is not None:
             raise ValueError("gradients are computed before the update")
+        if not self._gathered:
+            self.gather()
+        for update in self._gathered:
+            update(self.gradient_factor)
+        self._gathered = []
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            live = [parameter for parameter in trained if parameter not in self._formats]
-            if live:
-                group["method"].update(live, group, self.state, self.gradient_factor, self.exact)
             rounded = {one: self._formats[one] for one in trained if one in self._formats}
             for how, portion in _portions(rounded, whole=group["method"].whole):
                 self._update(portion, how, group)
@@ -158,7 +176,7 @@ class MethodOptimizer(torch.optim.Optimizer):
             stand_in = nn.Parameter(made, requires_grad=False)
             stand_in.grad = slope
             state[stand_in] = kept
-        method.update([*state], group, state, self.gradient_factor, self.exact)
+        method.update([*state], group, state, self.exact)(self.gradient_factor)
         drawn = self._noise(pieces)
         for one, words in zip((weights, *moments.values()), drawn, strict=False):
             one.close(words)

@@ -16,8 +16,8 @@ addition per operation, so the bits of an update depend on the gradient, and on 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -34,10 +34,19 @@ def update_muon(
     parameters: Sequence[nn.Parameter],
     group: Mapping[str, Any],
     state: State,
-    factor: float,
     exact: bool,
-) -> None:
+) -> Callable[[float], None]:
     """See `Method.update`."""
+    return partial(_update, parameters, group, state, exact)
+
+
+def _update(
+    parameters: Sequence[nn.Parameter],
+    group: Mapping[str, Any],
+    state: State,
+    exact: bool,
+    factor: float,
+) -> None:
     lr, momentum = group["lr"], group["momentum"]
 
     def mix(into: torch.Tensor, other: torch.Tensor, share: float) -> None:

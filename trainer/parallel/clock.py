@@ -15,6 +15,11 @@ def mark(device: torch.device) -> Any:
     return event
 
 
+def reached(moment: Any) -> bool:
+    """Whether the device has come to a mark."""
+    return isinstance(moment, float) or bool(moment.query())
+
+
 def seconds_between(began: Any, ended: Any) -> float:
     """Seconds between two marks, once the device has been waited for."""
     if isinstance(began, float):

@@ -18,15 +18,13 @@ from elastic.node.exchange import received
 from trainer.data.loader import MASK
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
-from trainer.optim.method import update
+from trainer.optim.method import MethodOptimizer, update
 from trainer.optim.optimizer import set_rate, square_sum
-from trainer.parallel.clock import mark, seconds_between
+from trainer.parallel.clock import mark, reached, seconds_between
 from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import Verdict, judge_step, judge_weights
 from trainer.run.state import Run
-
-Batches = Iterator[dict[str, torch.Tensor]]
 
 NAME_BYTES = 256
 """Longest name of a tensor that ranks tell each other."""
@@ -67,17 +65,53 @@ class StepResult:
         return next((name for name, one in numbers.items() if not math.isfinite(one)), "weights")
 
 
-def train_step(run: Run, batches: Batches) -> StepResult:
+class Inputs:
+    """The micro-batches of this rank, a step's at a time.
+
+    On a GPU the next step's are fetched while it computes this one: `data_wait` is then what that
+    took longer.
+    """
+
+    def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: int) -> None:
+        self._batches, self._passes = batches, passes
+        self._ahead: list[dict[str, torch.Tensor]] | Exception | None = None
+        self._seconds = 0.0
+
+    def take(self) -> tuple[list[dict[str, torch.Tensor]], float]:
+        """Those of the next step, and the seconds that were waited for them.
+
+        Raises:
+            Exception: whatever fetching them has raised.
+        """
+        if self._ahead is None:
+            began = time.perf_counter()
+            self._ahead = [next(self._batches) for _ in range(self._passes)]
+            self._seconds = time.perf_counter() - began
+        ahead, self._ahead = self._ahead, None
+        if isinstance(ahead, Exception):
+            raise ahead
+        return ahead, self._seconds
+
+    def fetch(self, computed: Any) -> None:
+        """Fetch those of the next step; `computed` is the mark that the device is to reach."""
+        began = time.perf_counter()
+        try:
+            self._ahead = [next(self._batches) for _ in range(self._passes)]
+        except Exception as error:  # this step is none of its business
+            self._ahead = error
+        self._seconds = time.perf_counter() - began if reached(computed) else 0.0
+
+
+def train_step(run: Run, given: Inputs) -> StepResult:
     """One optimizer step over one global batch. Called on all ranks; moves `run.progress` on."""
     recipe, plan, pulse = run.recipe, run.plan, run.pulse
     model, optimizer, progress = run.model, run.optimizer, run.progress
     started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
     pulse.report(step, "data")
-    inputs = [next(batches) for _ in range(plan.passes)]
-    data_wait = time.perf_counter() - started
+    inputs, data_wait = given.take()
     micro_batches = plan.micro_batches(run.mesh.dp_rank, progress.sequences)
     digest = consumed(inputs, micro_batches, run.mesh.witness)
-    found = gradients(run, inputs, digest)
+    found = gradients(run, inputs, digest, given)
     note = spoiled = ""
     overflow = progress.loss_scale.value > 1 and math.isfinite(found.loss)  # of fp16, as it does
     if found.spoiled or not (found.good or overflow):
@@ -173,7 +207,10 @@ class Gradients:
 
 
 def gradients(
-    run: Run, inputs: Sequence[Mapping[str, torch.Tensor]], digest: tuple[int, int] | None
+    run: Run,
+    inputs: Sequence[Mapping[str, torch.Tensor]],
+    digest: tuple[int, int] | None,
+    given: Inputs | None = None,
 ) -> Gradients:
     """Forward and backward over one global batch. On all ranks.
 
@@ -181,6 +218,7 @@ def gradients(
         run: the gradients of its model are added to.
         inputs: the micro-batches of this rank.
         digest: see `consumed`.
+        given: where those of the next step come from, to be fetched meanwhile.
     """
     recipe, plan, mesh, device = run.recipe, run.plan, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
@@ -247,6 +285,14 @@ def gradients(
     ]
     word = torch.cat([*sums, squares, *flags])
     dist.all_reduce(word, group=mesh.group)
+    # A GPU computes all this by itself: what comes next is made ready before it has ended.
+    if isinstance(run.optimizer, MethodOptimizer) and not model.file:
+        run.optimizer.gather()
+    if given and device.type == "cuda" and step < recipe.run.steps:
+        computed = mark(device)
+        pulse.report(step, "data")
+        given.fetch(computed)
+        pulse.report(step, "reduce")
     mean_loss, *rest = received(word)
     *square_parts, count_sum, saving, pausing, mute, spoiling, samples, contents = rest[
         len(names) :

@@ -14,7 +14,7 @@ from trainer.run.replicas import check_replicas
 from trainer.run.saves import Saves, finish_saves, pause, roll_back
 from trainer.run.speed import Speed
 from trainer.run.state import Run
-from trainer.run.step import StepResult, train_step
+from trainer.run.step import Inputs, StepResult, train_step
 from trainer.tasks.own_model import refusing_misfits
 
 
@@ -23,13 +23,14 @@ def train(run: Run, startup: Startup) -> int:
     From its first step on, `run.recall` may end it by `Recalled`, for this process to begin again.
     """
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
-    batches = load(
+    micro_batches = load(
         task.stream,
         requests(run.plan, run.mesh.dp_rank, progress.sequences),
         workers=recipe.data.workers,
         pin_memory=run.world.device.type == "cuda",
         account=True,
     )
+    inputs = Inputs(micro_batches, run.plan.passes)
     startup.mark("data")
     if not run.done and (asked := asked_to_pause(pulse)):
         return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
@@ -45,7 +46,7 @@ def train(run: Run, startup: Startup) -> int:
             saves.ask()
             first = run.first_step
             with halving(run):
-                result = train_step(run, batches)
+                result = train_step(run, inputs)
             if first:
                 first_step_done(run, startup)
             run.log.step(
@@ -66,7 +67,7 @@ def train(run: Run, startup: Startup) -> int:
             profiler.after_step()
             if asked and not run.done:
                 return stop_together(run, asked)
-        batches.close()
+        micro_batches.close()
         finish_saves(run)
         validation.finish()
         return run.log.end(EXIT_DONE, "finished")
