@@ -71,6 +71,33 @@ def _fused(
     return update
 
 
+def _numbers(group: Mapping[str, Any], steps: torch.Tensor, factor: float) -> torch.Tensor:
+    """See `Method.numbers`: what depends on no element."""
+    beta1, beta2 = group["betas"]
+    counts = steps.double()
+    decay = torch.full_like(counts, 1 - group["lr"] * group["weight_decay"])
+    rate = group["lr"] / (1 - beta1**counts)
+    root = (1 - beta2**counts).rsqrt()
+    same = (factor, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"])
+    constant = [torch.full_like(counts, one) for one in same]
+    return torch.stack([*constant, decay, rate, root], dim=1).float()
+
+
+def _rows(
+    weights: torch.Tensor,
+    gradients: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    numbers: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """See `Method.rows`."""
+    factor, beta1, rest1, beta2, rest2, eps, decay, rate, root = numbers.unbind()
+    gradients = gradients * factor
+    mean = moments[0] * beta1 + gradients * rest1
+    square = moments[1] * beta2 + gradients * gradients * rest2
+    change = rate * mean / (square.sqrt() * root + eps)
+    return weights * decay - change, mean, square
+
+
 def _exact(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
 ) -> None:
@@ -101,4 +128,6 @@ ADAMW = Method(
     counts=True,
     update=update_adamw,
     squares=("exp_avg_sq",),
+    rows=_rows,
+    numbers=_numbers,
 )

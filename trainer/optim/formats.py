@@ -46,7 +46,7 @@ _TINY = torch.finfo(torch.float32).tiny
 _MEAN, _SQUARE = 127, 256
 """Steps of the codes between 0 and the scale."""
 # Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators", as signed numbers.
-_GAMMA, _MIX1, _MIX2 = (
+_GAMMA, MIX1, MIX2 = (
     one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
@@ -211,8 +211,8 @@ def noise(
         where = places[piece.parameter]
         rows = where.rows[piece.start : piece.stop] + keys[piece.parameter]
         torch.add(rows, where.columns, out=out.view(len(rows), len(where.columns)))
-    hashed.bitwise_xor_(hashed >> 30).mul_(_MIX1)
-    hashed.bitwise_xor_(hashed >> 27).mul_(_MIX2)
+    hashed.bitwise_xor_(hashed >> 30).mul_(MIX1)
+    hashed.bitwise_xor_(hashed >> 27).mul_(MIX2)
     # The lowest of the four words is the least mixed.
     return hashed.view(torch.int16).view(-1, 4).T[1:]
 

@@ -29,6 +29,7 @@ from trainer.optim.formats import (
     portions_of,
     zeros_of,
 )
+from trainer.optim.fused import FUSED, Rows, compiled, in_rows, on_device
 from trainer.recipe.seeds import stable_seed
 
 State = Mapping[Any, dict[str, Any]]
@@ -54,6 +55,11 @@ class Method:
     """Names of the moments that are never negative."""
     whole: bool = False
     """Whether an update takes whole parameters, together with other ranks, and not some rows."""
+    rows: Rows | None = None
+    """The update of elements by themselves, for one compiled kernel; None: it cannot be said so."""
+    numbers: Callable[[Mapping[str, Any], torch.Tensor, float], torch.Tensor] | None = None
+    """(group, numbers of updates with this one (P,) float32, gradient factor): what `rows` reads,
+    (P, K) float32."""
 
     def state(
         self,
@@ -94,6 +100,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]],
         *,
         exact: bool = False,
+        compiles: bool = False,
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
         state_dtype: Format = "fp32",
     ) -> None:
@@ -102,11 +109,12 @@ class MethodOptimizer(torch.optim.Optimizer):
         Args:
             groups: have `params`, pairs of FQN and parameter, `method` and what that reads.
             exact: see `Method.update`.
+            compiles: on a GPU, what is rounded is updated by one compiled kernel, see fused.py.
             zeros_like: says where state is to live that is like its parameter.
             state_dtype: how moments are stored, where `format_of` agrees.
         """
         super().__init__(groups, {})
-        self.exact, self.state_dtype = exact, state_dtype
+        self.exact, self.compiles, self.state_dtype = exact, compiles, state_dtype
         self.gradient_factor, self.seed = 1.0, 0
         self._gathered: list[Callable[[float], None]] = []
         self._names: dict[nn.Parameter, str] = {}
@@ -147,8 +155,58 @@ class MethodOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             rounded = {one: self._formats[one] for one in trained if one in self._formats}
+            if rounded and self._compiles(group["method"], [*rounded]):
+                self._update_compiled([*rounded], group)
+                continue
             for how, portion in _portions(rounded, whole=group["method"].whole):
                 self._update(portion, how, group)
+
+    def _compiles(self, method: Method, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether one kernel updates each of them."""
+        able = self.compiles and not self.exact and method.rows is not None
+        return able and local_tensor(parameters[0]).is_cuda
+
+    def _update_compiled(
+        self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]
+    ) -> None:
+        """What `_update` does, without portions of several parameters."""
+        method: Method = group["method"]
+        assert method.rows is not None
+        assert method.numbers is not None
+        device, update = local_tensor(parameters[0]).device, compiled()
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        torch._foreach_add_(steps, 1.0)
+        numbers = method.numbers(group, torch.stack(steps), self.gradient_factor)
+        names = [self._names[parameter] for parameter in parameters]
+        keys = on_device([stable_seed(self.seed, name) for name in names], device)
+        for number, parameter in enumerate(parameters):
+            how, places = self._formats[parameter], self._places_of(parameter)
+            formats = [(how, name in method.squares) for name in method.moments]
+            parts = [
+                [self.state[parameter][part.name] for part in parts_of(name, how, square=square)]
+                for name, (how, square) in zip(method.moments, formats, strict=True)
+            ]
+            assert parameter.grad is not None
+            gradient = local_tensor(parameter.grad).contiguous()
+            rows, columns = len(places.rows), len(places.columns)
+            most = max(1, FUSED // max(1, columns))
+            for start in range(0, rows * (columns > 0), most):
+                few = slice(start, start + most)
+                update(
+                    in_rows(parameter, rows)[few],
+                    in_rows(gradient, rows)[few],
+                    [[in_rows(part, rows)[few] for part in moment] for moment in parts],
+                    (places.rows[few], places.columns),
+                    keys[number],
+                    numbers[number],
+                    formats,
+                    method.rows,
+                )
+
+    def _places_of(self, parameter: nn.Parameter) -> Places:
+        if parameter not in self._places:
+            self._places[parameter] = places_of(parameter)
+        return self._places[parameter]
 
     def _update(self, pieces: Sequence[Piece], how: Format, group: Mapping[str, Any]) -> None:
         """Update some rows in float32, and round what is stored in fewer bits."""
@@ -194,8 +252,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         """Drawn for some rows, see `noise`."""
         parameters = dict.fromkeys(piece.parameter for piece in pieces)
         for parameter in parameters:
-            if parameter not in self._places:
-                self._places[parameter] = places_of(parameter)
+            self._places_of(parameter)
         keys = {one: stable_seed(self.seed, self._names[one]) for one in parameters}
         return noise(pieces, self._places, keys)
 

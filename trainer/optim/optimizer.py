@@ -21,6 +21,7 @@ def build_optimizer(
     options: Optimizer,
     *,
     exact: bool = False,
+    compiles: bool = False,
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over named parameters, with its state. On all ranks.
@@ -29,6 +30,7 @@ def build_optimizer(
         parameters: by FQN.
         options: of the recipe.
         exact: the bits of its updates are not to depend on where shards end.
+        compiles: see `MethodOptimizer`.
         zeros_like: makes state where it is to live; a factory's optimizer decides that itself.
 
     Raises:
@@ -41,6 +43,7 @@ def build_optimizer(
     return MethodOptimizer(
         method_groups(parameters, options),
         exact=exact,
+        compiles=compiles,
         zeros_like=zeros_like,
         state_dtype=options.state_dtype,
     )

@@ -91,7 +91,7 @@ def build(
             )  # fmt: skip
             optimizer = build_optimizer(
                 model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
-                zeros_like=model.zeros_like,
+                compiles=recipe.strategy.compile, zeros_like=model.zeros_like,
             )  # fmt: skip
         limit_waits(recipe.elastic.timeout_seconds)
         startup.mark("model")

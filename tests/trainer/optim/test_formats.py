@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpointing.worlds import run_ranks
-from trainer.optim import formats
+from tests.distributed.jobs import soak
+from trainer.optim import formats, fused, method
 from trainer.optim.formats import BLOCK, in_float32, noise, places_of, portions_of, stored
 from trainer.optim.kept import own_targets
 from trainer.optim.method import update
@@ -186,6 +187,31 @@ def test_shards_and_portions_show_in_no_bit(tmp_path, monkeypatch):
             assert found.keys() == wanted.keys()
             for key, one in found.items():
                 assert one.equal(bits(wanted[key])), key
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=soak)])
+@pytest.mark.parametrize(
+    ("how", "master"),
+    [("bf16", torch.float32), ("fp32", torch.bfloat16), ("int8", torch.bfloat16)],
+)
+def test_one_kernel_rounds_as_portions_do(how, master, compiled, monkeypatch):
+    """As on a GPU. Order of operations differs, so a number in a thousand may round otherwise."""
+    options = Optimizer(name="adamw", lr=1e-2, state_dtype=how)
+    wanted = trained(alone, options, master, exact=False)[2]
+    monkeypatch.setattr(method.MethodOptimizer, "_compiles", lambda *_: True)
+    if not compiled:
+        monkeypatch.setattr(method, "compiled", lambda: fused.update_rows)
+    found = trained(alone, options, master, exact=False)[2]
+    assert found.keys() == wanted.keys()
+    same = total = 0
+    for key, one in found.items():
+        assert one.dtype == wanted[key].dtype
+        # Codes of 8 bits beside each other are 1/64 of a scale apart, where they are largest.
+        loose = {"rtol": 0.05, "atol": 1e-5} if one.is_floating_point() else {"rtol": 0, "atol": 1}
+        torch.testing.assert_close(one, wanted[key], **loose)
+        if one.dtype != torch.float32:
+            same, total = same + int((one == wanted[key]).sum()), total + one.numel()
+    assert same > 0.99 * total
 
 
 def bits(tensor):

@@ -1,0 +1,82 @@
+"""Updates of what has fewer bits than float32, on a GPU: one compiled kernel for each parameter.
+
+It computes what `MethodOptimizer` does in portions, see [Note: rounding] of formats.py, but reads
+and writes each number once. Portions do so about twenty times: on an H200 an update of 10**9
+parameters took 84 ms with bf16 moments and takes 12, 179 and 30 with int8; with float32 it is 8.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpointing.format.tensors import local_tensor
+from trainer.optim.formats import MIX1, MIX2, Format, in_float32, rounded_to_bf16, stored
+
+FUSED = 1 << 25
+"""Elements that are updated at a time. A kernel may hold ten bytes for each of them."""
+
+Rows = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
+"""(weights, gradients, moments, numbers) → weights and moments after one update. Each element by
+itself, all in float32 and flat; the numbers are those of `Method.numbers` for one parameter."""
+
+
+def update_rows(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Sequence[Sequence[Tensor]],
+    places: tuple[Tensor, Tensor],
+    key: Tensor,
+    numbers: Tensor,
+    formats: Sequence[tuple[Format, bool]],
+    rows: Rows,
+) -> None:
+    """Update rows of one parameter and of its moments where they are stored.
+
+    Args:
+        weight: rows of its local part, (R, C), float32 or bf16.
+        gradient: likewise.
+        moments: of each the parts of its format, see `parts_of`.
+        places: of these elements: `Places.rows` and `Places.columns`.
+        key: a hash of what draws for the parameter; int64, no dimensions.
+        numbers: of this update, float32.
+        formats: of each moment, and whether it is never negative.
+        rows: computes the update.
+    """
+    hashed = (places[0] + key + places[1]).reshape(-1)
+    hashed = (hashed ^ (hashed >> 30)) * MIX1
+    hashed = (hashed ^ (hashed >> 27)) * MIX2
+    # The three upper words of 16 bits, with their signs.
+    drawn = [
+        one.to(torch.int32) for one in ((hashed << 32) >> 48, (hashed << 16) >> 48, hashed >> 48)
+    ]
+    flat = [[part.reshape(-1) for part in parts] for parts in moments]
+    held = [
+        in_float32(parts, how, square=square)
+        for parts, (how, square) in zip(flat, formats, strict=True)
+    ]
+    made, *kept = rows(weight.reshape(-1).float(), gradient.reshape(-1).float(), held, numbers)
+    made = rounded_to_bf16(made, drawn[0]) if weight.dtype == torch.bfloat16 else made
+    weight.copy_(made.view(weight.shape))
+    for parts, value, (how, square), words in zip(moments, kept, formats, drawn[1:], strict=False):
+        for part, new in zip(parts, stored(value, how, words, square=square), strict=True):
+            part.copy_(new.view(part.shape))
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    """`update_rows` as one kernel, for shapes of every size."""
+    return torch.compile(update_rows, dynamic=True)
+
+
+def in_rows(tensor: Tensor, rows: int) -> Tensor:
+    """This rank's part of a parameter or of its state, as (rows, columns)."""
+    return local_tensor(tensor).view(rows, -1)
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Integers as int64, (N,). A GPU gets them without being waited for."""
+    host = torch.tensor(values, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
