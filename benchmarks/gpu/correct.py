@@ -102,6 +102,19 @@ def compiled(setting: Setting) -> dict[str, Any]:
     return {"difference": max(found.values()), "fsdp_units": units(sharded.output), **found}
 
 
+def rounded(setting: Setting) -> dict[str, Any]:
+    """Moments in bf16 and in 8 bits, updated by compiled kernels, against portions; float32
+    besides."""
+    found = {}
+    for how in ("bf16", "int8"):
+        one, other = (
+            losses(setting, f"{how}-{on}", optimizer={"state_dtype": how}, strategy={"compile": on})
+            for on in (True, False)
+        )
+        found[how] = difference(one, other)
+    return {"difference": max(found.values()), **found}
+
+
 def attention(setting: Setting) -> dict[str, Any]:
     """Every way to stay inside documents against one dense mask, in bf16; `auto` has the fastest
     kernel that is installed."""

@@ -137,7 +137,12 @@ def page(folder: Path = RESULTS) -> str:
         lines.append("")
     for path, result in zip(sorted(folder.glob("gpu-*.json")), measured, strict=True):
         records = result["cases"].values()
-        versions = {f"torch {r['torch']}, commit {r['commit'] or 'not known'}" for r in records}
+        codes: dict[str, list[str]] = {}
+        for record in records:
+            codes.setdefault(f"torch {record['torch']}, code {record['code']}", []).append(
+                record["case"]
+            )
+        versions = {f"{code} ({len(names)} cases)" for code, names in codes.items()}
         dates = sorted({record["date"] for record in records})
         lines.append(
             f"{result['gpu']}: {'; '.join(sorted(versions))}; {dates[0]} to {dates[-1]}; "

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu.machine import seconds
 from benchmarks.gpu.setting import (
@@ -27,6 +27,9 @@ from benchmarks.gpu.setting import (
 )
 from benchmarks.support import ROOT, torchrun
 from trainer.models.loss import HeadLoss
+from trainer.optim.formats import Format
+from trainer.optim.optimizer import build_optimizer
+from trainer.recipe.sections import Optimizer
 
 LOG_EVERY = {"0.6B": 4, "1.7B": 2, "4B": 2, "8B": 2, "llama_8B": 2}
 """Steps of a log interval."""
@@ -142,6 +145,35 @@ def peer(
         "peak_memory_gb": final["peak_memory"] / 1e9,
         "note": final["note"],
     }
+
+
+def update(setting: Setting) -> dict[str, Any]:
+    """Milliseconds of AdamW's update of 10**9 parameters, by the formats of weights and moments,
+    in portions and compiled."""
+    rows, columns, matrices = (8, 128, 2) if setting.toy else (4096, 8192, 24)
+    formats: tuple[tuple[Format, torch.dtype, str], ...] = (
+        ("fp32", torch.float32, "fp32"),
+        ("bf16", torch.float32, "moments_bf16"),
+        ("int8", torch.float32, "moments_int8"),
+        ("bf16", torch.bfloat16, "all_bf16"),
+    )
+    found: dict[str, Any] = {}
+    for how, master, name in formats:
+        for compiles in (False,) if how == "fp32" else (False, True):
+            made = [
+                nn.Parameter(torch.randn(rows, columns, device=setting.place()).to(master))
+                for _ in range(matrices)
+            ]
+            for one in made:
+                one.grad = torch.randn_like(one)
+            named = {f"weight_{number}": one for number, one in enumerate(made)}
+            optimizer = build_optimizer(
+                named, Optimizer(lr=1e-4, state_dtype=how), compiles=compiles
+            )
+            took = seconds(optimizer.step, 5)
+            key = f"{name}_compiled_ms" if compiles else f"{name}_ms"
+            found[key] = took * 1e12 / (rows * columns * matrices)
+    return found
 
 
 def loss(setting: Setting, model: str) -> dict[str, Any]:

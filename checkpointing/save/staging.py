@@ -74,6 +74,8 @@ class Staging:
         self._touching: threading.Thread | None = None
         self._pinned: list[int] = []
         """Addresses that the GPU knows."""
+        self._let_go = threading.Event()
+        """Nothing more is to be pinned."""
         self.move(slots, hurried=hurried)
 
     @property
@@ -109,14 +111,16 @@ class Staging:
             rest = REST if hurried and self._stream is None else 0.0  # the next are not awaited
             if self._stream is not None:
                 with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
-                    self._pinned += _pin(files, ranges)
+                    _pin(files, ranges, self._pinned, self._let_go)
 
     def _unpin(self) -> None:
         """Have the GPU forget pages that are about to be unmapped: where others come to lie at
         their addresses, it would still copy to the old ones."""
         if self._stream is None or self._touching is None:
             return
+        self._let_go.set()
         self._touching.join()
+        self._let_go.clear()
         # A GPU that has failed copies nothing more.
         with suppress(RuntimeError), torch.cuda.device(self._stream.device):
             for address in self._pinned:
@@ -344,19 +348,24 @@ def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [*portions, (first, len(sizes))]
 
 
-def _pin(files: SlotFiles, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> list[int]:
-    """Make the pages known to the GPU, so that it copies to them by itself; returns where those
-    begin that it knows now."""
-    pinned: list[int] = []
+def _pin(
+    files: SlotFiles,
+    ranges: Mapping[str, Sequence[tuple[int, int]]],
+    pinned: list[int],
+    let_go: threading.Event,
+) -> None:
+    """Make the pages known to the GPU, so that it copies to them by itself, until `let_go`. Where
+    those begin that it knows comes into `pinned`."""
     for name, spans in ranges.items():
         begin = ctypes.addressof(ctypes.c_char.from_buffer(files.maps[name]))
         for start, stop in (cut for span in spans for cut in _cut(*span)):
+            if let_go.is_set():
+                return
             length = min(stop, len(files.maps[name])) - start
             if error := register(begin + start, length):
                 logger.warning("could not pin memory for checkpoints: CUDA error %s", error)
-                return pinned
+                return
             pinned.append(begin + start)
-    return pinned
 
 
 def register(address: int, nbytes: int) -> int:

@@ -90,6 +90,8 @@ class Rank:
     """Since when it can be recalled."""
     recalled: float | None = None
     """When it was, as long as it is not ready for its generation."""
+    stuck: bool = False
+    """Since it was recalled it waits in a collective that nothing ends."""
     lost: float | None = None
     """When it said that it lost a peer, as long as nobody has said whose failure it was."""
 
@@ -545,11 +547,13 @@ class Node:
             pass  # it has not heard of that yet
         elif "able" in message:
             rank.able = time.monotonic() if message["able"] else None
+        elif "stuck" in message:
+            rank.stuck = rank.recalled is not None
         elif "lost" in message:
             rank.lost = time.monotonic()
             self.group.doubt(LOST_SECONDS)
         elif message.get("ready") == "{}.{}".format(*self._generation):
-            rank.recalled = None
+            rank.recalled, rank.stuck = None, False
             self._hangs.times.begin(rank.rank)
         elif rank.recall and not data:  # it has ended, which the zygote says in a moment
             self._selector.unregister(rank.recall)
@@ -561,12 +565,12 @@ class Node:
         peer, and nobody says whose failure that was, there is another generation."""
         now = time.monotonic()
         for rank in self._ranks.values():
-            if rank.recalled and now > rank.recalled + READY_SECONDS:
+            if rank.recalled and (rank.stuck or now > rank.recalled + READY_SECONDS):
                 place = Path(f"/proc/self/fd/{rank.dumps}")
                 stack = take_dumps({rank.rank: (rank.pid, place)}).get(rank.rank, "")
                 logger.warning(
-                    "rank %d did not let go of what it did within %.0f s: it is forked anew; its "
-                    "stack:\n%s", rank.rank, READY_SECONDS, stack,
+                    "rank %d has not let go of what it did after %.0f s: it is forked anew; its "
+                    "stack:\n%s", rank.rank, now - rank.recalled, stack,
                 )  # fmt: skip
                 self._kill(rank)
             if rank.lost and now > rank.lost + LOST_SECONDS:
@@ -581,6 +585,7 @@ class Node:
             self._selector.unregister(rank.recall)
             rank.recall.close()
         rank.recall = rank.able = rank.recalled = rank.lost = None
+        rank.stuck = False
 
     # --- the end of processes -----------------------------------------------------------------
 

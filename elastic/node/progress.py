@@ -25,12 +25,13 @@ _FIELDS = struct.Struct("IIQIIdIf")
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable: descriptor of the page, and local rank."""
 PHASES = (
-    "start", "init", "load", "data", "step", "reduce", "staging", "update", "after", "save",
-    "evaluate", "end", "failed",
+    "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update", "after",
+    "save", "evaluate", "end", "failed",
 )  # fmt: skip
-"""What a rank does; "data" is waiting for a batch, "reduce" is from the step's all-reduce on, where
-it waits for the others, "staging" is waiting for the copy of a save, "after" is long work that
-follows only some steps, and "failed" from an error on, until its process has ended."""
+"""What a rank does; "data" is waiting for a batch, "fetch" for that of the next step while a GPU
+computes, "reduce" is from the step's all-reduce on, where it waits for the others, "staging" is
+waiting for the copy of a save, "after" is long work that follows only some steps, and "failed" from
+an error on, until its process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20

@@ -32,8 +32,8 @@ from elastic.node.progress import Progress
 from elastic.node.vitals import MOST, NO_SIGNS, Signs
 
 ORDER = (
-    "failed", "start", "init", "load", "data", "step", "reduce", "staging", "update", "after",
-    "evaluate", "save", "end",
+    "failed", "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update",
+    "after", "evaluate", "save", "end",
 )  # fmt: skip
 """The phases as a rank goes through them; within a step, "data" to "save". A rank that failed is
 behind all others, which wait for it until its process has ended."""
@@ -45,7 +45,7 @@ PATIENCE = 300.0
 """For what was not done often enough to know: importing, meeting, a first step that compiles, all
 from cold caches."""
 UNHURRIED = dict.fromkeys(
-    ("load", "data", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
+    ("load", "data", "fetch", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
 )
 """Times PATIENCE: as long as the state takes to cross a slow filesystem."""
 SAVE_SECONDS = 1200.0

@@ -275,7 +275,7 @@ def test_results_come_into_the_tree_and_onto_the_page(tmp_path):
     assert shown.count("not measured yet") == len(CASES) - 2
     assert "**pass**; share_of_peak 0.81; tflops 800 |" in shown
     assert "**falls short**; difference 0.5; difference <= 0.0001: 0.5 |" in shown
-    assert "torch 2.11.0, commit aaa; 2026-12-01 to 2026-12-01" in shown
+    assert "torch 2.11.0, code aaa (2 cases); 2026-12-01 to 2026-12-01" in shown
 
     # The next code is held against this one, the same code once more against the same.
     for code in ("bbb", "bbb"):
@@ -351,6 +351,7 @@ def test_a_machine_without_a_registry_is_given_what_it_lacks(tmp_path):
     assert bare("-m", "benchmarks.gpu", "--help").returncode == 0
 
 
+@soak
 def test_the_command_takes_the_same_ways_on_a_cpu(tmp_path):
     state = tmp_path / "state.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--size", "toy"]
@@ -393,6 +394,7 @@ def setting(tmp_path):
     return Setting(device="cpu", size="toy", scratch=tmp_path, data=tmp_path, others={})
 
 
+@soak
 def test_one_rank_runs_fsdp(setting):
     """Under whichever program: also the one that counts."""
     counts = setting.scratch / "counts.json"
@@ -454,6 +456,7 @@ def test_the_largest_save_fits_the_gpu_and_shared_memory(setting, monkeypatch):
         saves.need_room(full, nbytes, to_disk=False)
 
 
+@soak
 def test_recipes_of_cases_are_right(tmp_path):
     """At full size, which no CPU trains."""
     setting = Setting(device="cpu", size="full", scratch=tmp_path, data=tmp_path, others={})

@@ -150,7 +150,7 @@ def test_who_does_not_let_go_is_forked_anew(job, workspace):
     (workspace / "stuck-1").unlink()
     go_on(workspace, "stuck", node, 5)
     assert node.trainers()[0] == before[0]
-    assert node.text().count("did not let go") == 2
+    assert node.text().count("has not let go") == 2
 
 
 @soak

@@ -234,7 +234,8 @@ def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[
         return [rounded_to_bf16(values, drawn)]
     blocks = values.view(len(values) // BLOCK, BLOCK)
     scales = (blocks if square else blocks.abs()).amax(1, keepdim=True)
-    shares = (blocks / scales.clamp(min=_TINY)).view(-1)
+    # A GPU's division may round up: a share of more than 1 would wrap the largest code.
+    shares = (blocks / scales.clamp(min=_TINY)).clamp_(-1, 1).view(-1)
     if square:
         roots = shares.sqrt().sqrt_().mul_(_SQUARE).floor_().clamp_(min=1)
         below, above = (roots * roots).square_(), (roots + 1).square_().square_()

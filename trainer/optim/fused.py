@@ -1,8 +1,9 @@
-"""Updates of what has fewer bits than float32, on a GPU: one compiled kernel for each parameter.
+"""Updates of what has fewer bits than float32, on a GPU: a few compiled kernels for each parameter.
 
-It computes what `MethodOptimizer` does in portions, see [Note: rounding] of formats.py, but reads
-and writes each number once. Portions do so about twenty times: on an H200 an update of 10**9
-parameters took 84 ms with bf16 moments and takes 12, 179 and 30 with int8; with float32 it is 8.
+They compute what `MethodOptimizer` does in portions, see [Note: rounding] of formats.py, which
+reads and writes each number about twenty times. On an H200 an update of 10**9 parameters took 84 ms
+with bf16 moments and takes 12; with int8 179 and 30; with float32 8 (`speed.update` of
+benchmarks.gpu).
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ def update_rows(
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """`update_rows` as one kernel, for shapes of every size."""
+    """`update_rows` in few kernels, for shapes of every size."""
     return torch.compile(update_rows, dynamic=True)
 
 

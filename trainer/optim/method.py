@@ -56,7 +56,7 @@ class Method:
     whole: bool = False
     """Whether an update takes whole parameters, together with other ranks, and not some rows."""
     rows: Rows | None = None
-    """The update of elements by themselves, for one compiled kernel; None: it cannot be said so."""
+    """The update of elements by themselves, for compiled kernels; None: it cannot be said so."""
     numbers: Callable[[Mapping[str, Any], torch.Tensor, float], torch.Tensor] | None = None
     """(group, numbers of updates with this one (P,) float32, gradient factor): what `rows` reads,
     (P, K) float32."""
@@ -109,7 +109,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         Args:
             groups: have `params`, pairs of FQN and parameter, `method` and what that reads.
             exact: see `Method.update`.
-            compiles: on a GPU, what is rounded is updated by one compiled kernel, see fused.py.
+            compiles: on a GPU, what is rounded is updated by compiled kernels, see fused.py.
             zeros_like: says where state is to live that is like its parameter.
             state_dtype: how moments are stored, where `format_of` agrees.
         """
@@ -162,7 +162,7 @@ class MethodOptimizer(torch.optim.Optimizer):
                 self._update(portion, how, group)
 
     def _compiles(self, method: Method, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether one kernel updates each of them."""
+        """Whether compiled kernels update them."""
         able = self.compiles and not self.exact and method.rows is not None
         return able and local_tensor(parameters[0]).is_cuda
 

@@ -68,8 +68,8 @@ class StepResult:
 class Inputs:
     """The micro-batches of this rank, a step's at a time.
 
-    On a GPU the next step's are fetched while it computes this one: `data_wait` is then what that
-    took longer.
+    On a GPU the next step's are fetched while it computes this one. What counts as waiting is what
+    is fetched once it has computed.
     """
 
     def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: int) -> None:
@@ -94,12 +94,15 @@ class Inputs:
 
     def fetch(self, computed: Any) -> None:
         """Fetch those of the next step; `computed` is the mark that the device is to reach."""
-        began = time.perf_counter()
+        ahead, self._seconds = [], 0.0
         try:
-            self._ahead = [next(self._batches) for _ in range(self._passes)]
+            for _ in range(self._passes):
+                began, late = time.perf_counter(), reached(computed)
+                ahead.append(next(self._batches))
+                self._seconds += late * (time.perf_counter() - began)
+            self._ahead = ahead
         except Exception as error:  # this step is none of its business
             self._ahead = error
-        self._seconds = time.perf_counter() - began if reached(computed) else 0.0
 
 
 def train_step(run: Run, given: Inputs) -> StepResult:
@@ -266,6 +269,10 @@ def gradients(
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
     # whether any rank is asked to pause or mute, or has saved numbers that are not finite, and what
     # all have consumed and counted.
+    if given and device.type == "cuda" and step < recipe.run.steps and not pulse.asked_to_pause:
+        computed = mark(device)
+        pulse.report(step, "fetch")
+        given.fetch(computed)
     model.collect_gradients()
     pulse.report(step, "reduce")
     names = run.trained.agree(model.beside_loss, mesh.group)
@@ -285,14 +292,8 @@ def gradients(
     ]
     word = torch.cat([*sums, squares, *flags])
     dist.all_reduce(word, group=mesh.group)
-    # A GPU computes all this by itself: what comes next is made ready before it has ended.
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
-        run.optimizer.gather()
-    if given and device.type == "cuda" and step < recipe.run.steps:
-        computed = mark(device)
-        pulse.report(step, "data")
-        given.fetch(computed)
-        pulse.report(step, "reduce")
+        run.optimizer.gather()  # a GPU is still at it, so this costs no time
     mean_loss, *rest = received(word)
     *square_parts, count_sum, saving, pausing, mute, spoiling, samples, contents = rest[
         len(names) :

@@ -21,6 +21,7 @@ from elastic.group.membership import (
 )
 from elastic.group.secret import Secret
 from elastic.group.store import StoreClient, host_store
+from tests.distributed.jobs import soak
 
 SECRET = Secret(b"of the job" * 4)
 LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
@@ -84,6 +85,7 @@ def job():
         member.stop(timeout=1.0)
 
 
+@soak
 def test_rounds_of_many_nodes_are_changes_by_few(job):
     members = job["a"].state.members
     others = set(members[OBSERVERS:])

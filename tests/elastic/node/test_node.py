@@ -1,5 +1,6 @@
 """What an agent does with the training processes of its node: real ones, forked by its zygote."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from benchmarks.support import python_path
 from elastic.group.membership import Failure, Membership
@@ -19,6 +21,7 @@ from elastic.node.agent import Node
 from elastic.node.facts import Program
 from elastic.node.recall import Recall
 from elastic.node.standin import NODE_SOCKET
+from elastic.node.zygote import MAX_MESSAGE
 from tests.checkpointing.faults import until
 
 ROOT = Path(__file__).parents[3]
@@ -135,6 +138,29 @@ def test_an_attempt_is_over_when_all_of_it_is_aborted():
         assert begun.wait(10)
         raise ConnectionError
     assert events == ["aborted"]
+    agent.close()
+
+
+def test_a_collective_that_no_abort_ends_is_told(monkeypatch):
+    """The agent ends such a process at once, and not after READY_SECONDS."""
+    monkeypatch.setattr("elastic.node.recall.STUCK_SECONDS", 0.2)
+    agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.settimeout(10)
+    recall, told = Recall(own), []
+    ended = threading.Event()
+
+    def hear():
+        told.append(json.loads(agent.recv(MAX_MESSAGE)))
+        ended.set()
+
+    with recall.attempt():
+        agent.send(b'{"stop": true}')
+        time.sleep(0.5)  # computes, and may yet come back
+        threading.Thread(target=hear).start()
+        assert not told
+        waiting = compile("ended.wait(10)", distributed_c10d.__file__, "exec")
+        exec(waiting, {"ended": ended})
+    assert told == [{"stuck": True}]
     agent.close()
 
 
