@@ -272,7 +272,7 @@ def step_line(
         values: of the record.
         unit: of the speed.
         columns: of the terminal; the line leaves out what has no room there. None: it is no
-            terminal, and the line begins with the time of day.
+            terminal, and the line ends with the time of day: it begins with "step " everywhere.
     """
     parts = {
         "step": f"step {step:>{len(str(steps))}}/{steps}",
@@ -294,7 +294,7 @@ def step_line(
     if "eta_seconds" in values:
         parts["eta"] = f"ETA {tqdm.format_interval(values['eta_seconds'])}"
     if columns is None:
-        return f"{time.strftime('%H:%M:%S')} {' | '.join(parts.values())}"
+        return " | ".join([*parts.values(), time.strftime("%H:%M:%S")])
     for name in LEAST_FIRST:
         if len(" | ".join(parts.values())) <= columns:
             break

@@ -36,5 +36,5 @@ def test_a_step_has_one_line_of_any_terminal():
         "step   10/2000 | loss 2.5000 | grad norm 1.250 | 123,456 tokens/s | ETA 1:00:00"
     )
     assert lines[40] == "step   10/2000 | loss 2.5000"
-    time, _, line = step_line(10, 2000, values).partition(" ")
+    line, _, time = step_line(10, 2000, values).rpartition(" | ")
     assert (time.count(":"), line) == (2, whole)
