@@ -15,6 +15,7 @@ from trainer.plan.costs import USUAL_NODE, Machine, describe_machine
 from trainer.plan.prediction import Prediction
 from trainer.plan.search import make_plan
 from trainer.recipe import Recipe, RecipeError, load_recipe
+from trainer.text import wrapped
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- made by benchmarks/published_plans.py -->\n"
@@ -236,7 +237,7 @@ def made() -> str:
         print(*cells, *reasons, sep="\n  ", flush=True)
         lines.append(f"| {number}. {' | '.join(cells)} |")
         if reasons:
-            notes.append(f"- Row {number}. {'. '.join(reasons)}.")
+            notes.append(wrapped(f"- Row {number}. {'. '.join(reasons)}."))
     return "\n".join([*lines, "", *notes, ""])
 
 

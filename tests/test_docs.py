@@ -68,6 +68,13 @@ def test_sentences_are_short(page):
     assert sum(map(prose.words, found)) / len(found) <= 15
 
 
+@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/kgat.md"}))
+def test_lines_are_short(page):
+    """At most 100 columns, outside tables and blocks of code."""
+    found = re.sub(r"^ *\|.*", "", prose.FENCE.sub("", PAGES[page]), flags=re.M).splitlines()
+    assert [line for line in found if len(line) > 100] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for link in prose.links(PAGES[page]):
