@@ -32,8 +32,8 @@ TITAN_GPU = {"memory": 96e9, "bandwidth": 2.4e12}
 TITAN_TFLOPS = 835.0
 """The peak of an H100 NVL. The real one lies between that and 989, say the pages, and no more."""
 SLOWER = (
-    "torchtitan's GPUs have a limit of 500 W, and a clock that nobody tells. Their peak is taken "
-    "to be that of an H100 NVL. NVIDIA's run of the same model (row 6) is 1.6 times as fast"
+    "torchtitan's GPUs have a limit of 500 W, and an unknown clock. Their peak is taken to be that "
+    "of an H100 NVL. NVIDIA's run of the same model (row 6) is 1.6 times as fast"
 )
 
 
