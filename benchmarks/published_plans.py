@@ -15,6 +15,7 @@ from trainer.plan.costs import USUAL_NODE, Machine, describe_machine
 from trainer.plan.prediction import Prediction
 from trainer.plan.search import make_plan
 from trainer.recipe import Recipe, RecipeError, load_recipe
+from trainer.text import wrapped
 
 ROOT = Path(__file__).parents[1]
 BEGIN = "<!-- made by benchmarks/published_plans.py -->\n"
@@ -31,8 +32,8 @@ TITAN_GPU = {"memory": 96e9, "bandwidth": 2.4e12}
 TITAN_TFLOPS = 835.0
 """The peak of an H100 NVL. The real one lies between that and 989, say the pages, and no more."""
 SLOWER = (
-    "torchtitan's GPUs have a limit of 500 W, and a clock that nobody tells. Their peak is taken "
-    "to be that of an H100 NVL. NVIDIA's run of the same model (row 6) is 1.6 times as fast"
+    "torchtitan's GPUs have a limit of 500 W, and an unknown clock. Their peak is taken to be that "
+    "of an H100 NVL. NVIDIA's run of the same model (row 6) is 1.6 times as fast"
 )
 
 
@@ -236,7 +237,7 @@ def made() -> str:
         print(*cells, *reasons, sep="\n  ", flush=True)
         lines.append(f"| {number}. {' | '.join(cells)} |")
         if reasons:
-            notes.append(f"- Row {number}. {'. '.join(reasons)}.")
+            notes.append(wrapped(f"- Row {number}. {'. '.join(reasons)}."))
     return "\n".join([*lines, "", *notes, ""])
 
 

@@ -10,6 +10,8 @@ from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from trainer.text import wrapped
+
 PACKAGES = ("trainer", "checkpointing", "elastic")
 ADAPTERS = tuple(
     f"checkpointing.adapters.{name}" for name in ("dcp", "fabric", "hugging_face", "lightning")
@@ -57,11 +59,11 @@ class Shown:
 
 
 def entry(package: str, name: str) -> str:
-    """A line: what it is, and the first paragraph of its docstring."""
+    """A list item: what it is, and the first paragraph of its docstring."""
     value = getattr(importlib.import_module(package), name)
     said = docstring(package, name).partition("\n\n")[0].replace("\n", " ")
     if not callable(value):
-        return f"- `{name} = {value!r}` {said}"
+        return wrapped(f"- `{name} = {value!r}` {said}")
     kind = "class " if inspect.isclass(value) else ""
     parameters = "()"
     if not (inspect.isclass(value) and issubclass(value, Exception)):
@@ -71,7 +73,7 @@ def entry(package: str, name: str) -> str:
             for one in signature.parameters.values()
         ]
         parameters = str(signature.replace(parameters=bare, return_annotation=signature.empty))
-    return f"- `{kind}{name}{parameters}` {said}"
+    return wrapped(f"- `{kind}{name}{parameters}` {said}")
 
 
 def page() -> str:

@@ -9,15 +9,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from trainer.text import markdown
+from trainer.text import markdown, wrapped
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "versions.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TITLE = """# Versions
 
-`pyproject.toml` admits Python {python} and torch {torch}. What was run on which stands below.
-Each line is of an environment of its own.
+`pyproject.toml` admits Python {python} and torch {torch}. What was run on which stands
+below. Each line is of an environment of its own.
 """
 TESTS = """
 - *Contract*: what Perdure relies on in private parts of torch.
@@ -66,7 +66,7 @@ def counts(found: dict[str, Any]) -> str:
 def failures(line: dict[str, Any]) -> list[str]:
     """A list item for each test that failed."""
     names = [*line["contract"]["failed"], *line["tests"]["failed"]]
-    return [f"- Failed on torch {line['torch']}: `{name}`" for name in names]
+    return [wrapped(f"- Failed on torch {line['torch']}: `{name}`") for name in names]
 
 
 def fakes() -> list[str]:

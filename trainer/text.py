@@ -4,6 +4,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Container, Sequence
+from textwrap import fill
 from typing import Any, TextIO
 
 _JOINERS = "\u200c\u200d"
@@ -40,6 +41,13 @@ def markdown(
         for number, cell in enumerate(head)
     ]
     return [f"| {' | '.join(row)} |" for row in (head, rule, *body)]
+
+
+def wrapped(text: str) -> str:
+    """A paragraph or list item of a Markdown page, in lines of at most 100 columns. Longer words
+    stay whole."""
+    rest = "  " if text.startswith("- ") else ""
+    return fill(text, 100, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
 
 def terminal_columns(stream: TextIO) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import CASES, SLICES, Case, Figures, judge
 from benchmarks.gpu.driver import ROOT, State, source, write_json
+from trainer.text import wrapped
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
@@ -29,13 +30,11 @@ make gpu-wheelhouse          # where there is a registry: packages for a GPU mac
 make gpu                     # on the GPU machine: all that fits into 520 seconds; again: the rest
 ```
 
-`make gpu` needs a Python with torch for CUDA and `transformers`, and no network. It takes what
-else is missing from `.gpu/wheels` and puts it into `.gpu/site`. Nothing else on the machine
-changes. Take the folder `.gpu` along, and bring it back: `.gpu/state.json` holds each result at
-once. A case that fails, dies or hangs leaves the others alone.
-
-Slices 0, 1, 3 and 5 run first: three calls of 520 seconds, by the estimates of their cases. The
-others take five more. A case that no longer fits is left to the next call.
+`make gpu` needs a Python with torch for CUDA and `transformers`, and no network. Other packages
+come from `.gpu/wheels` and go into `.gpu/site`. Nothing else on the machine changes. Take the
+folder `.gpu` along, and bring it back: `.gpu/state.json` holds each result at once. A case that
+fails, dies or hangs leaves the others alone. Slices 0, 1, 3 and 5 run first, in three calls of 520
+seconds. The others take five more.
 
 | option of `python -m benchmarks.gpu` | |
 |---|---|
@@ -52,21 +51,18 @@ others take five more. A case that no longer fits is left to the next call.
 | 1 | something falls short |
 | 3 | nothing falls short, but not everything is measured |
 
-One rank has nobody to shard with, and the trainer then leaves FSDP out. Cases that ask for FSDP2 on
-one rank put it back ([`sharded.py`](../benchmarks/gpu/sharded.py)); `fsdp_units` says that it ran.
-Collectives between ranks are slice 2's.
-
-The data are synthetic documents as long as those of C4: median 300 tokens, mean 480, vocabulary
-151,936. The minimal loop, [`minimal_loop.py`](../benchmarks/peers/minimal_loop.py), has the same
-model, kernels and compilation, and nothing else. 0.6B to 8B are the architectures of Qwen3,
-`llama_8B` is that of Llama 3.1. The number after them is the micro-batch; `causal` is without
-document masks. "The last result" is what other code gave before. MFU is by the definition of
-[`family.py`](../trainer/models/family.py), against the dense bf16 peak of the data sheet. In
-parentheses stands who has published a limit. `make gpu` prints each of them with `met`, `short` or
-`not run`.
-
-A machine with one GPU often has 128 GiB of host memory. A case that needs more says so, and is not
-measured. What is killed there is the largest model of which host memory holds a copy.
+- **Data** are synthetic documents as long as those of C4: median 300 tokens, mean 480, vocabulary
+  151,936.
+- **Models** of 0.6B to 8B have the architectures of Qwen3, `llama_8B` that of Llama 3.1. The number
+  after them is the micro-batch; `causal` is without document masks.
+- **The minimal loop**, [`minimal_loop.py`](../benchmarks/peers/minimal_loop.py), has the same
+  model, kernels and compilation, and nothing else.
+- **FSDP2 on one rank.** The trainer leaves it out, as there is nobody to shard with. Cases that ask
+  for it put it back ([`sharded.py`](../benchmarks/gpu/sharded.py)); `fsdp_units` says that it ran.
+- **MFU** is by the definition of [`family.py`](../trainer/models/family.py), against the dense bf16
+  peak of the data sheet.
+- **Bounds.** Who has published one stands in parentheses. "The last result" is what other code gave
+  before. A case that needs more host memory than there is says so, and is not measured.
 """
 
 
@@ -144,10 +140,11 @@ def page(folder: Path = RESULTS) -> str:
             )
         versions = {f"{code} ({len(names)} cases)" for code, names in codes.items()}
         dates = sorted({record["date"] for record in records})
-        lines.append(
+        said = wrapped(
             f"{result['gpu']}: {'; '.join(sorted(versions))}; {dates[0]} to {dates[-1]}; "
-            f"[all figures](../benchmarks/results/{path.name}).\n"
+            f"[all figures](../benchmarks/results/{path.name})."
         )
+        lines.append(f"{said}\n")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -161,8 +161,7 @@ def family_of(model_type: Any) -> Family:
         names = " or ".join(map(repr, known))
         raise ValueError(
             f"model_type={model_type!r} is not supported, only {names}; write a family of your own "
-            "(docs/extending.md), or train such a model through model.factory (docs/your_model.md "
-            "has an example)"
+            "or train such a model through model.factory (docs/extending.md has both)"
         )
     family: Family = importlib.import_module(f"trainer.models.families.{model_type}").FAMILY
     return family

@@ -31,7 +31,7 @@ _COMMON_DEFAULTS = {
 }
 
 
-_BY_FACTORY = "train such a model through model.factory (docs/your_model.md has an example)"
+_BY_FACTORY = "train such a model through model.factory (docs/extending.md has an example)"
 _WITHOUT_SCALING = (
     "if the weights were made without it, as where it was added to serve longer texts, remove it "
     f"from the file; else {_BY_FACTORY}"

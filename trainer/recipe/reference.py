@@ -14,7 +14,7 @@ def recipe_reference() -> str:
     lines = [
         "# Recipe reference",
         "",
-        "Made from the code by `make docs`. Every key can be overridden on the command line as "
+        "Made from the code by `make docs`. Every key can be overridden on the command line as",
         "`section.key=value`. `${NAME}` and `${NAME:-default}` expand environment variables.",
     ]
     for name, section in schema["properties"].items():

@@ -105,7 +105,7 @@ class Model:
     adapter alone, as PEFT does. `adapter: {}` is LoRA of rank 16 in all linear layers."""
 
     factory: str | None = None
-    """`package.module:function` that returns any nn.Module; see docs/your_model.md."""
+    """`package.module:function` that returns any nn.Module; see docs/extending.md."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
@@ -345,7 +345,7 @@ class Strategy:
 
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the
-    device, in host memory, or in files on a local disk (see docs/offload.md)."""
+    device, in host memory, or in files on a local disk (see docs/strategies.md)."""
 
     offload_directory: str | None = None
     """Directory on a local disk, for offload: nvme. Each rank takes 16 bytes there for each
@@ -421,7 +421,7 @@ class Tracking:
 
     profile_steps: Count = 0
     """Run so many steps under the profiler; each rank leaves its trace and a record of what it
-    holds in <run.dir>/profile (see docs/profile.md). They are slower, and count in no speed. 0:
+    holds in <run.dir>/profile (see docs/metrics.md). They are slower, and count in no speed. 0:
     none."""
 
     profile_after: Positive = 4

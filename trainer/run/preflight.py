@@ -228,7 +228,7 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
     if unused and ddp and not getattr(task.model, "some_unused", False):
         raise RecipeError(
             f"model.factory: {unused[0]} takes no part in the loss, which DDP does not allow; "
-            "set some_unused = True on the module (docs/your_model.md), or strategy.name=fsdp"
+            "set some_unused = True on the module (docs/extending.md), or strategy.name=fsdp"
         )
 
 
