@@ -6,6 +6,7 @@ from elastic.node.agent import Node
 from elastic.node.facts import Program
 from elastic.node.progress import Progress
 from elastic.node.standin import NODE_SOCKET
+from tests.checkpointing.faults import until
 from tests.elastic.node.test_strangers import Group
 
 
@@ -39,3 +40,18 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
             assert node._hangs.times.limit(0, Progress(9, phase, 0.0, False)) > 1.2 * 90_000
     finally:
         node.stop()
+
+
+def test_the_last_save_is_tried_again(start, workspace):
+    """As where a disk is full: there is no folder for it, until the first try has failed."""
+    checkpoints = workspace / "again" / "checkpoints"
+    job = start(2, "run.dir=again", "run.steps=40", "run.log_every=1", "checkpoint.every=0")
+    assert until(lambda: checkpoints.is_dir() and "step  5/40" in job.output(), 60), job.output()
+    checkpoints.rename(workspace / "aside")
+    checkpoints.touch()
+    assert until(lambda: "saving step 40 failed" in job.output(), 60), job.output()
+    checkpoints.unlink()
+    (workspace / "aside").rename(checkpoints)
+    code, output = job.wait()
+    assert code == 0, output
+    assert (checkpoints / "step-00000040" / "index.json").exists()

@@ -22,6 +22,9 @@ from trainer.run.provenance import check_resume, run_state
 from trainer.run.state import Progress, Run
 from trainer.tasks.task import Task
 
+LAST_TRIES, AGAIN_SECONDS = 6, 5.0
+"""A run whose last save the filesystem refuses, as it is full, tries so often, and waits between:
+all else is done, and would be lost with this machine's memory."""
 UNWRITTEN = "unwritten_ledger"
 """Key of a trainer state: see `Ledger.unwritten`. Absent where all lines are written."""
 
@@ -171,8 +174,12 @@ def report_saves(run: Run, raised: SaveFailed | None = None) -> list[SaveOutcome
     return outcomes
 
 
-def finish_saves(run: Run) -> None:
-    """Wait for the last checkpoint.
+def finish_saves(run: Run, tries: int = 1) -> None:
+    """Wait for the last checkpoint. On all ranks.
+
+    Args:
+        run: whose.
+        tries: a save that the filesystem refused is made anew, until it was tried so often.
 
     Raises:
         SaveFailed: there is no checkpoint of the last step.
@@ -181,11 +188,18 @@ def finish_saves(run: Run) -> None:
     try:
         with run.pulse.during("end"):
             run.checkpointer.wait()
-    except SaveFailed as error:
-        raised = error
-        raise
+    except SaveFailed as error:  # on all ranks alike
+        if tries == 1 or not error.errno:
+            raised = error
+            raise
+    else:
+        return
     finally:
         report_saves(run, raised)
+    with run.pulse.during("end"):
+        time.sleep(AGAIN_SECONDS)
+    save(run, wait=True)
+    finish_saves(run, tries - 1)
 
 
 def pause(run: Run, *, leaving: bool) -> None:

@@ -11,7 +11,7 @@ from trainer.run.metrics import Startup
 from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
 from trainer.run.replicas import check_replicas
-from trainer.run.saves import Saves, finish_saves, pause, roll_back
+from trainer.run.saves import LAST_TRIES, Saves, finish_saves, pause, roll_back
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.run.step import Inputs, StepResult, train_step
@@ -68,7 +68,7 @@ def train(run: Run, startup: Startup) -> int:
             if asked and not run.done:
                 return stop_together(run, asked)
         micro_batches.close()
-        finish_saves(run)
+        finish_saves(run, tries=LAST_TRIES)
         validation.finish()
         return run.log.end(EXIT_DONE, "finished")
 
