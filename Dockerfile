@@ -21,6 +21,7 @@ COPY pyproject.toml README.md LICENSE setup.py perdure.py ./
 COPY trainer trainer
 COPY elastic elastic
 COPY checkpointing checkpointing
+COPY lab lab
 COPY recipes recipes
 RUN pip install '.[all]'
 

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ EXIT_WRONG_INPUT = 2  # of elastic.exits, which may be another's
 
 def main() -> None:
     """Run the console command."""
-    _leave_if(foreign())
+    _leave_if(foreign((*PACKAGES, "lab") if sys.argv[1:2] == ["chaos"] else PACKAGES))
     from trainer.cli.main import main as run
 
     run()
@@ -43,9 +43,9 @@ def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
     return handler()
 
 
-def foreign() -> str:
-    """Which of the PACKAGES is not Perdure's, and what to do about it; empty if all are."""
-    for name in PACKAGES:
+def foreign(packages: Sequence[str] = PACKAGES) -> str:
+    """Which of the packages is not Perdure's, and what to do about it; empty if all are."""
+    for name in packages:
         expected, spec = HOME / name / "__init__.py", find_spec(name)
         if spec and spec.origin and not _same_file(Path(spec.origin), expected):
             return (

@@ -36,7 +36,8 @@ from benchmarks.support import (
     spread,
     workspace,
 )
-from benchmarks.support.processes import cpu_seconds, descendants
+from benchmarks.support.processes import cpu_seconds
+from elastic.process import descendants
 
 STEPS, EVERY, WARM, LATE = 40, 15, 8, 32
 CASES = {

@@ -45,7 +45,7 @@ from elastic.group.member import Member
 from elastic.group.membership import Ask, Limits, Membership, room
 from elastic.group.secret import Secret
 from elastic.group.store import LOST, StoreClient, StoreLostError
-from trainer.tools.local_nodes import free_port
+from lab.local_nodes import free_port
 
 T = TypeVar("T")
 

@@ -37,8 +37,8 @@ from benchmarks.support.faults import SCENARIOS, Scenario, join
 from checkpointing.storage.folders import run_id
 from elastic.group.member import key_prefix
 from elastic.group.secret import SECRET_FILE, make_secret, read_secret
+from lab.local_nodes import LocalNodes
 from trainer.data.prepare.prepare import prepare
-from trainer.tools.local_nodes import LocalNodes
 
 TITLE = "Recovery from faults: this trainer, torchrun with DCP"
 LEGEND = """\

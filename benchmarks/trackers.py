@@ -23,7 +23,8 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.support import arguments, environment, json_lines, python_path, report, run, spread
 from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
-from trainer.tools.local_nodes import LocalNode, LocalNodes, children
+from elastic.process import children
+from lab.local_nodes import LocalNode, LocalNodes
 
 RECIPE = """\
 run: {dir: run, log_every: 1, device: cpu}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grimp
 
-PACKAGES = ("trainer", "elastic", "checkpointing")
+PACKAGES = ("trainer", "elastic", "checkpointing", "lab")
 PAGE = Path(__file__).parent / "design.md"
 BEGIN, END = "<!-- made by docs/rooms.py -->\n", "<!-- end of what docs/rooms.py made -->\n"
 

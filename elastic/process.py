@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does, and what they may use.
+"""Processes that end when the one that started them does, what they may use, and whom they start.
 
 `python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
 
@@ -16,7 +16,8 @@ import runpy
 import select
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -70,6 +71,45 @@ def usable_cores() -> int:
     """Cores that this process may run on, which Slurm and cpusets make fewer than the machine
     has."""
     return len(os.sched_getaffinity(0))
+
+
+# --- families --------------------------------------------------------------------------------
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of all threads of a process, oldest first."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return sorted(found)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of the children of a process, of their children, and so on; parents first."""
+    found, todo = [], [pid]
+    while todo:
+        more = children(todo.pop())
+        found += more
+        todo += more
+    return found
+
+
+def signal_family(pid: int, number: int) -> list[int]:
+    """Send a signal to a process and its descendants; returns their process ids."""
+    family = [pid, *descendants(pid)]
+    for member in family:
+        with suppress(ProcessLookupError):
+            os.kill(member, number)
+    return family
+
+
+def remaining(find: Callable[[], list[str]], seconds: float) -> list[str]:
+    """What `find` still returns after `seconds`; an empty list as soon as it returns one."""
+    deadline = time.monotonic() + seconds
+    while (found := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 # --- output ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("package", ["trainer", "elastic", "checkpointing"])
+@pytest.mark.parametrize("package", ["trainer", "elastic", "checkpointing", "lab"])
 def test_a_planted_unpickling_is_refused(package):
     planted = "\n".join(["import numpy", "import torch", "import torch.distributed as dist", *USES])
     found = subprocess.run(
@@ -40,7 +40,7 @@ def test_a_planted_unpickling_is_refused(package):
 def test_the_exceptions_are_known():
     excepted = {
         f"{path.relative_to(ROOT)}: {line.partition('#')[0].strip()}"
-        for package in ("trainer", "elastic", "checkpointing")
+        for package in ("trainer", "elastic", "checkpointing", "lab")
         for path in (ROOT / package).rglob("*.py")
         for line in path.read_text().splitlines()
         if re.search(r"noqa.*TID251", line)

@@ -83,10 +83,10 @@ def starts_from_a_recipe(tmp_path):
 def names_what_is_in_its_place(tmp_path):
     """Where another package has taken the place of one of Perdure's own."""
 
-    def refused(parts, folders=()):
+    def refused(parts, folders=(), command=("recipe", "ls")):
         paths = python_path(*folders, tmp_path / "installed")
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", "perdure", "recipe", "ls"],
+            [sys.executable, "-P", "-m", "perdure", *command],
             cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -99,6 +99,12 @@ def names_what_is_in_its_place(tmp_path):
     (before / "trainer").mkdir(parents=True)
     (before / "trainer" / "__init__.py").touch()
     refused([f"imports trainer from {before}", "PYTHONPATH"], [before])
+    # The lab is imported by one command alone.
+    (before / "trainer").rename(before / "lab")
+    (before / "lab" / "__init__.py").write_text("raise SystemExit('of another')")
+    refused(["give one of --plan"], command=("chaos", "no.yaml"))
+    refused([f"imports lab from {before}"], [before], ("chaos", "no.yaml"))
+    refused(["no.yaml: "], [before], ("train", "no.yaml"))
     # As pip leaves it that has installed, and then uninstalled, another package of this name.
     of_another = tmp_path / "installed" / "elastic" / "__init__.py"
     of_another.write_text("raise SystemExit('of another')")
@@ -118,7 +124,7 @@ def test_the_source_distribution_and_the_wheel_of_it(tmp_path):
     assert files_of(source) - files_of(sdist) == unknown
     packages = {path for path in files_of(installed) if ".dist-info/" not in path}
     assert {path.split("/")[0] for path in packages} == {
-        "perdure.py", "trainer", "elastic", "checkpointing",
+        "perdure.py", "trainer", "elastic", "checkpointing", "lab",
     }  # fmt: skip
     assert packages <= files_of(source) | {f"trainer/{path}" for path in files_of(source)}
     (metadata,) = installed.glob("*.dist-info/METADATA")

@@ -1,4 +1,4 @@
-"""Private names of torch and Python that the three packages use: the installed releases have them.
+"""Private names of torch and Python that the packages use: the installed releases have them.
 
 A name that a module imports, or reaches from a module of torch, is looked up where it is. One that
 belongs to an object is looked up in an object of that kind, which OWNERS makes.
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("trainer", "elastic", "checkpointing")
+PACKAGES = ("trainer", "elastic", "checkpointing", "lab")
 DIFFERENT = ROOT / "trainer/models/versions.py"
 """It looks for its names by itself: which are there differs."""
 SOURCES = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if path != DIFFERENT]

@@ -21,11 +21,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.gpu.cases import Case, Figures, Size
-from trainer.tools.local_nodes import children
+from elastic.process import children
 
 ROOT = Path(__file__).parents[2]
 CODE = (
-    *("trainer", "elastic", "checkpointing", "benchmarks/peers", "benchmarks/support"),
+    *("trainer", "elastic", "checkpointing", "lab", "benchmarks/peers", "benchmarks/support"),
     *(
         f"benchmarks/gpu/{name}.py"
         for name in ("setting", "forked", "sharded", "sharing", "synthetic")

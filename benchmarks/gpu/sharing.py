@@ -22,7 +22,7 @@ from benchmarks.gpu.setting import (
     recipe,
     write_recipe,
 )
-from trainer.tools.local_nodes import start_python
+from lab.local_nodes import start_python
 
 REFUSALS = ("not implemented", "not supported", "unsupported", "gloo")
 """Words of gloo, and of torch about it, when it cannot do something."""

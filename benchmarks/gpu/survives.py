@@ -31,9 +31,9 @@ from checkpointing.load.memory import token
 from checkpointing.save.manifest import read_manifest
 from checkpointing.storage.folders import of_run
 from elastic.group.secret import SECRET_FILE, make_secret
+from lab.local_nodes import LocalNode, LocalNodes
 from trainer.plan import predict
 from trainer.recipe import load_recipe
-from trainer.tools.local_nodes import LocalNode, LocalNodes
 
 BYTES_PER_PARAMETER, SLOT_BYTES = 16, 12
 """Weight, gradient, two moments on the GPU; without the gradient in a copy of the state in host

@@ -60,7 +60,7 @@ def make(folder: Path, python: str) -> None:
             print(f"{package} cannot be had")
     with TemporaryDirectory() as scratch:  # setuptools leaves files beside the sources
         copy = Path(scratch, "perdure")
-        for name in ("trainer", "elastic", "checkpointing", "recipes"):
+        for name in ("trainer", "elastic", "checkpointing", "lab", "recipes"):
             shutil.copytree(ROOT / name, copy / name, symlinks=True)
         for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py", "perdure.py"):
             shutil.copy(ROOT / name, copy)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Self
 
 from elastic.group.store import StoreClient, StoreLostError
-from trainer.tools.local_nodes import LocalNode, LocalNodes, children
+from elastic.process import children
+from lab.local_nodes import LocalNode, LocalNodes
 
 POLL_SECONDS = 0.005
 START_LIMIT = 120.0

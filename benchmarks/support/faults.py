@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.support.elastic_job import Job, Recovery
-from trainer.tools.local_nodes import LocalNode
+from lab.local_nodes import LocalNode
 
 
 def kill_worker(job: Job, number: int, limit: float) -> Recovery:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from elastic.process import descendants
+
 PERIOD = 0.02
 LOOK_FOR_PROCESSES = 0.2
 
@@ -81,25 +83,6 @@ def cpu_seconds(process: int) -> float:
     except OSError:  # has just ended
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def descendants(root: int) -> list[int]:
-    """Ids of the processes that a process has started, and that these have; parents first."""
-    children: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                stat = Path(entry.path, "stat").read_text()
-            except OSError:  # has just ended
-                continue
-            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
-    found: list[int] = []
-    ahead = [root]
-    while ahead:
-        below = children.get(ahead.pop(), [])
-        found += below
-        ahead += below
-    return found
 
 
 def _anonymous(process: int) -> int:

@@ -312,7 +312,7 @@ def test_a_machine_without_a_registry_is_given_what_it_lacks(tmp_path):
     """A Python that has nothing but itself: only what it starts finds packages, so pip too."""
     tree = tmp_path / "tree"  # the checkout, without what an installation leaves in it
     tree.mkdir()
-    for name in ("benchmarks", "trainer", "elastic", "checkpointing"):
+    for name in ("benchmarks", "trainer", "elastic", "checkpointing", "lab"):
         (tree / name).symlink_to(ROOT / name)
     (tree / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
 

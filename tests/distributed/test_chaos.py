@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.support import python_path
+from elastic.process import remaining
+from lab.chaos.faults import processes_with
+from lab.chaos.plan import Fault, Plan, random_plan
+from lab.chaos.run import judge, run_chaos
+from lab.container import network_possible
+from lab.local_nodes import start_python
 from tests.distributed.jobs import ROOT, SOAK, Forked, soak
 from trainer.recipe import RecipeError
-from trainer.tools.chaos.faults import gone, processes_with
-from trainer.tools.chaos.plan import Fault, Plan, random_plan
-from trainer.tools.chaos.run import judge, run_chaos
-from trainer.tools.container import network_possible
-from trainer.tools.local_nodes import start_python
 
 CUT = Fault(what="partition", at=18, node=1, seconds=2.5, way="out")
 TOGETHER = (
@@ -161,7 +162,7 @@ def test_nothing_outlives_it(workspace):
     finally:
         harness.send_signal(signal.SIGKILL)
         harness.wait()
-    assert gone(left, 5) == []
+    assert remaining(left, 5) == []
 
 
 def test_a_wrong_plan_ends_before_anything_starts(workspace):

@@ -21,8 +21,10 @@ from checkpointing.storage.folders import SHARED_MEMORY, run_id
 from elastic import Pulse
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
+from elastic.process import remaining
 from elastic.record.history import StepLine
 from elastic.world import World
+from lab.chaos.faults import processes_with
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
 from trainer.data.loader import load, requests
@@ -38,7 +40,6 @@ from trainer.run.state import Progress, Run
 from trainer.run.step import Inputs, train_step
 from trainer.run.trace_summary import read_trace
 from trainer.tasks.task import build_task
-from trainer.tools.chaos.faults import gone, processes_with
 from trainer.tools.compare.compare import (
     INTERRUPTED,
     Outcome,
@@ -167,7 +168,7 @@ def perdure_compare(folder, *arguments):
 
 
 def assert_nothing_left(runs):
-    assert not gone(lambda: processes_with(MARK, "yes"), 5)
+    assert not remaining(lambda: processes_with(MARK, "yes"), 5)
     for run in runs.iterdir():
         assert not (run / "checkpoints").exists()
         assert not list(SHARED_MEMORY.glob(f"perdure-{run_id(str(run / 'checkpoints'))}-*"))

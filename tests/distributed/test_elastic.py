@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import LedgerError, read_history
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, SOAK, Forked, Job, losses, records, soak, wait_for_memory
-from trainer.tools.local_nodes import LocalNodes
 
 STEPS = 100 if SOAK else 40
 """Nodes that join take a while."""

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from benchmarks.support import python_path
+from lab.local_nodes import LocalNode, LocalNodes
 from tests.distributed.jobs import ROOT, Forked, Job, soak
-from trainer.tools.local_nodes import LocalNode, LocalNodes
 
 EXAMPLES = ROOT / "examples"
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, SOAK, Forked, assert_kept, deadly, records, soak
 from trainer.optim.exact import (
     GRID,
@@ -24,7 +25,6 @@ from trainer.optim.exact import (
 from trainer.optim.optimizer import build_optimizer, square_sum
 from trainer.parallel.fsdp import is_sharded
 from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
-from trainer.tools.local_nodes import LocalNodes
 
 STEPS = 20 if SOAK else 12
 EXACT = ("run.determinism=exact", f"run.steps={STEPS}", "schedule.name=constant")

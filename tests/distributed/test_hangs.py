@@ -11,9 +11,10 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from benchmarks.support import python_path
+from elastic.process import children
+from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, records, soak
-from trainer.tools.local_nodes import LocalNodes, children
 
 FACTORY = '''
 import time

@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.exits import SIGNALS
+from lab.local_nodes import LocalNode
 from tests.distributed.jobs import ROOT, Forked
 from trainer.data.prepare.sources import UNIT_BYTES
-from trainer.tools.local_nodes import LocalNode
 
 PERDURE = Path(sys.executable).parent / "perdure"
 LONG_EVALUATION = ["run.evaluate_every=2", "data.validation_sequences=800", "batch.micro_batch=1"]

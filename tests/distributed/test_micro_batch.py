@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from checkpointing import read_state
 from elastic import World
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, Forked, losses, soak
 from trainer.plan import predict
 from trainer.plan.blueprint import read_blueprint
 from trainer.plan.search import ROOM, largest_micro_batch
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.micro_batch import HalvedError, halving
-from trainer.tools.local_nodes import LocalNodes
 
 # 1 PiB: no address space holds it, so torch's allocator fails as it does when memory runs out.
 FACTORY = """

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import read_history
+from lab.local_nodes import LocalNode
 from tests.distributed.jobs import ROOT, wait_for_memory
-from trainer.tools.local_nodes import LocalNode
 
 PERDURE = Path(sys.executable).parent / "perdure"
 

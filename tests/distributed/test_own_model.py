@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, Forked, losses
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import bare_model
-from trainer.tools.local_nodes import LocalNodes
 
 FACTORY = '''
 import time

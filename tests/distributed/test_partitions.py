@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import read_history
+from lab.container import network_possible
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, Forked, losses, soak
 from tests.distributed.test_elastic import wait_for_step
-from trainer.tools.container import network_possible
-from trainer.tools.local_nodes import LocalNodes
 from trainer.tools.report.report import check
 
 pytestmark = pytest.mark.skipif(

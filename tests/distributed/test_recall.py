@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic.process import children
+from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, assert_kept, deadly, losses, soak, starts
 from tests.distributed.test_exact import assert_equal_bits, result
 from tests.distributed.test_expert_parallel import MOE
-from trainer.tools.local_nodes import LocalNodes, children
 
 COMPILED = """
 import ctypes, os

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from elastic.record.history import read_history
+from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, Job, losses, starts, wait_for_step
 from trainer.cli.main import main
 from trainer.data.loader import TokenStream
 from trainer.data.shards import checksums, fingerprint
 from trainer.run.provenance import recipe_file
-from trainer.tools.local_nodes import LocalNodes
 from trainer.tools.report.report import check
 
 CHANGED = "note: changed since the run last trained: "

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import read_history
+from lab import container
+from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, losses, soak
 from tests.distributed.test_expert_parallel import EP, MOE
-from trainer.tools import container
-from trainer.tools.local_nodes import LocalNodes
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 PP = ("strategy.pp=2", "batch.micro_batch=1")

@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
+from elastic.process import children
 from elastic.record.history import read_history
 from tests.distributed.jobs import ROOT, losses, records, soak, wait_for_memory, wait_for_step
-from trainer.tools.local_nodes import children
 from trainer.tools.report.report import check
 
 STEPS = 40

@@ -21,13 +21,13 @@ from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
 from elastic import Start
 from elastic.node.companion import Companion, part_with
 from elastic.record.history import read_history
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import RECIPE, ROOT, Forked, losses
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.metrics import Log, keep_records, wandb_note
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import Tail, to_sink
-from trainer.tools.local_nodes import LocalNodes
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
 OWN = ["tracking.sinks=[own_sink:sink]", "tracking.hooks=[own_hook:tell]"]

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, losses, records, starts, wait_for_memory, wait_for_step
-from trainer.tools.local_nodes import LocalNodes
 
 SHORT = ("run.steps=6", "schedule={}", "checkpoint.every=2", "checkpoint.when_busy=wait")
 # FlexAttention, which float32 would take, has no kernel that could be called here.

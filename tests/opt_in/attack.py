@@ -29,11 +29,12 @@ from safetensors.torch import load_file
 
 from benchmarks.support import python_path
 from elastic.node.zygote import RankProgram
+from elastic.process import descendants, signal_family
+from lab.container import Container
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import RECIPE, ROOT, losses
 from tests.opt_in.attack_group import attack_group
 from trainer.data.prepare.prepare import prepare
-from trainer.tools.container import Container
-from trainer.tools.local_nodes import LocalNodes, children
 
 STRANGER = 65534
 MEMORY = Path("/dev/shm")
@@ -485,13 +486,11 @@ def one_machine(scratch: Path) -> list[Attack]:
             run = scratch / "one"
             job = start_alone(machine, scratch)
             until(outcome, "step 60", lambda: newest(run) >= 60 or job.poll() is not None)
-            family = descendants(job.pid)
+            family = [job.pid, *descendants(job.pid)]
             for address, port in listening(family):
                 loopback.attempt(f"port {port} on {address}", lambda on=address: on != "loopback")
             found.append(result_of(stranger(machine, "attack_sockets", marker, run, *family)))
-            for pid in reversed(descendants(job.pid)):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            signal_family(job.pid, signal.SIGKILL)
             job.wait()
             say(f"killed in step {newest(run)}; hostile checkpoints are put beside its own")
             good = max((run / "checkpoints").glob("step-*[0-9]"))
@@ -583,11 +582,6 @@ def listening(pids: list[int]) -> list[tuple[str, int]]:
                         loopback = address.endswith("7F") or address == f"{'0' * 24}01000000"
                         found.add(("loopback" if loopback else address, int(port, 16)))
     return sorted(found)
-
-
-def descendants(pid: int) -> list[int]:
-    """A process, and all that it has started."""
-    return [pid, *(other for child in children(pid) for other in descendants(child))]
 
 
 def newest(run: Path) -> int:

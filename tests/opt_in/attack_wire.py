@@ -17,6 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.support import python_path
+from lab.container import Container
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT
 from tests.opt_in.attack import (
     OVERRIDES,
@@ -31,8 +33,6 @@ from tests.opt_in.attack import (
     stranger,
     until,
 )
-from trainer.tools.container import Container
-from trainer.tools.local_nodes import LocalNodes
 
 RUNS = ("wire-one", "wire-two")
 STEPS = 60

@@ -58,8 +58,8 @@ def add_chaos_command(commands: Commands) -> None:
 
 
 def _chaos(arguments: argparse.Namespace) -> int:
-    from trainer.tools.chaos.plan import random_pairs, read_plan
-    from trainer.tools.container import network_possible
+    from lab.chaos.plan import random_pairs, read_plan
+    from lab.container import network_possible
 
     path, partitions = arguments.plan, network_possible()
     if [path, arguments.faults, arguments.pairs].count(None) != 2:
@@ -79,7 +79,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
     else:
         file = str(path or "--faults")
         plan = read_plan(tree, arguments.seed, origins, file, partitions=partitions)
-    from trainer.tools.chaos.run import run_chaos  # not before the plan is known to be good
+    from lab.chaos.run import run_chaos  # not before the plan is known to be good
 
     verdict = run_chaos(
         arguments.recipe,

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from elastic.node.files import own_directory, read_text, write_new, write_whole
+from elastic.process import children
 from trainer.run.wandb_log import cut_torn, last_row, read_rows
 
 STALL_SECONDS = 60.0
@@ -214,11 +215,10 @@ def wandb_mode(asked: str) -> WandbMode:
 
 def _end_core() -> None:
     """Kill the wandb-core that this process has started, which may hang."""
-    for file in Path("/proc/self/task").glob("*/children"):
+    for pid in children(os.getpid()):
         with suppress(OSError):
-            for pid in file.read_text().split():
-                if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n":
-                    os.kill(int(pid), signal.SIGKILL)
+            if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n":
+                os.kill(pid, signal.SIGKILL)
 
 
 class Prometheus:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic.process import children
 from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.cli.main import main
-from trainer.tools.local_nodes import children
 
 PERDURE = Path(sys.executable).parent / "perdure"
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 def set_traps(folder):
     """Files and folders that are called like modules of ours, of torch's and of Python's."""
-    for name in ("trainer", "elastic", "checkpointing", "torch", "random", "tokenizers"):
+    for name in ("trainer", "elastic", "checkpointing", "lab", "torch", "random", "tokenizers"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise SystemExit('out of the folder')")
 

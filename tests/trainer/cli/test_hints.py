@@ -13,7 +13,7 @@ from trainer.cli.main import _parser, parse
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tasks.task import open_streams
 
-PACKAGES = ("trainer", "elastic", "checkpointing")
+PACKAGES = ("trainer", "elastic", "checkpointing", "lab")
 VALUE = "quickstart"
 """In place of what a message fills in: names of files and recipes."""
 WHOLE = r"perdure .*(?:(?<=\\)\n.*)*"

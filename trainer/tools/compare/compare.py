@@ -17,16 +17,14 @@ from typing import Any
 
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.place import location
-from elastic.process import usable_cores
+from elastic.process import remaining, signal_family, usable_cores
 from elastic.record.history import LedgerError, StepLine, read_history
 from trainer.plan import predict
 from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer
 from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
-from trainer.tools.chaos.faults import gone
 from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, Candidate, candidate
-from trainer.tools.local_nodes import LocalNode
 from trainer.tools.report.report import read_metrics
 
 INTERRUPTED = "not measured: interrupted"
@@ -216,10 +214,10 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
     try:
         return process.wait()
     finally:
-        node = LocalNode(0, process, log)
-        family = node.family() if process.poll() is None else []
-        node.kill()
-        gone(lambda: [str(pid) for pid in family if Path(f"/proc/{pid}").exists()], GONE_SECONDS)
+        family = signal_family(process.pid, signal.SIGKILL) if process.poll() is None else []
+        process.wait()
+        paths = [Path(f"/proc/{pid}") for pid in family]
+        remaining(lambda: [str(path) for path in paths if path.exists()], GONE_SECONDS)
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)

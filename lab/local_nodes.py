@@ -1,5 +1,5 @@
 """Several nodes on one machine: agents with loopback addresses of their own, and the means to kill
-them. For tests, benchmarks and `perdure chaos`. All that is started dies with this process."""
+them. All that is started dies with this process."""
 
 import os
 import random
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from elastic.node.progress import RANKS, Progress, ProgressPage
-from trainer.tools.container import Container
+from elastic.process import children, descendants, signal_family
+from lab.container import Container
 
 LOOPBACK = "127.0.0.1"
 NETWORK = "10.77.0"
@@ -121,18 +122,11 @@ class LocalNode:
     def signal(self, number: int) -> None:
         """Send a signal to the agent and to all that it has started."""
         if self.process.poll() is None:
-            for pid in [self.process.pid, *self.family()]:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            signal_family(self.process.pid, number)
 
     def family(self) -> list[int]:
         """Process ids of everything that it has started."""
-        found, todo = [], [self.process.pid]
-        while todo:
-            more = children(todo.pop())
-            found += more
-            todo += more
-        return found
+        return descendants(self.process.pid)
 
     def text(self) -> str:
         """What it has printed."""
@@ -313,12 +307,3 @@ def _open_page(agent: int) -> ProgressPage:
                 finally:
                     os.close(descriptor)  # the memory stays mapped
     raise FileNotFoundError(f"agent {agent} has no such memory yet")
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of the children of all threads of a process, oldest first."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return sorted(found)

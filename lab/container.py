@@ -4,8 +4,8 @@ is gone when it is killed, and a network interface of its own, whose cable can b
 It is namespaces held by a process that only sleeps; the agent of the node enters them. That takes
 root: without it all local nodes share the memory and the network of the real machine.
 
-`python -m trainer.tools.container hold [net]` holds one. `python -m trainer.tools.container enter
-PID MODULE ARGUMENT …` runs a module in it, as `python -m` does.
+`python -m lab.container hold [net]` holds one. `python -m lab.container enter PID MODULE …` runs a
+module in it, as `python -m` does.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ class Container:
     @classmethod
     def _hold(cls, *options: str) -> Self:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.tools.container", "hold", *options],
+            [sys.executable, "-m", "lab.container", "hold", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
@@ -124,7 +124,7 @@ class Container:
     @property
     def inside(self) -> list[str]:
         """What `python -m` wants before a module and its arguments to run it in there."""
-        return ["trainer.tools.container", "enter", str(self.process.pid)]
+        return ["lab.container", "enter", str(self.process.pid)]
 
     def kill(self) -> None:
         """Give it up; its memory goes with the last of its processes."""

@@ -17,24 +17,24 @@ from checkpointing.storage.folders import run_id
 from checkpointing.storage.place import location
 from checkpointing.storage.source import TensorReader, open_source
 from checkpointing.tools.inspect import find_checkpoint, table
+from elastic.process import remaining
 from elastic.record.goodput import goodput
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
-from trainer.parallel.mesh import replica_ranks
-from trainer.recipe import RecipeError, load_recipe
-from trainer.run.preflight import check_launch
-from trainer.tools import container
-from trainer.tools.chaos.faults import (
+from lab import container
+from lab.chaos.faults import (
     MARK,
     POISON,
     Chaos,
     Outcome,
-    gone,
     left_memory,
     processes_with,
 )
-from trainer.tools.chaos.plan import Plan
-from trainer.tools.local_nodes import Launch, LocalNodes, start_python
+from lab.chaos.plan import Plan
+from lab.local_nodes import Launch, LocalNodes, start_python
+from trainer.parallel.mesh import replica_ranks
+from trainer.recipe import RecipeError, load_recipe
+from trainer.run.preflight import check_launch
 from trainer.tools.report.report import check, read_metrics
 
 NODE = ("trainer.cli", "train")
@@ -127,7 +127,7 @@ def run_chaos(
     check_launch(load_recipe(recipe_path, [*of("undisturbed")[1:], *ALONE]), 1, 1)
     logs.mkdir(parents=True)
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **(environment or {}), MARK: mark}
-    preload = "trainer.run.worker,trainer.tools.chaos.poison"
+    preload = "trainer.run.worker,lab.chaos.poison"
     environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}
     print(f"undisturbed run of {recipe.run.steps} steps in one process")
     quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
@@ -167,7 +167,7 @@ def run_chaos(
         else:
             verdict.facts.append(text)
         if not chaos.problems:
-            left = gone(lambda: processes_with(MARK, mark), GONE_SECONDS)
+            left = remaining(lambda: processes_with(MARK, mark), GONE_SECONDS)
             verdict.problems += [f"a process is left: {process}" for process in left]
             pattern = f"perdure-{run_id(str(location(checkpoints).absolute()))}-*"
             left = left_memory(chaos.finished, pattern)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_REQUEUE
-from trainer.tools.chaos.plan import LASTING, OF_NODES, OF_WORKERS, Fault, Plan
-from trainer.tools.local_nodes import LocalNode, LocalNodes
+from lab.chaos.plan import LASTING, OF_NODES, OF_WORKERS, Fault, Plan
+from lab.local_nodes import LocalNode, LocalNodes
 
 LOOK_SECONDS = 0.01
 PHASE_SECONDS = 10.0
@@ -395,14 +395,6 @@ def processes_with(variable: str, value: str) -> list[str]:
                 words = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ")
                 line = words.decode(errors="replace")[:200].strip()
                 found.append(f"{path.parent.name} {name} ({line})")
-    return found
-
-
-def gone(left: Callable[[], list[str]], seconds: float) -> list[str]:
-    """What of it is still there after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while (found := left()) and time.monotonic() < deadline:
-        time.sleep(0.05)
     return found
 
 

@@ -1,5 +1,5 @@
 """For `perdure chaos` alone: imported by what training processes are forked from, it makes a
-gradient wrong when the harness asks (trainer/tools/chaos/faults.py). Nothing else imports it."""
+gradient wrong when the harness asks (lab/chaos/faults.py). Nothing else imports it."""
 
 import os
 from contextlib import suppress
@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from checkpointing.format.tensors import local_tensor
+from lab.chaos.faults import POISON
 from trainer.parallel.parallelize import ParallelModel
-from trainer.tools.chaos.faults import POISON
 
 _collect_gradients = ParallelModel.collect_gradients
 

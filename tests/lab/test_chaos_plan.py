@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.recipe import RecipeError
-from trainer.tools.chaos.plan import (
+from lab.chaos.plan import (
     NODES,
     OF_WORKERS,
     RESTARTING,
@@ -18,6 +17,7 @@ from trainer.tools.chaos.plan import (
     random_plan,
     read_plan,
 )
+from trainer.recipe import RecipeError
 
 FILE = "plan.yaml"
 
