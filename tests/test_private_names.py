@@ -8,6 +8,7 @@ import ast
 import atexit
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,7 @@ OWNERS: dict[Owner, tuple[str, ...]] = {
     lambda mesh: distributed_c10d._get_default_group(): ("_device_types", "_get_backend"),
     lambda mesh: torch.cuda: ("_is_in_bad_fork",),
     lambda mesh: atexit: ("_clear", "_run_exitfuncs"),
+    lambda mesh: sys: ("_current_frames",),
 }  # fmt: skip
 ELSEWHERE = {
     "_asdict", "_fields", "_replace",  # of a named tuple
