@@ -14,7 +14,7 @@ import pytest
 from benchmarks.support import python_path
 from elastic.exits import SIGNALS
 from lab.local_nodes import LocalNode
-from tests.distributed.jobs import ROOT, Forked
+from tests.distributed.jobs import ROOT, Forked, soak
 from trainer.data.prepare.sources import UNIT_BYTES
 
 PERDURE = Path(sys.executable).parent / "perdure"
@@ -169,6 +169,7 @@ class Model(torch.nn.Module):
 """
 
 
+@soak
 def test_a_process_without_an_agent_leaves_likewise(start, workspace):
     (workspace / "sharing.py").write_text(SHARING)
     model = ["model.architecture=null", "model.factory=sharing:Model", "strategy.name=ddp"]

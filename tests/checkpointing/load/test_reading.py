@@ -178,7 +178,7 @@ def zeros(tensors, dtype=None):
     }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     strategy=st.sampled_from(sorted(STRATEGIES)),
     per_node=st.integers(1, 4),

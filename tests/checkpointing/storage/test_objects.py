@@ -267,6 +267,7 @@ def objects_below(directory: ObjectPath) -> list[str]:
 # --- tests ---------------------------------------------------------------------------------------
 
 
+@soak
 def test_processes_write_and_all_readers_read(directory: ObjectPath) -> None:
     files = LARGE
     target = pickle.dumps(begin(directory, 7, files))
@@ -414,7 +415,8 @@ def test_a_deletion_that_fails_is_finished_later(directory: ObjectPath, store: P
     assert "names 'step-00000006', which is no checkpoint" in problem.message
 
 
-@pytest.mark.parametrize("files", [SMALL, pytest.param(LARGE, marks=soak)], ids=["small", "large"])
+@soak
+@pytest.mark.parametrize("files", [SMALL, LARGE], ids=["small", "large"])
 def test_what_passes_is_tried_again(
     directory: ObjectPath, store: Proxy, files: list[TensorFile]
 ) -> None:
