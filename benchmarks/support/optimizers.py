@@ -127,7 +127,7 @@ class Net(nn.Module):
 
 
 def Matrices() -> Net:  # noqa: N802  # a factory of a model
-    """The same without biases."""
+    """A network whose parameters are all matrices, for optimizers that take no others."""
     return Net(bias=False)
 
 

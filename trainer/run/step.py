@@ -78,7 +78,7 @@ class Inputs:
         self._seconds = 0.0
 
     def take(self) -> tuple[list[dict[str, torch.Tensor]], float]:
-        """Those of the next step, and the seconds that were waited for them.
+        """The micro-batches of the next step, and the seconds that were waited for them.
 
         Raises:
             Exception: whatever fetching them has raised.
@@ -93,7 +93,8 @@ class Inputs:
         return ahead, self._seconds
 
     def fetch(self, computed: Any) -> None:
-        """Fetch those of the next step; `computed` is the mark that the device is to reach."""
+        """Fetch the micro-batches of the next step. `computed` is the mark that the device reaches
+        when it has computed this one; what is fetched after that counts as waiting."""
         ahead, self._seconds = [], 0.0
         try:
             for _ in range(self._passes):
