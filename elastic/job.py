@@ -170,7 +170,8 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
     pulse.be_patient(timeout_seconds)
     watch_signals(pulse)
     pulse.report(0, "init")
-    world = join_world(device, timeout_seconds, pulse.secret)
+    world = join_world(device, timeout_seconds, pulse.secret, pulse.most_free)
+    pulse.most_free = world.free
     pulse.report(0, "load")
     return Job(world, pulse)
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,8 +35,11 @@ CAUSE = "PERDURE_CAUSE"
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables: where torch's process groups listen."""
 
-FREED_SECONDS = 10.0
-"""A device whose free memory still grows after that has others that come and go."""
+FREED_SECONDS, STILL_SECONDS = 10.0, 3.0
+"""How long a rank waits for the memory of a device that a killed one had: in all, and while the
+driver frees none. A device that is not free by then is used by others."""
+FREED_SLACK = 1 << 30
+"""Bytes that others may have taken meanwhile."""
 
 # A rank that goes on in place leaves a process group as garbage. What it forks (workers that read
 # data) has none of its threads, and would wait for their end, or abort, when it collects garbage.
@@ -60,6 +63,8 @@ class World:
     cause: Mapping[str, Any] | None
     """The failure that made this start necessary: rank, node, step, why, at; None for others."""
     device: torch.device
+    free: int = 0
+    """Most bytes of the GPU that have been free when a rank of this place joined."""
     places: str = ""
     """Which ranks stand in which rack or NVLink domain, in words; empty: no node has stated it."""
 
@@ -85,7 +90,9 @@ _sealed: list[SealedStore] = []
 """The store of the process groups of this process; see `SealedStore`."""
 
 
-def join_world(device: str, timeout_seconds: float, secret: bytes = b"") -> World:
+def join_world(
+    device: str, timeout_seconds: float, secret: bytes = b"", most_free: int = 0
+) -> World:
     """Join the process group that torchrun prepared. Called on all ranks.
 
     Args:
@@ -93,17 +100,18 @@ def join_world(device: str, timeout_seconds: float, secret: bytes = b"") -> Worl
         timeout_seconds: how long a collective may wait for a missing rank.
         secret: of this round (`Pulse.secret`), under which ranks tell each other their addresses;
             empty: none.
+        most_free: bytes that this place's GPU had free when a rank joined before; 0: not known.
 
     The default group carries CUDA tensors over NCCL and CPU tensors over gloo.
     """
     rank, local_rank, world_size, local_world_size = read_environment()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device("cpu")
+    place, free = torch.device("cpu"), 0
     if device == "cuda":
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
-        wait_until_freed(lambda: torch.cuda.mem_get_info(place)[0])
+        free = wait_until_freed(place, most_free)
     if local_world_size == world_size:
         for variable in INTERFACES:  # nobody on other machines needs to reach these ranks
             os.environ.setdefault(variable, "lo")
@@ -126,6 +134,7 @@ def join_world(device: str, timeout_seconds: float, secret: bytes = b"") -> Worl
         generation=int(read(GENERATION) or read("TORCHELASTIC_RESTART_COUNT", "0")),
         cause=json.loads(read(CAUSE, "null")),
         device=place,
+        free=max(free, most_free),
         places=read(PLACES, ""),
     )
 
@@ -141,19 +150,32 @@ def limit_waits(timeout_seconds: float) -> None:
         _set_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def wait_until_freed(free: Callable[[], int], pause: float = 0.05) -> None:
-    """Wait until the free memory of a device grows no more, for FREED_SECONDS at most: what was
-    killed a moment ago, or has inherited the device from it, gives back its own little by little.
+def wait_until_freed(place: torch.device, most: int) -> int:
+    """Wait until a GPU has the memory again that a killed rank had: the driver may free it seconds
+    after its process has ended.
 
     Args:
-        free: how many bytes are.
-        pause: seconds between two looks.
+        place: which.
+        most: bytes that were free when a rank of this place last joined; 0: not known, so that
+            nothing is waited for.
+
+    Returns:
+        Bytes that are free now, or are this process's own.
     """
-    until = time.monotonic() + FREED_SECONDS
-    before, now = -1, free()
-    while before < now and time.monotonic() < until:
-        time.sleep(pause)
+
+    def free() -> int:
+        return torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
+
+    now, began = free(), time.monotonic()
+    grew = began
+    while now < most - FREED_SLACK and time.monotonic() < min(
+        began + FREED_SECONDS, grew + STILL_SECONDS
+    ):
+        time.sleep(0.01)
         before, now = now, free()
+        if now > before:
+            grew = time.monotonic()
+    return now
 
 
 def _store(secret: bytes) -> dist.Store | None:

@@ -33,7 +33,7 @@ from checkpointing.ranks import Ranks, failing_alike
 
 STEP_BYTES = 4 << 20
 """Read at once: little enough to be in the processor's cache when its checksum is taken."""
-MOST_THREADS = 4
+MOST_THREADS = 8
 """Threads of a rank that read; fewer where ranks have fewer processors each."""
 
 

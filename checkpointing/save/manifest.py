@@ -12,18 +12,14 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 
 from isal.isal_zlib import crc32
 
 from checkpointing.errors import StorageError
 from checkpointing.save.room import fitting
-from checkpointing.save.slots import Ranges, SlotFiles
+from checkpointing.save.slots import Ranges, SlotFiles, portions
 from checkpointing.storage import folders
-
-PART_BYTES = 64 << 20
-"""A copy is made in parts of this size."""
 
 
 @dataclass
@@ -45,7 +41,7 @@ class Manifest:
     ranges: Ranges
     """The bytes that are there."""
     checksums: dict[str, list[int]]
-    """CRC-32 of each range."""
+    """CRC-32 of each of the `portions` of these."""
     state: str
     """trainer_state.json."""
 
@@ -111,19 +107,13 @@ def copy_slot(
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            cut = [
-                [(at, min(at + PART_BYTES, stop)) for at in range(start, stop, PART_BYTES)]
-                for start, stop in ranges
-            ]
-            with closing(pull(file, [*chain(*cut)])) as coming:
-                for parts, expected in zip(cut, manifest.checksums[file], strict=True):
-                    checksum = 0
-                    for at, _ in parts:
-                        data = next(coming)
-                        checksum = crc32(data, checksum)
-                        os.pwrite(descriptor, data, at)
-                    if checksum != expected:
+            cut = portions(ranges)
+            with closing(pull(file, cut)) as coming:
+                for (at, _), expected in zip(cut, manifest.checksums[file], strict=True):
+                    data = next(coming)
+                    if crc32(data) != expected:
                         raise StorageError(f"{file} changed while it was copied")
+                    os.pwrite(descriptor, data, at)
         finally:
             os.close(descriptor)
     write_manifest(folder, name, manifest, token)

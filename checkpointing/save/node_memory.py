@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from checkpointing.storage.folders import Folder, collect_memory, forget
 
 logger = logging.getLogger(__name__)
 
+MOST_THREADS = 4
+"""Threads that take the checksums of a save that was copied."""
 Made = tuple[NodePlan, Folder | None, Slots]
 
 
@@ -205,8 +208,11 @@ class NodeMemory:
             logger.warning("a restart cannot use memory: %s", explain(error))
             done(None)
 
+        # Until they are known a failure costs the steps since the copy before. The other cores are
+        # for the ranks.
+        threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 4))
         self.remembering += 1
-        self._loop.later(lambda: files.checksums(exact), checked)
+        self._loop.later(lambda: files.checksums(exact, threads), checked)
 
     def keep_copy(self, copy: CopySlot, pull: Callable[[], Pull], done: Callable[[], None]) -> None:
         """Keep a copy of what another node has staged; `done` is called also if that fails."""

@@ -24,13 +24,16 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from isal.isal_zlib import crc32
 
 from checkpointing.format.plan import Piece, extents_of, merged
 
+_PORTION = 16 << 20
+"""Bytes that are touched, copied to another node, or have a checksum of their own."""
 Ranges = dict[str, list[tuple[int, int]]]
 """Bytes (start, stop) by file, in order, not touching each other."""
 
@@ -51,6 +54,15 @@ class Slots:
     """Whether they are memory that stays, to be touched and pinned before it is used."""
     transient: bool = False
     """Whether they are empty between saves; see [Note: no slots]."""
+
+
+def portions(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Stretches (start, stop) of a file, cut where they are longer than _PORTION."""
+    return [
+        (at, min(at + _PORTION, stop))
+        for start, stop in spans
+        for at in range(start, stop, _PORTION)
+    ]
 
 
 def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
@@ -81,12 +93,15 @@ class SlotFiles:
             finally:
                 os.close(descriptor)
 
-    def checksums(self, ranges: Ranges) -> dict[str, list[int]]:
-        """CRC-32 of each range."""
-        return {
-            name: [crc32(memoryview(self.maps[name])[start:stop]) for start, stop in spans]
-            for name, spans in ranges.items()
-        }
+    def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
+        """CRC-32 of each of the `portions` of each file, taken by so many threads."""
+        with ThreadPoolExecutor(threads) as pool:
+            images = {name: memoryview(self.maps[name]) for name in ranges}
+            coming = {
+                name: pool.map(crc32, [images[name][slice(*one)] for one in portions(spans)])
+                for name, spans in ranges.items()
+            }
+            return {name: list(sums) for name, sums in coming.items()}
 
     def touch(self, ranges: Ranges, *, rest: float = 0.0) -> None:
         """Have every page of `ranges` at hand, so that the first save finds it as later ones do.
@@ -103,7 +118,6 @@ class SlotFiles:
 
 
 _POPULATE_WRITE = 23
-_PORTION = 16 << 20
 
 
 def _populate(region: mmap.mmap, start: int, stop: int, rest: float) -> None:

@@ -17,6 +17,9 @@ RANKS = 64
 _ENTRY = 256
 _SECRET, _SECRET_BYTES = RANKS * _ENTRY, 32
 """Where the secret of the round is, behind the entries."""
+_FREE = _SECRET + _SECRET_BYTES
+"""Where it stands for each rank how much memory its device has had free."""
+_BYTES = _FREE + 8 * RANKS
 _ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
 )  # fmt: skip
@@ -67,13 +70,13 @@ class ProgressPage:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._map = mmap.mmap(descriptor, _SECRET + _SECRET_BYTES)
+        self._map = mmap.mmap(descriptor, _BYTES)
 
     @classmethod
     def make(cls) -> Self:
         """A page in memory without a name: it goes when the last process that has it goes."""
         descriptor = os.memfd_create("perdure-progress")
-        os.ftruncate(descriptor, _SECRET + _SECRET_BYTES)
+        os.ftruncate(descriptor, _BYTES)
         return cls(descriptor)
 
     def share_secret(self, secret: bytes) -> None:
@@ -123,6 +126,7 @@ class Pulse:
 
     def __init__(self, page: ProgressPage, local_rank: int) -> None:
         self._map, self._start = page._map, local_rank * _ENTRY
+        self._free = _FREE + 8 * local_rank
         self.wants_save = False
         """This rank would have all save after this step."""
         self._sign()
@@ -140,6 +144,16 @@ class Pulse:
         """The secret of this round, empty where no agent has told one; see `join_world`."""
         secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
         return secret if any(secret) else b""
+
+    @property
+    def most_free(self) -> int:
+        """Most bytes that this place's device has had free; 0 if that is not known. It outlives the
+        process that says so, as long as the agent lives."""
+        return int(struct.unpack_from("Q", self._map, self._free)[0])
+
+    @most_free.setter
+    def most_free(self, nbytes: int) -> None:
+        struct.pack_into("Q", self._map, self._free, nbytes)
 
     def _sign(self) -> None:
         struct.pack_into("I", self._map, self._start + _PID, os.getpid())

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -74,12 +75,21 @@ def test_groups_made_later_wait_as_long_as_was_said():
         dist.destroy_process_group()
 
 
-def test_memory_of_a_device_is_waited_for_until_it_grows_no_more(monkeypatch):
-    readings = iter([10, 20, 30, 30, 40])
-    wait_until_freed(lambda: next(readings), pause=0)
-    assert next(readings) == 40
-    monkeypatch.setattr("elastic.world.FREED_SECONDS", 0.05)
-    wait_until_freed(itertools.count().__next__, pause=0.01)  # others come and go: it ends
+@pytest.mark.parametrize(
+    ("most", "readings", "freed"),
+    [
+        (10 << 30, [2 << 30] * 20 + [6 << 30] * 20 + [10 << 30], 10 << 30),
+        (10 << 30, [2 << 30], 2 << 30),  # another job has it: that has no end
+        (0, [2 << 30], 2 << 30),  # nobody knows how much there was
+    ],
+)
+def test_memory_that_a_killed_rank_had_is_waited_for(monkeypatch, most, readings, freed):
+    monkeypatch.setattr("elastic.world.STILL_SECONDS", 0.5)
+    coming = itertools.chain(readings, itertools.repeat(readings[-1]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(coming), 16 << 30))
+    began = time.monotonic()
+    assert wait_until_freed(torch.device("cuda", 0), most) == freed
+    assert time.monotonic() - began < 2
 
 
 FORKS_WITH_AN_OLD_GROUP = """

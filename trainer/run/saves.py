@@ -111,6 +111,12 @@ class Saves:
         self._every = 0 if every == "auto" else every
         self._owed = run.checkpointer.newer_than_storage
         """Whether the step after the one to come is saved though none is due."""
+        self._redone = 0
+        """Until this step what memory holds is as good as what could be saved anew, while a save
+        would hold up steps that all wait for."""
+        if run.world.cause and run.checkpointer.loaded_from == "memory":
+            most = run.progress.step + 2 * run.recipe.elastic.snapshot_every
+            self._redone = min(run.world.cause["step"] - 1, most)
         if self._owed and run.done:
             save(run)
 
@@ -124,7 +130,8 @@ class Saves:
         run, progress = self._run, self._run.progress
         self._owed = self._owed or wanted or run.due(self._every)
         # While steps are being skipped, what came before them must stay to roll back to.
-        worth_saving = not progress.skipped_in_row or run.done
+        redone = progress.step < self._redone
+        worth_saving = run.done or not (progress.skipped_in_row or redone)
         if self._owed and worth_saving:
             self._owed = False
             began = time.monotonic()

@@ -172,7 +172,9 @@ def attempt(
         keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
-    world = join_world(recipe.run.device, recipe.elastic.timeout_seconds, pulse.secret)
+    timeout = recipe.elastic.timeout_seconds
+    world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
+    pulse.most_free = world.free
     identity = with_data(identity, task.stream.fingerprint)
     agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
