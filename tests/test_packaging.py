@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from benchmarks.support import python_path
 from tests import prose
-from tests.distributed.jobs import ROOT
+from tests.distributed.jobs import ROOT, soak
 
 OF_THE_MACHINE = {
     *(".git", ".gpu", ".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache"),
@@ -117,6 +117,7 @@ def names_what_is_in_its_place(tmp_path):
     refused([f"{of_another} is not Perdure's", "--force-reinstall"])
 
 
+@soak
 def test_the_source_distribution_and_the_wheel_of_it(tmp_path):
     """The one has docs and tests, the other what runs."""
     source, sdist, installed = build(tmp_path)

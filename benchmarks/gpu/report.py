@@ -133,16 +133,12 @@ def page(folder: Path = RESULTS) -> str:
         lines.append("")
     for path, result in zip(sorted(folder.glob("gpu-*.json")), measured, strict=True):
         records = result["cases"].values()
-        codes: dict[str, list[str]] = {}
-        for record in records:
-            codes.setdefault(f"torch {record['torch']}, code {record['code']}", []).append(
-                record["case"]
-            )
-        versions = {f"{code} ({len(names)} cases)" for code, names in codes.items()}
+        versions = {f"torch {record['torch']}" for record in records}
+        codes = {record["code"] for record in records}
         dates = sorted({record["date"] for record in records})
         said = wrapped(
-            f"{result['gpu']}: {'; '.join(sorted(versions))}; {dates[0]} to {dates[-1]}; "
-            f"[all figures](../benchmarks/results/{path.name})."
+            f"{result['gpu']}: {', '.join(sorted(versions))}; {len(records)} cases; "
+            f"{len(codes)} states of the code; {dates[0]} to {dates[-1]}; [all figures](../benchmarks/results/{path.name})."
         )
         lines.append(f"{said}\n")
     return "\n".join(lines).rstrip() + "\n"

@@ -58,6 +58,7 @@ def assert_gone(pid: int):
         time.sleep(0.01)
 
 
+@soak
 def test_whatever_becomes_of_a_case_the_others_are_measured(tmp_path):
     note = tmp_path / "note"
     cases = [case("fails"), case("dies"), case("cannot"), case("good", note=str(note))]
@@ -308,6 +309,7 @@ def make_wheel(folder: Path, name: str, module: str, more: str = ""):
             wheel.writestr(f"{info}/entry_points.txt", more)
 
 
+@soak
 def test_a_machine_without_a_registry_is_given_what_it_lacks(tmp_path):
     """A Python that has nothing but itself: only what it starts finds packages, so pip too."""
     tree = tmp_path / "tree"  # the checkout, without what an installation leaves in it

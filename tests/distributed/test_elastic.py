@@ -167,6 +167,7 @@ def test_a_killed_rank_comes_back_from_memory(cluster, workspace, undisturbed):
     same_losses(workspace, "rank", undisturbed)
 
 
+@soak
 def test_who_kills_what_torchrun_started_kills_a_rank(cluster, workspace, undisturbed):
     """torchrun ends the other stand-ins by a signal, which is no notice to the node."""
     nodes = cluster(

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from functools import cache
 
 import pytest
 
@@ -75,13 +76,11 @@ def kill_rank(node: LocalNode, local_rank: int) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
-    """name → losses of one process that nothing happens to."""
-    return {
-        name: alone(tmp_path_factory.mktemp(name), name, 1)
-        for name in ("fsdp_loop", "elastic_loop")
-    }
+    """undisturbed(name) → losses of one process that nothing happens to."""
+    return cache(lambda name: alone(tmp_path_factory.mktemp(name), name, 1))
 
 
+@soak
 def test_a_rank_is_killed_then_the_node_and_the_loop_goes_on(cluster, tmp_path, undisturbed):
     """The killed rank is forked anew; after the node it resumes on three ranks."""
     node = cluster("fsdp_loop_elastic", "1", ranks=2).add()
@@ -94,7 +93,7 @@ def test_a_rank_is_killed_then_the_node_and_the_loop_goes_on(cluster, tmp_path, 
     assert re.search(r"rank 1: SIGKILL in step \d+", node.text())
     after = alone(tmp_path, "fsdp_loop_elastic", 3)
     assert min(after) > 1
-    assert before | after == pytest.approx(undisturbed["fsdp_loop"], abs=1e-5)
+    assert before | after == pytest.approx(undisturbed("fsdp_loop"), abs=1e-5)
 
 
 @soak
@@ -111,7 +110,7 @@ def test_a_node_that_is_told_to_go_saves_and_leaves(cluster, tmp_path, undisturb
     assert (tmp_path / "checkpoints" / f"step-{last:08}").exists(), "no step is done twice"
     after = alone(tmp_path, "elastic_loop", 2)
     assert min(after) == last + 1
-    assert before | after == pytest.approx(undisturbed["elastic_loop"], abs=1e-5)
+    assert before | after == pytest.approx(undisturbed("elastic_loop"), abs=1e-5)
 
 
 def test_a_node_is_lost_and_comes_back(cluster, tmp_path, undisturbed):
@@ -137,7 +136,7 @@ def test_a_node_is_lost_and_comes_back(cluster, tmp_path, undisturbed):
     found = re.findall(r"after step (\d+) from (memory|storage)", text)
     assert len(found) >= 2  # the node was lost, and came back
     assert int(found[0][0]) >= 100
-    assert losses(text) == pytest.approx(undisturbed["elastic_loop"], abs=1e-5)
+    assert losses(text) == pytest.approx(undisturbed("elastic_loop"), abs=1e-5)
 
 
 def test_becoming_elastic_takes_ten_lines():

@@ -40,6 +40,7 @@ def assert_equal_bits(ours, theirs):
         ), name
 
 
+@soak
 def test_an_exact_run_has_the_same_bits_in_any_world_and_goes_on_in_other_formats(workspace, train):
     given = (*COMMON, *EXACT, *SMALL)
     train(1, "run.dir=small", f"run.steps={LAST}", *given)

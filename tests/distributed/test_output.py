@@ -15,7 +15,7 @@ import pytest
 from benchmarks.support import python_path
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNode
-from tests.distributed.jobs import ROOT, wait_for_memory
+from tests.distributed.jobs import ROOT, soak, wait_for_memory
 
 PERDURE = Path(sys.executable).parent / "perdure"
 
@@ -92,6 +92,7 @@ def test_a_closed_terminal_is_a_notice(terminal, workspace):
     assert [line["code"] for line in ledger(run) if line["kind"] == "end"] == [76]
 
 
+@soak
 def test_under_nohup_a_run_outlives_its_terminal_and_a_full_disk(terminal, workspace):
     """The disk is full for rank 0 alone: no file of its process grows. It is killed meanwhile."""
     run = workspace / "nohup"

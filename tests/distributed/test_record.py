@@ -13,7 +13,7 @@ import torch
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, Forked, Job, losses, starts, wait_for_step
+from tests.distributed.jobs import ROOT, Forked, Job, losses, soak, starts, wait_for_step
 from trainer.cli.main import main
 from trainer.data.loader import TokenStream
 from trainer.data.shards import checksums, fingerprint
@@ -109,6 +109,7 @@ def test_ranks_on_unlike_machines_are_told_and_in_exact_mode_refused(workspace, 
     assert not starts(workspace, "exact")
 
 
+@soak
 @pytest.mark.timeout(240)
 def test_a_takeover_keeps_the_record_and_a_machine_of_another_kind_stays_out(workspace, tmp_path):
     """Of an exact run. The rank that becomes the first finds no run directory on its machine."""

@@ -36,6 +36,7 @@ from checkpointing.storage.folders import (
 )
 from tests.checkpointing.faults import children, left_in_memory, until
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
+from tests.distributed.jobs import soak
 
 OPTIONS = CheckpointOptions(max_shard_size=700)
 SLOW = CheckpointOptions(max_shard_size=700, max_bandwidth=1000)
@@ -107,9 +108,14 @@ def load(run: Path, ranks: Path, strategy: str, world_size: int) -> list[tuple[i
     return run_ranks(world_size, work, ranks)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
-    ("strategy", "world_size"), [("rows-2", 2), ("rows-3", 3), ("replicated", 1)]
+    ("strategy", "world_size", "nodes"),
+    [
+        ("rows-2", 2, 2),
+        ("rows-3", 3, 1),
+        ("replicated", 1, 2),
+        *(pytest.param(*world, marks=soak) for world in (("rows-2", 2, 1), ("rows-3", 3, 2))),
+    ],
 )
 def test_a_killed_run_goes_on_from_memory_in_any_world(strategy, world_size, nodes, tmp_path):
     leave(tmp_path / "run", tmp_path / "ranks", nodes)

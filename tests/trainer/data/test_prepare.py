@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from tests.distributed.jobs import soak
 from trainer.data.inspect import inspect
 from trainer.data.prepare import blocks, corpora, records, sources, tokenise
 from trainer.data.prepare import text as text_module
@@ -234,6 +235,7 @@ sys.exit(code)
 """
 
 
+@soak
 def test_a_large_text_takes_little_memory(tmp_path):
     """8 MB, half of it one line (1 GB once); trains a tokenizer, too. Of all processes together, by
     the largest."""

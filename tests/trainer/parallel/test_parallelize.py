@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic import World
 from tests.checkpointing.worlds import run_ranks
-from tests.distributed.jobs import RECIPE
+from tests.distributed.jobs import RECIPE, soak
 from tests.distributed.test_expert_parallel import MOE
 from trainer.models import init_parameter
 from trainer.parallel import parallelize as parallelizing
@@ -274,7 +274,7 @@ def test_weights_are_drawn_at_once_and_are_the_same(world, recipe, monkeypatch, 
         assert tensor.equal(init_parameter(name, tuple(tensor.shape), architecture, 7)), name
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=soak), "selective"])
 def test_recomputed_blocks_with_experts_are_compiled(world, recipe, monkeypatch, how):
     """Experts are outside of what is compiled, where torch would compile nothing of a block."""
     graphs, compile_ = [], nn.Module.compile

@@ -201,7 +201,6 @@ def world_of(ranks, rank):
     [
         (2, CASES[2][1:2]),
         *(pytest.param(ranks, cases, marks=soak) for ranks, cases in CASES.items()),
-        (2, ADAPTERS[1][1][:1]),
         *(
             pytest.param(ranks, cases, marks=soak)
             for ranks, cases in (*PARALLEL, *EXPERTS, *ADAPTERS)

@@ -86,6 +86,7 @@ def test_recipes_fit_where_they_say(name, nodes, overrides):
     assert prediction.peak < (1 - ROOM) * machine.gpu.memory
 
 
+@soak
 def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
     recipe = load_recipe(recipe_file, ["strategy.compile=true", "batch.global_batch=4"])
     blueprint = read_blueprint(recipe)  # of which a trace is remembered
@@ -424,6 +425,7 @@ def test_grouped_products_are_work(recipe_file, dtype):
     assert operations == pytest.approx(blueprint.flops_per_token * 2 * 128, rel=0.1)
 
 
+@soak
 def test_experts_beside_other_parallelism(recipe_file):
     """Over nodes, too; `batch.micro_batch: auto` finds a size, and the search looks at both."""
     auto = [*f"{EP} {PP} {TP}".split(" "), "batch.micro_batch=auto", "batch.global_batch=64"]
