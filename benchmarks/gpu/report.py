@@ -138,7 +138,8 @@ def page(folder: Path = RESULTS) -> str:
         dates = sorted({record["date"] for record in records})
         said = wrapped(
             f"{result['gpu']}: {', '.join(sorted(versions))}; {len(records)} cases; "
-            f"{len(codes)} states of the code; {dates[0]} to {dates[-1]}; [all figures](../benchmarks/results/{path.name})."
+            f"{len(codes)} states of the code; {dates[0]} to {dates[-1]}; "
+            f"[all figures](../benchmarks/results/{path.name})."
         )
         lines.append(f"{said}\n")
     return "\n".join(lines).rstrip() + "\n"
