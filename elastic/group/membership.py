@@ -48,9 +48,10 @@ from elastic.group.place import common, grouped, is_place, levels, natural
 BEAT_SECONDS = 0.2
 """How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
 NODES_PER_BEAT = 128
-MISSED_BEATS = 3
-LEASE_SECONDS, DOUBTED_SECONDS = 1.2, 0.8
-"""Shortest lease: of any node, and while a rank has lost a peer and nobody says why."""
+LEASE_SECONDS, MISSED_BEATS = 1.2, 3
+"""Shortest lease of a node: in seconds, and in beats at the pace that it has had of late."""
+DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
+"""The same while a rank has lost a peer and nobody says why: then some node is gone."""
 LOOK_SECONDS = 0.05
 """How often a node of a small job looks at the document."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
@@ -631,7 +632,9 @@ class Pace:
 
 def lease_seconds(beat: float, doubted: bool) -> float:
     """How long a node may be silent that raises its counter every `beat` seconds."""
-    return max(DOUBTED_SECONDS if doubted else LEASE_SECONDS, beat * MISSED_BEATS)
+    if doubted:
+        return max(DOUBTED_SECONDS, beat * DOUBTED_BEATS)
+    return max(LEASE_SECONDS, beat * MISSED_BEATS)
 
 
 def look_seconds(nodes: int, observes: bool) -> float:

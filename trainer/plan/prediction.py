@@ -106,7 +106,8 @@ def predict(
         local_world_size: ranks on each node.
         machine: what they run on, for seconds.
         device: whose kernels; unless said, that of `run.device`, and for `auto` what is here.
-        gpu_memory: bytes of a GPU; unless said, those of `machine`, or of a usual one.
+        gpu_memory: bytes of a GPU; unless said, those of `machine`, of the GPU that is here, or of
+            a usual one.
         blueprint: of the recipe's model, to build it once for several predictions.
 
     Raises:
@@ -119,7 +120,9 @@ def predict(
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
     runs = _runs(blueprint, _parallel_part(strategy), layout.shards)
     if gpu_memory is None:
-        gpu_memory = machine.gpu.memory if machine else USUAL_GPU
+        here = device == "cuda" and not machine and torch.cuda.is_available()
+        usual = torch.cuda.get_device_properties(0).total_memory if here else USUAL_GPU
+        gpu_memory = machine.gpu.memory if machine else usual
     traced = partial(
         trace,
         blueprint,

@@ -111,12 +111,11 @@ class Saves:
         self._every = 0 if every == "auto" else every
         self._owed = run.checkpointer.newer_than_storage
         """Whether the step after the one to come is saved though none is due."""
-        self._redone = 0
-        """Until this step what memory holds is as good as what could be saved anew, while a save
-        would hold up steps that all wait for."""
+        self._caught_up = 0
+        """The first step that is worth saving."""
         if run.world.cause and run.checkpointer.loaded_from == "memory":
-            most = run.progress.step + 2 * run.recipe.elastic.snapshot_every
-            self._redone = min(run.world.cause["step"] - 1, most)
+            every = run.recipe.elastic.snapshot_every
+            self._caught_up = caught_up(run.world.cause["step"], run.progress.step, every)
         if self._owed and run.done:
             save(run)
 
@@ -130,8 +129,9 @@ class Saves:
         run, progress = self._run, self._run.progress
         self._owed = self._owed or wanted or run.due(self._every)
         # While steps are being skipped, what came before them must stay to roll back to.
-        redone = progress.step < self._redone
-        worth_saving = run.done or not (progress.skipped_in_row or redone)
+        worth_saving = run.done or (
+            not progress.skipped_in_row and progress.step >= self._caught_up
+        )
         if self._owed and worth_saving:
             self._owed = False
             began = time.monotonic()
@@ -143,6 +143,19 @@ class Saves:
         for outcome in report_saves(run):
             if self._clock and outcome.path:
                 self._clock.written(outcome.seconds)
+
+
+def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
+    """The first step worth saving after a failure. Before it a save would hold up steps that are
+    computed again, and another failure would find the copy that the run resumed from.
+
+    Args:
+        failed: step that was being computed, by the node that reported it.
+        resumed: step of the copy in memory.
+        snapshot_every: steps between copies; no more than two of these are waited for, whatever was
+            reported.
+    """
+    return min(failed - 1, resumed + 2 * snapshot_every)
 
 
 @record_function("save checkpoint")

@@ -15,10 +15,16 @@ from trainer.recipe import load_recipe
 from trainer.recipe.factory import OwnCodeError
 from trainer.run.failures import Telling
 from trainer.run.metrics import Log
-from trainer.run.saves import finish_saves
+from trainer.run.saves import caught_up, finish_saves
 from trainer.run.state import Progress
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+
+
+def test_steps_that_are_computed_again_are_not_saved_and_no_report_keeps_a_run_from_saving():
+    assert caught_up(failed=13, resumed=10, snapshot_every=5) == 12
+    assert caught_up(failed=10**12, resumed=10, snapshot_every=5) == 20
+    assert caught_up(failed=0, resumed=10, snapshot_every=5) < 10
 
 
 def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
