@@ -142,7 +142,8 @@ def test_an_attempt_is_over_when_all_of_it_is_aborted():
 
 
 def test_a_collective_that_no_abort_ends_is_told(monkeypatch):
-    """The agent ends such a process at once, and not after READY_SECONDS."""
+    """The agent ends such a process at once, and not after READY_SECONDS, whatever other threads do
+    meanwhile."""
     monkeypatch.setattr("elastic.node.recall.STUCK_SECONDS", 0.2)
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.settimeout(10)
@@ -153,11 +154,16 @@ def test_a_collective_that_no_abort_ends_is_told(monkeypatch):
         told.append(json.loads(agent.recv(MAX_MESSAGE)))
         ended.set()
 
+    def compute():
+        while not ended.is_set():
+            pass
+
     with recall.attempt():
         agent.send(b'{"stop": true}')
         time.sleep(0.5)  # computes, and may yet come back
         threading.Thread(target=hear).start()
         assert not told
+        threading.Thread(target=compute, daemon=True).start()
         waiting = compile("ended.wait(10)", distributed_c10d.__file__, "exec")
         exec(waiting, {"ended": ended})
     assert told == [{"stuck": True}]
