@@ -47,9 +47,14 @@ started then."""
 ABORT_SECONDS = 0.2
 """How often what an attempt waits for is ended, until it is over."""
 STUCK_SECONDS, IDLE = 2.0, 0.1
-"""A collective ends when all connections are shut. One that has not after so long never will, if
-the thread that called it uses less than this share of a core: with gloo that was seen in 5 of 220
-faults. gloo's own threads may go round and round meanwhile."""
+"""A wait for other processes ends when all connections are shut. One that has not after so long
+never will, if its thread uses less than this share of a core: with gloo that was seen in 5 of 220
+faults, and a store that was killed has clients that go on calling it."""
+WAITS = (
+    "/torch/distributed/",
+    *(str(Path(__file__).parents[1] / name) for name in ("world.py", "group", "node/exchange.py")),
+)
+"""Parts of the paths of files whose functions wait for other processes."""
 LOST_SECONDS = 1.5
 """A rank that has lost a peer waits so long for others to say whose failure it was: the lease of a
 node ends before."""
@@ -220,7 +225,7 @@ class Recall:
                 over = self._news.wait_for(lambda: not self._armed, ABORT_SECONDS)
             passed = time.monotonic() - began
             if passed > STUCK_SECONDS and not (over or stuck):
-                stuck = _main_thread_seconds() - used < IDLE * passed and _in_collective()
+                stuck = _main_thread_seconds() - used < IDLE * passed and _waits_for_others()
                 if stuck:
                     self._tell({"stuck": True})
                 began, used = time.monotonic(), _main_thread_seconds()
@@ -236,11 +241,11 @@ def _main_thread_seconds() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
 
 
-def _in_collective() -> bool:
-    """Whether the main thread is in a call of torch.distributed."""
+def _waits_for_others() -> bool:
+    """Whether the main thread is in a collective, or on its way to a process group."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        if "/torch/distributed/" in frame.f_code.co_filename:
+        if any(part in frame.f_code.co_filename for part in WAITS):
             return True
         frame = frame.f_back
     return False

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import distributed_c10d
 
+import elastic.world
 from benchmarks.support import python_path
 from elastic.group.membership import Failure, Membership
 from elastic.node.agent import Node
@@ -141,7 +142,8 @@ def test_an_attempt_is_over_when_all_of_it_is_aborted():
     agent.close()
 
 
-def test_a_collective_that_no_abort_ends_is_told(monkeypatch):
+@pytest.mark.parametrize("caller", [distributed_c10d.__file__, elastic.world.__file__])
+def test_a_wait_that_no_abort_ends_is_reported(monkeypatch, caller):
     """The agent ends such a process at once, and not after READY_SECONDS, whatever other threads do
     meanwhile."""
     monkeypatch.setattr("elastic.node.recall.STUCK_SECONDS", 0.2)
@@ -164,7 +166,7 @@ def test_a_collective_that_no_abort_ends_is_told(monkeypatch):
         threading.Thread(target=hear).start()
         assert not told
         threading.Thread(target=compute, daemon=True).start()
-        waiting = compile("ended.wait(10)", distributed_c10d.__file__, "exec")
+        waiting = compile("ended.wait(10)", caller, "exec")
         exec(waiting, {"ended": ended})
     assert told == [{"stuck": True}]
     agent.close()
