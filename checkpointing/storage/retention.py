@@ -91,12 +91,7 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
     good = [item for item in found if item.is_good]
     newest = {item.path for item in good[: options.keep]}
     right = next((item.path for item in good if item.right), None)
-    judged = {
-        item.value: item
-        for item in good  # of equal values the last, and so the oldest
-        if item.value is not None and math.isfinite(item.value)
-    }
-    best = {judged[value].path for value in sorted(judged)[: options.keep_best]}
+    best = {item.path for item in best_of(good)[: options.keep_best]}
 
     def judge(item: Found) -> tuple[bool, str]:
         if item.unreadable is not None:
@@ -123,6 +118,20 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
     return [Decision(item.path, *judge(item), item.size) for item in found]
 
 
+def best_of(found: Sequence[Found]) -> list[Found]:
+    """Those with a finite value, the lowest first; of equal values the oldest alone, see `decide`.
+
+    Args:
+        found: newest first.
+    """
+    judged = {
+        item.value: item
+        for item in found  # of equal values the last, and so the oldest
+        if item.value is not None and math.isfinite(item.value)
+    }
+    return [judged[value] for value in sorted(judged)]
+
+
 def survey(directory: Place, best_by: str, known: Known) -> list[Found]:
     """What `decide` needs to know of the steps in a directory, newest first. Reads no tensors.
 
@@ -143,7 +152,7 @@ def _look(path: Place, best_by: str, known: Known) -> Found:
     found = Found(path, parse_step(path.name) or 0, right=path.name in known.right)
     try:
         step = open_step(path)
-        value = _number(step_state(step), best_by)
+        value = number_of(step_state(step), best_by)
     except UnreadableCheckpoint as error:
         return replace(found, unreadable=str(error))
     except DamagedCheckpoint as error:
@@ -157,7 +166,8 @@ def _look(path: Place, best_by: str, known: Known) -> Found:
     return replace(found, value=value, size=size, damage=damage)
 
 
-def _number(state: Mapping[str, Any], key: str) -> float | None:
+def number_of(state: Mapping[str, Any], key: str) -> float | None:
+    """A value of a trainer state that steps can be compared by; None if it is no number."""
     value = state.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError
 from checkpointing.format.layout import (
@@ -27,7 +27,16 @@ from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
 from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place, location
-from checkpointing.storage.retention import Decision, Known, decide, prune, survey
+from checkpointing.storage.retention import (
+    Decision,
+    Found,
+    Known,
+    best_of,
+    decide,
+    number_of,
+    prune,
+    survey,
+)
 from checkpointing.storage.source import open_source
 from checkpointing.storage.steps import (
     SINGLE_FILE,
@@ -57,17 +66,35 @@ def find_steps(path: str | Place) -> list[Place]:
     return steps
 
 
-def find_checkpoint(path: str | Place) -> Place:
-    """The newest good checkpoint that a path stands for. Reads headers, but no tensors.
+Which: TypeAlias = int | Literal["best"] | None
+"""Which checkpoint of a run: of a step, the one with the lowest `checkpoint.best_by`, or the
+newest."""
+
+
+def find_checkpoint(path: str | Place, step: Which = None) -> Place:
+    """The good checkpoint that a path stands for. Reads headers, but no tensors.
+
+    Args:
+        path: of a run, a directory of checkpoints, or a checkpoint.
+        step: which of a run.
 
     Raises:
-        StorageError: there are no checkpoints.
+        StorageError: there are no checkpoints, or not that one.
         DamagedCheckpoint: there is no good one; says what is wrong with the newest.
     """
+    steps = find_steps(path)
+    if step == "best":
+        steps = [_best(path, [_row(one) for one in steps])]
+    elif step is not None:
+        there = {parse_step(one.name): one for one in steps}
+        if step not in there:
+            known = ", ".join(map(str, there))
+            raise StorageError(f"{path}: has no checkpoint of step {step}, but of {known}")
+        steps = [there[step]]
     damage: list[DamagedCheckpoint] = []
-    for step in find_steps(path):
+    for one in steps:
         try:
-            found = open_step(step)
+            found = open_step(one)
             step_state(found)
             for section in found.sections:
                 stored_tensors(found, section, verify=False)
@@ -78,7 +105,7 @@ def find_checkpoint(path: str | Place) -> Place:
     raise damage[0]
 
 
-def find_source(path: str | Place) -> Place:
+def find_source(path: str | Place, step: Which = None) -> Place:
     """What `open_source` is to open: a plain Hugging Face directory, or as `find_checkpoint`.
 
     Raises:
@@ -87,7 +114,9 @@ def find_source(path: str | Place) -> Place:
     path = location(path)
     weights = MODEL.index, SINGLE_FILE, ADAPTER.file(1, 1)
     plain = any(storage_of(path).exists(path / name) for name in weights)
-    return path if plain and parse_step(path.name) is None else find_checkpoint(path)
+    if plain and parse_step(path.name) is None and step is None:
+        return path
+    return find_checkpoint(path, step)
 
 
 # --- ls --------------------------------------------------------------------------------------
@@ -117,7 +146,9 @@ class Listing:
 
     def __str__(self) -> str:
         header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
-        return table([header, *(_cells(row) for row in self.rows)])
+        ranking = best_of([_judged(row) for row in self.rows if row.problem is None])
+        best = ranking[0].path if len(self.rows) > 1 and ranking else None
+        return table([header, *(_cells(row, best=row.path == best) for row in self.rows)])
 
 
 def ls(path: str | Place) -> Listing:
@@ -135,7 +166,29 @@ def _row(path: Place) -> Row:
         return Row(path, None, {}, 0, 0, str(error))
 
 
-def _cells(row: Row) -> list[str]:
+def _judged(row: Row) -> Found:
+    """What retention compares of a checkpoint, by the rule that the run was trained with."""
+    recipe = row.state.get("recipe")
+    options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
+    key = options.get("best_by") if isinstance(options, dict) else None
+    key = key if isinstance(key, str) else CheckpointOptions.best_by
+    return Found(row.path, parse_step(row.path.name) or 0, number_of(row.state, key))
+
+
+def _best(path: str | Place, rows: Sequence[Row]) -> Place:
+    """The best of these checkpoints, newest first.
+
+    Raises:
+        StorageError: none has been judged.
+    """
+    for found in best_of([_judged(row) for row in rows if row.problem is None]):
+        return found.path
+    raise StorageError(
+        f"{path}: no good checkpoint says a validation loss, so none is the best; name its step"
+    )
+
+
+def _cells(row: Row, *, best: bool) -> list[str]:
     if row.problem is not None:
         return [row.path.name, "", "", "", "", "", "", f"DAMAGED: {row.problem}"]
     tokens, loss = row.state.get("tokens"), row.state.get("validation_loss")
@@ -147,7 +200,7 @@ def _cells(row: Row) -> list[str]:
         human_bytes(row.size),
         str(row.files),
         _world(row.state),
-        "",
+        "best" if best else "",
     ]
 
 
@@ -197,17 +250,17 @@ class Contents:
         return "\n".join(lines)
 
 
-def show(path: str | Place) -> Contents:
-    """Tensors and trainer state of a checkpoint; of a run, its newest good one.
+def show(path: str | Place, step: Which = None) -> Contents:
+    """Tensors and trainer state of a checkpoint; of a run, the one that `find_checkpoint` finds.
 
     Raises:
         DamagedCheckpoint, StorageError: what is wrong with it.
     """
-    step = open_step(find_checkpoint(path))
-    with open_source(step.path) as source:
+    found = open_step(find_checkpoint(path, step))
+    with open_source(found.path) as source:
         state = source.state or {}
         return Contents(
-            step.path, step.record, source.model, source.optimizer, state, source.is_adapter
+            found.path, found.record, source.model, source.optimizer, state, source.is_adapter
         )
 
 

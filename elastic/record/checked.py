@@ -143,6 +143,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "phases": _of(_number),
         "parent": _or_null(_text),
         **dict.fromkeys(("skipped", "rollbacks"), _or_null(_integer)),
+        "steps": _or_null(_whole),
         "records": lambda value: isinstance(value, list) and all(map(_text, value)),
         "recipe": _name,
         "directory": _text,

@@ -63,6 +63,8 @@ class Start:
     global_batch: int
     """Sequences per step."""
     world_size: int
+    steps: int | None = None
+    """Steps of the whole run; None in ledgers older than this field."""
     data: str = ""
     """Fingerprint of the data that the positions are in."""
     parent: str | None = None

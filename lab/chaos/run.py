@@ -107,6 +107,8 @@ def run_chaos(
     folder = Path(f"{recipe.run.dir}-chaos").absolute()
     if folder.exists():
         raise RecipeError(f"{folder}: is there already; delete it, or set another run.dir")
+    if recipe.run.epochs:
+        raise RecipeError("run.epochs: faults come at steps; give run.steps=N run.epochs=0")
     if plan.last_step >= recipe.run.steps:
         raise RecipeError(
             f"run.steps: the last fault comes at step {plan.last_step}, but the run has only "

@@ -7,7 +7,14 @@ from typing import Any
 from checkpointing.errors import CheckpointError
 from checkpointing.options import CheckpointOptions
 from elastic.exits import EXIT_WRONG_INPUT
-from trainer.cli.parser import Commands, add_command, add_fields, local_path, whole_number
+from trainer.cli.parser import (
+    Commands,
+    add_command,
+    add_fields,
+    add_step,
+    local_path,
+    whole_number,
+)
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
@@ -23,6 +30,7 @@ examples:
   perdure ckpt prune runs/quickstart --keep 2 --keep-best 1 --dry-run
   perdure ckpt export runs/quickstart out/quickstart --dtype bf16
   perdure ckpt export runs/lora out/merged --merge
+  perdure ckpt export runs/lora out/best --step best
   perdure ckpt import Qwen3-0.6B out/start     # then: model.init_from: out/start
 
 A run stands for its newest good checkpoint.
@@ -47,7 +55,8 @@ def add_ckpt_command(commands: Commands) -> None:
 
     path = "path", "run or checkpoint directory"
     command(_ls, "ls", "list the committed checkpoints of a run", path)
-    command(_show, "show", "tensors and trainer state of a checkpoint (of a run: the newest)", path)
+    what = "tensors and trainer state of a checkpoint (of a run: the newest)"
+    show = command(_show, "show", what, path)
     command(_verify, "verify", "check every byte of a checkpoint, or of all of a run", path)
     command(
         _diff,
@@ -80,6 +89,8 @@ def add_ckpt_command(commands: Commands) -> None:
     export.add_argument(
         "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
     )
+    add_step(show)
+    add_step(export)
     importer = command(
         _import,
         "import",
@@ -118,7 +129,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import show
 
-    print(show(arguments.path))
+    print(show(arguments.path, arguments.step))
     return 0
 
 
@@ -173,11 +184,10 @@ def _export(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import find_source
 
     _use_one_thread()
-    path, base = arguments.path, None
+    path, base = find_source(arguments.path, arguments.step), None
     if arguments.merge:
         from trainer.tools.adapters import base_of
 
-        path = find_source(path)
         base = base_of(local(path), arguments.base)
     elif arguments.base:
         raise CheckpointError("--base: only together with --merge")

@@ -145,6 +145,16 @@ def at_least(least: int) -> Callable[[str], int]:
 whole_number = at_least(0)
 
 
+def add_step(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup) -> None:
+    """Which checkpoint of a run is meant: `--step`."""
+
+    def which(text: str) -> int | str:
+        return text if text == "best" else whole_number(text)
+
+    meaning = "of a run: step N, or the best, by checkpoint.best_by (default: the newest)"
+    parser.add_argument("--step", type=which, metavar="N|best", help=meaning)
+
+
 def write_output(file: Path, text: str) -> None:
     """Write what a command was asked for. What is no file, such as /dev/stdout, is written to; a
     file is replaced, which follows no link that somebody else has put there.

@@ -1,14 +1,16 @@
 """`perdure plan …`: parses and calls, nothing more."""
 
 import argparse
+import dataclasses
 import json
 import math
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
 from trainer.cli.parser import Commands, add_command, add_recipe, local_path, write_output
-from trainer.recipe import RecipeError, load_recipe, shipped_recipes
+from trainer.recipe import Recipe, RecipeError, counted, load_recipe, shipped_recipes
 
 PLAN_EXAMPLES = """\
 examples:
@@ -42,6 +44,19 @@ def add_plan_command(commands: Commands) -> None:
     plan.set_defaults(run=_plan)
 
 
+def _in_steps(recipe: Recipe) -> Recipe:
+    """The recipe with steps instead of epochs, where its data are here."""
+    from trainer.data.shards import DataError
+    from trainer.tasks.task import open_streams
+
+    if not recipe.run.epochs or not recipe.data.sources:
+        return recipe
+    with suppress(RecipeError, DataError):
+        run = counted(recipe, open_streams(recipe)[0].sequences).run
+        return dataclasses.replace(recipe, run=dataclasses.replace(run, epochs=0.0))
+    return recipe
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     own = arguments.recipe
     shipped = None if Path(own).exists() else shipped_recipes().get(own)
@@ -52,6 +67,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.tools.plan import plan_json, plan_text
 
     check_plannable(recipe)  # before what is asked of the machine
+    recipe = _in_steps(recipe)
     machine = describe_machine(
         arguments.gpus,
         arguments.nodes,

@@ -56,7 +56,9 @@ def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
     return [
         f"run.dir={out}",
         f"run.steps={WARM_UP + steps + 1}",
+        "run.epochs=0",
         "run.evaluate_every=0",
+        "run.stop_after=0",
         "schedule={name: constant}",
         "checkpoint.directory=null",
         f"checkpoint.every={WARM_UP + 1 + steps // 2}",

@@ -97,7 +97,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print("# loading PyTorch", file=sys.stderr, flush=True)
     else:
-        what = f"{arguments.recipe}: {recipe.run.steps:,} steps, in {recipe.run.dir}"
+        what = f"{arguments.recipe}: {recipe.run.length}, in {recipe.run.dir}"
         print(f"{what}; loading PyTorch", flush=True)
     from trainer.parallel.mesh import least_nodes
     from trainer.run.preflight import check_launch, default_ranks

@@ -53,10 +53,11 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
 
 def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
     """Learning rate of `step` (from 1) in a run of `steps`."""
-    warmup, floor = schedule.warmup_steps, peak * schedule.min_lr_ratio
+    warmup, decay = schedule.lengths(steps)
+    floor = peak * schedule.min_lr_ratio
     if step <= warmup:
         return peak * step / warmup
-    decay = schedule.decay_steps if schedule.name == "wsd" else steps - warmup
+    decay = decay if schedule.name == "wsd" else steps - warmup
     progress = min(1.0, max(0.0, (step - (steps - decay)) / decay))
     match schedule.name:
         case "cosine":

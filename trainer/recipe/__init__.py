@@ -9,6 +9,7 @@ from trainer.recipe.load import (
     shipped_recipes,
     validate,
 )
+from trainer.recipe.rules import counted
 from trainer.recipe.sections import (
     ZERO_STAGES,
     Muon,
@@ -32,6 +33,7 @@ __all__ = [
     "load_recipe",
     "shipped_recipes",
     "validate",
+    "counted",
     "resolved",
     "dump_recipe",
     "recipe_schema",

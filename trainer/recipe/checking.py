@@ -38,11 +38,12 @@ def checked(
         except ValidationError as error:
             errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
             # A misspelt key is told; that it is missing under its right name is the same problem.
-            known = wrong | {
+            wrong |= {
                 (*path[:-1], meant)
                 for path, e in errors
                 if e["type"] == _UNKNOWN and (meant := _meant(kind, path))
             }
+            known = set(wrong)
             for path, e in errors:
                 if not attempt and path not in known:
                     known.add(path)

@@ -1,12 +1,16 @@
 """Combinations that cannot work, and what to change."""
 
+import dataclasses
 import difflib
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
+from trainer.recipe.yaml_tree import RecipeError
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -103,22 +107,57 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             )
     if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
-    if recipe.tracking.profile_steps and recipe.tracking.profile_after >= run.steps:
-        yield (
-            "tracking.profile_after",
-            f"{recipe.tracking.profile_after} leaves none of run.steps={run.steps} to profile; "
-            "lower it",
-        )
-    if schedule.warmup_steps >= run.steps and schedule.warmup_steps > 0:
-        yield "schedule.warmup_steps", f"{schedule.warmup_steps} is not below run.steps={run.steps}"
-    if schedule.name == "wsd" and not 0 < schedule.decay_steps <= run.steps - schedule.warmup_steps:
-        yield (
-            "schedule.decay_steps",
-            f"wsd needs 1 to {run.steps - schedule.warmup_steps} steps of decay "
-            f"(run.steps - warmup_steps), but it is {schedule.decay_steps}",
-        )
+    lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
+    if len(lengths) != 1:
+        found = "both; set one to 0" if lengths else "neither"
+        yield "run.steps", f"give exactly one of run.steps and run.epochs; found {found}"
+    elif run.steps:
+        yield from length_contradictions(recipe, f"run.steps={run.steps}")
     if schedule.name != "wsd" and schedule.decay_steps:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+    if run.stop_after and not run.evaluate_every:
+        yield "run.stop_after", "counts validation passes; set run.evaluate_every"
+    if run.stop_after and model.kgat:
+        yield "run.stop_after", "model.kgat has no validation loss; remove it"
+
+
+def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, str]]:
+    """What does not go with `run.steps`, which `length` names. Pairs as `contradictions`."""
+    steps, schedule, after = recipe.run.steps, recipe.schedule, recipe.tracking.profile_after
+    if recipe.tracking.profile_steps and after >= steps:
+        yield "tracking.profile_after", f"{after} leaves none of {length} to profile; lower it"
+    warmup, decay = schedule.lengths(steps)
+    if warmup >= steps and warmup > 0:
+        yield "schedule.warmup_steps", f"{warmup} is not below {length}"
+    elif schedule.name == "wsd" and not 0 < decay <= steps - warmup:
+        yield (
+            "schedule.decay_steps",
+            f"wsd needs 1 to {steps - warmup} steps of decay ({length} - warmup_steps), but it is "
+            f"{decay}",
+        )
+
+
+def counted(recipe: Recipe, sequences: int) -> Recipe:
+    """The recipe with `run.steps` as `run.epochs` says it, where that does.
+
+    Args:
+        recipe: of a run.
+        sequences: of one epoch.
+
+    Raises:
+        RecipeError: the run is too short for another key.
+    """
+    run = recipe.run
+    if not run.epochs:
+        return recipe
+    samples = Fraction(repr(run.epochs)) * sequences  # as it is written, not as it is rounded
+    steps = math.ceil(samples / recipe.batch.global_batch)
+    recipe = dataclasses.replace(recipe, run=dataclasses.replace(run, steps=steps))
+    length = f"the {steps} step(s) of run.epochs={run.epochs:g}"
+    problems = [f"{key}: {what}" for key, what in length_contradictions(recipe, length)]
+    if problems:
+        raise RecipeError("\n".join(problems))
+    return recipe
 
 
 def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,9 @@
 """The vocabulary of a recipe. The docstring under a field is its documentation: the reference page
 and the JSON Schema are made from them."""
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,8 +34,12 @@ class Run:
     """Directory of this run: resolved recipe, metrics, checkpoints. Starting the same recipe again
     resumes from the newest checkpoint in it."""
 
-    steps: Positive
-    """Optimizer steps of the whole run, counted from its beginning."""
+    steps: Count = 0
+    """Optimizer steps of the whole run, counted from its beginning. 0: `epochs` says it."""
+
+    epochs: Amount = 0.0
+    """Passes of the whole run over the training data, instead of `steps`; 1.5 is allowed. The steps
+    are epochs x sequences / `batch.global_batch`, rounded up. 0: `steps` says it."""
 
     seed: Count = 0
     """Seed of the initial weights, the order of the data, and dropout."""
@@ -52,6 +58,16 @@ class Run:
 
     evaluate_every: Count = 0
     """Steps between validation passes; also one after the last step. 0: no validation."""
+
+    stop_after: Count = 0
+    """End the run once so many validation passes in a row have found no lower validation loss than
+    the best before them. The last step is saved, with `checkpoint.keep_best` the best one too. The
+    exit code is 0. 0: no such end."""
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words, as the recipe says it."""
+        return f"{self.epochs:g} epoch(s)" if self.epochs else f"{self.steps:,} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,11 +294,12 @@ class Schedule:
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """wsd: warm-up, stable, then linear decay over the last `decay_steps`."""
 
-    warmup_steps: Count = 0
-    """Steps of linear warm-up from 0 to optimizer.lr."""
+    warmup_steps: Count | Share = 0
+    """Steps of linear warm-up from 0 to optimizer.lr; below 1 their share of the run, rounded up:
+    0.03 are 3 % of its steps."""
 
-    decay_steps: Count = 0
-    """Steps of the final decay, for wsd only."""
+    decay_steps: Count | Share = 0
+    """Steps of the final decay, for wsd only; below 1 their share of the run, rounded down."""
 
     min_lr_ratio: Amount = 0.1
     """Learning rate at the last step as a share of optimizer.lr (cosine, linear, wsd)."""
@@ -293,6 +310,19 @@ class Schedule:
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
+
+    def lengths(self, steps: int) -> tuple[int, int]:
+        """Steps of warm-up, and of the final decay, in a run of `steps`."""
+        warmup, decay = (
+            # As it is written: 0.07 of 100 steps are 7, though as binary fractions a little more.
+            Fraction(repr(length)) * steps if isinstance(length, float) else length
+            for length in (self.warmup_steps, self.decay_steps)
+        )
+        if isinstance(warmup, Fraction):
+            warmup = min(math.ceil(warmup), steps - 1)
+        if isinstance(decay, Fraction):
+            decay = max(math.floor(decay), 1) if decay else 0
+        return warmup, decay
 
 
 @dataclass(frozen=True, kw_only=True)

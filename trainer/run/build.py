@@ -128,6 +128,7 @@ def build(
             sequences=progress.sequences,
             global_batch=plan.global_batch,
             world_size=world.world_size,
+            steps=recipe.run.steps,
             data=task.stream.fingerprint,
             nodes=world.nodes,
             round=world.round,
@@ -225,7 +226,10 @@ def describe(run: Run) -> str:
     if len(stored) > 1 or recipe.optimizer.state_dtype != "fp32":
         formats += f" ({', '.join(stored)})"
     stream = task.stream
-    epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
+    length = f"{recipe.run.epochs:g} epoch(s) are {recipe.run.steps} steps"
+    if not recipe.run.epochs:
+        epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
+        length = f"{recipe.run.steps} steps are {epochs:.2f} epochs"
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
     placed = [world.places] if world.places else []
     sizes = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp, recipe.strategy.ep
@@ -236,13 +240,14 @@ def describe(run: Run) -> str:
         f"{formats}, {strategy} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
-        f"data: {stream.sequences:,} sequences per epoch; {recipe.run.steps} steps are "
-        f"{epochs:.2f} epochs",
+        f"data: {stream.sequences:,} sequences per epoch; {length}",
         *([f"placement: {'; '.join(filter(None, placed))}"] if placed else []),
         *(f"note: {note}" for note in notes),
     ]
     steps, lost = recipe.run.steps, max(0, run.log.reached - start.step)
-    if start.step >= steps:
+    if run.stopped_early:
+        lines.append(f"nothing to train: the run has {run.stopped_early}")
+    elif start.step >= steps:
         lines.append(f"nothing to train: step {start.step} of {steps} is done")
     elif start.step or lost:
         origin = start.source if start.source in ("memory", "storage") else "the beginning"

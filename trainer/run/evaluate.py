@@ -1,5 +1,6 @@
 """A fixed validation pass: the same sequences in the same micro-batches at any world size."""
 
+import math
 from collections.abc import Mapping
 from itertools import islice
 
@@ -23,6 +24,21 @@ class Validation:
         self._run, self._speed = run, speed
         self._owed = False
 
+    def make_up(self) -> float:
+        """Validate the step that was loaded, if `run.stop_after` counts that and a leaving node has
+        kept it from being done: which step is the last must not depend on who left. Returns what
+        was asked meanwhile, as `after_step`."""
+        run, evaluation = self._run, self._run.task.validation
+        options, progress = run.recipe.run, run.progress
+        due = progress.step and options.stop_after and progress.step % options.evaluate_every == 0
+        if not evaluation or not due or run.done or progress.validated == progress.step:
+            return 0.0
+        found = evaluate(run, evaluation)
+        if found is None:
+            return PAUSE_TO_LEAVE
+        self._judge(found)
+        return 0.0
+
     def after_step(self, asked: float) -> float:
         """Validate the step just done if that is due; a pass that a leaving node has cut short is
         made up for by `finish`.
@@ -39,12 +55,23 @@ class Validation:
             found = evaluate(run, evaluation) if asked < PAUSE_TO_LEAVE else None
         self._owed = found is None
         if found is not None:
-            run.progress.validation_loss = found.get("validation_loss")
-            run.log.validation(run.progress.step, found)
+            self._judge(found)
             return asked
-        when = "yet" if run.done else "at all"
+        when = "yet" if run.done or run.recipe.run.stop_after else "at all"
         run.log.say(f"step {run.progress.step} is not validated {when}: a node leaves")
         return PAUSE_TO_LEAVE
+
+    def _judge(self, found: Mapping[str, float]) -> None:
+        """Note what a pass over the validation set found, and whether it is the best so far."""
+        run, progress = self._run, self._run.progress
+        loss = found.get("validation_loss")
+        progress.validation_loss, progress.validated = loss, progress.step
+        progress.passes_since_best += 1
+        best = math.inf if progress.best_loss is None else progress.best_loss
+        if loss is not None and -math.inf < loss < best:
+            progress.best_loss, progress.best_step = loss, progress.step
+            progress.passes_since_best = 0
+        run.log.validation(progress.step, found)
 
     def finish(self) -> None:
         """Validate the last step if that is owed: its state is safe, and there may be time left."""

@@ -20,7 +20,7 @@ from elastic.world import drop_world
 from trainer.parallel.fsdp import without_ties
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import check_parallel
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
@@ -54,6 +54,8 @@ def check_inputs(
     refusals = Refusals()
     _check_world(refusals, recipe, task.model, task.blocks, world_size, local_world_size)
     _check_places(refusals, recipe, task, rank)
+    with refusals:
+        counted(recipe, task.stream.sequences)
     refusals.tell()
 
 
@@ -85,6 +87,7 @@ def check_launch(
     if silent := check_folders(folders_of(recipe)):  # what follows would wait for them, too
         raise RecipeError("; ".join(map(str, silent)))
     refusals, task = Refusals(), None
+    length: Recipe | None = None if recipe.run.epochs else recipe
     for key, names, given in (
         ("tracking.sinks", recipe.tracking.sinks, "the run directory"),
         ("tracking.hooks", recipe.tracking.hooks, "an event"),
@@ -97,6 +100,7 @@ def check_launch(
     with refusals:
         task = build_task(recipe)
         model, blocks = task.model, task.blocks
+        length = counted(recipe, task.stream.sequences)
     if not (task or recipe.data.factory or recipe.model.kgat):  # its data may be all that is wrong
         with refusals:
             model, blocks, _ = bare_model(recipe)
@@ -106,8 +110,9 @@ def check_launch(
             larger = range(world_size + local_world_size, most + 1, local_world_size)
             check_growth(recipe, model, larger)
     _check_places(refusals, recipe, task, 0)
-    with refusals:
-        build_schedule(recipe, TRIED_RATES)
+    if length:
+        with refusals:
+            build_schedule(length, TRIED_RATES)
     if task:
         with refusals:
             check_optimizer(recipe, task, world_size)

@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
     """The part of trainer_state.json that does not change from step to step. `init_from`: digest
     of the weights that the run began with."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
+    given = replace(recipe, run=replace(recipe.run, steps=0)) if recipe.run.epochs else recipe
     under = {"path": os.path.abspath(base or ""), "fingerprint": init_from}
     return {
         **({"base": {**under, "format": adapter.base}} if adapter else {}),
@@ -55,7 +56,7 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
             "steps": recipe.run.steps,
             "lr": recipe.optimizer.lr,
         },
-        "recipe": resolved(recipe),
+        "recipe": resolved(given),
         "versions": {
             "perdure": version("perdure"),
             "torch": torch.__version__,
@@ -280,7 +281,7 @@ def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> st
     if len(parts) > MOST_NAMED:
         parts[MOST_NAMED:] = [f"and {len(parts) - MOST_NAMED} more, see ledger.jsonl"]
     line = f"changed since the run last trained: {', '.join(parts)}"
-    if "run.steps" in changed and recipe.schedule.name != "constant":
+    if changed.keys() & {"run.steps", "run.epochs"} and recipe.schedule.name != "constant":
         line += "; the schedule has the new length"
     if recipe.exact and changed.keys() & {"code", "torch", "cpu", "gpu"}:
         line += "; an exact run repeats its bits only on one kind of machine and code"

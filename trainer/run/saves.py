@@ -25,6 +25,8 @@ from trainer.tasks.task import Task
 LAST_TRIES, AGAIN_SECONDS = 6, 5.0
 """A run whose last save the filesystem refuses, as it is full, tries so often, and waits between:
 all else is done, and would be lost with this machine's memory."""
+VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
+"""What a `Progress` says of validation passes: it belongs to the weights."""
 UNWRITTEN = "unwritten_ledger"
 """Key of a trainer state: see `Ledger.unwritten`. Absent where all lines are written."""
 
@@ -96,7 +98,8 @@ def restore(
 
 def _progress(state: Mapping[str, Any]) -> Progress:
     """That of the state of a checkpoint."""
-    newer = {"attempt": "", "init_from": None}  # than some checkpoints
+    newer: dict[str, Any] = {name: getattr(Progress(), name) for name in VALIDATED}
+    newer |= {"attempt": "", "init_from": None}  # than some checkpoints, as are those before
     known = {key: ({**newer, **state})[key] for key in Progress.__dataclass_fields__}
     return Progress(**{**known, "loss_scale": LossScale(**state["loss_scale"])})
 
@@ -111,6 +114,7 @@ class Saves:
         self._every = 0 if every == "auto" else every
         self._owed = run.checkpointer.newer_than_storage
         """Whether the step after the one to come is saved though none is due."""
+        self._best = run.progress.best_step
         self._caught_up = 0
         """The first step that is worth saving."""
         if run.world.cause and run.checkpointer.loaded_from == "memory":
@@ -127,7 +131,7 @@ class Saves:
         """Save the step just done if that is due; `wanted`: rank 0 has asked for it. Tell of saves
         that have ended."""
         run, progress = self._run, self._run.progress
-        self._owed = self._owed or wanted or run.due(self._every)
+        self._owed = self._is_best() or self._owed or wanted or run.due(self._every)
         # While steps are being skipped, what came before them must stay to roll back to.
         worth_saving = run.done or (
             not progress.skipped_in_row and progress.step >= self._caught_up
@@ -143,6 +147,13 @@ class Saves:
         for outcome in report_saves(run):
             if self._clock and outcome.path:
                 self._clock.written(outcome.seconds)
+
+    def _is_best(self) -> bool:
+        """Whether `run.stop_after` and `checkpoint.keep_best` want the step just done: it is the
+        best so far, and the run is going to end some passes later."""
+        recipe, best = self._run.recipe, self._run.progress.best_step
+        found, self._best = best != self._best, best
+        return bool(found and recipe.run.stop_after and recipe.checkpoint.keep_best)
 
 
 def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
@@ -268,7 +279,9 @@ def roll_back(run: Run, *, memory: bool) -> str:
         return "there is no checkpoint to roll back to"
     targets.put()
     progress.skipped_in_row = 0
-    progress.validation_loss = loaded.get("validation_loss")
+    earlier = _progress(loaded)
+    for name in VALIDATED:
+        setattr(progress, name, getattr(earlier, name))
     run.log.rollback(
         progress.step, loaded["step"], checkpointer.loaded_from or "storage", progress.rollbacks
     )

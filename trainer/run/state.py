@@ -37,6 +37,14 @@ class Progress:
     loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
     validation_loss: float | None = None
     """Loss of the newest validation pass."""
+    validated: int = 0
+    """Step of that pass."""
+    best_loss: float | None = None
+    """Lowest loss of a validation pass so far."""
+    best_step: int = 0
+    """Step of the first pass with that loss."""
+    passes_since_best: int = 0
+    """Validation passes after that one."""
     attempt: str = ""
     """Attempt that computed this state, as the ledger names it; "" if it is not known."""
     init_from: str | None = ""
@@ -58,7 +66,8 @@ class Run:
 
     given: Recipe
     recipe: Recipe
-    """The same with what was left to the run: `batch.micro_batch` is a number."""
+    """The same with what was left to the run: `batch.micro_batch` is a number, and `run.steps` what
+    `run.epochs` says it is."""
     task: Task
     world: World
     mesh: Mesh
@@ -88,8 +97,28 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """All steps are."""
-        return self.progress.step >= self.recipe.run.steps
+        """No step comes after the one just done."""
+        return self.progress.step >= self.recipe.run.steps or bool(self.stopped_early)
+
+    @property
+    def stopped_early(self) -> str:
+        """Why the run ends before `run.steps`, by `run.stop_after`; "" if it does not."""
+        progress, most = self.progress, self.recipe.run.stop_after
+        if not 0 < most <= progress.passes_since_best or progress.step >= self.recipe.run.steps:
+            return ""
+        best = "none was finite"
+        if progress.best_loss is not None:
+            best = f"the best was {progress.best_loss:.4f}, after step {progress.best_step}"
+        return (
+            f"stopped early after step {progress.step}: {progress.passes_since_best} validation "
+            f"pass(es) in a row found no lower loss; {best}"
+        )
+
+    def may_end_with(self, step: int) -> bool:
+        """Whether `step`, which is not validated yet, may be the last."""
+        options, passes = self.recipe.run, self.progress.passes_since_best + 1
+        decides = options.stop_after and step % options.evaluate_every == 0
+        return step >= options.steps or bool(decides and passes >= options.stop_after)
 
     def due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: never), and after the last, happens now."""

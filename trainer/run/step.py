@@ -148,7 +148,7 @@ def train_step(run: Run, given: Inputs) -> StepResult:
         update(optimizer, model.portions(optimizer), factor, seed)
         model.publish_weights()
         # No step comes that would hear what its save finds.
-        last = step == recipe.run.steps or found.pause > 0
+        last = run.may_end_with(step) or found.pause > 0
         if last and (spoiled := not_finite_anywhere(run)):
             verdict = judge_weights(step, True, spoiled)
     if verdict.action == "undo":

@@ -34,8 +34,11 @@ def train(run: Run, startup: Startup) -> int:
     startup.mark("data")
     if not run.done and (asked := asked_to_pause(pulse)):
         return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
-    saves, speed = Saves(run), Speed(run)
+    speed = Speed(run)
     validation = Validation(run, speed)
+    if asked := validation.make_up():
+        return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
+    saves = Saves(run)
     if not supervised():  # else the warm process has done that, and this attempt may end
         gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
     with (
@@ -70,7 +73,9 @@ def train(run: Run, startup: Startup) -> int:
         micro_batches.close()
         finish_saves(run, tries=LAST_TRIES)
         validation.finish()
-        return run.log.end(EXIT_DONE, "finished")
+        if run.stopped_early:
+            run.log.say(run.stopped_early)
+        return run.log.end(EXIT_DONE, run.stopped_early or "finished")
 
 
 def first_step_done(run: Run, startup: Startup) -> None:

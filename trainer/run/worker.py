@@ -57,7 +57,7 @@ from trainer.parallel.kept import CAN_RESET
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
-from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
+from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recipe
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import Telling
@@ -183,7 +183,8 @@ def attempt(
     last, kept.run = kept.run, None  # if it fails until there is another, nothing is whole
     with ExitStack() as stack:
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
-            given, recipe = recipe, settled(recipe, world)
+            given = recipe
+            recipe = counted(settled(recipe, world), task.stream.sequences)
             if last and (why := why_anew(last, recipe)):
                 logger.warning("model and optimizer are built anew: %s", why)
                 last = None

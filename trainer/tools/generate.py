@@ -1,6 +1,7 @@
 """Sample text from a checkpoint: one of ours, or any Hugging Face directory of a known family."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,14 +28,36 @@ class GenerateError(ValueError):
     """There is nothing to sample from, or the prompt does not fit; the message says what to do."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, see `generate`.
+
+    Raises:
+        GenerateError: a number is out of range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int | None = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = min(self.max_new_tokens, 1 if self.top_k is None else self.top_k)
+        if self.temperature < 0 or least < 1:
+            raise GenerateError(
+                f"temperature={self.temperature}, max_new_tokens={self.max_new_tokens}, "
+                f"top_k={self.top_k}: temperature must be at least 0, the others at least 1"
+            )
+
+
 def generate(
     checkpoint_dir: str | Path,
     prompt: str,
     *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    seed: int = 0,
+    max_new_tokens: int = Sampling.max_new_tokens,
+    temperature: float = Sampling.temperature,
+    top_k: int | None = Sampling.top_k,
+    seed: int = Sampling.seed,
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> Iterator[str]:
@@ -67,11 +90,20 @@ def generate(
         RecipeError: there is no such family.
         CheckpointError: the weights are damaged or of another model.
     """
-    if temperature < 0 or max_new_tokens < 1 or (top_k is not None and top_k < 1):
-        raise GenerateError(
-            f"temperature={temperature}, max_new_tokens={max_new_tokens}, top_k={top_k}: "
-            "temperature must be at least 0, the others at least 1"
-        )
+    sampling = Sampling(max_new_tokens, temperature, top_k, seed)
+    (pieces,) = continuations(checkpoint_dir, [prompt], sampling, device=device, family=family)
+    return pieces
+
+
+def continuations(
+    checkpoint_dir: str | Path,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    device: str | torch.device = "cpu",
+    family: str | None = None,
+) -> list[Iterator[str]]:
+    """The pieces of the continuation of each prompt, all by one model; see `generate`."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise GenerateError(f"device={device}: torch finds no GPU here; use device=cpu")
@@ -85,10 +117,40 @@ def generate(
     eos_ids = stop_ids(
         {file.name: read_bytes(file, follow=True) for file in beside if file.is_file()}, directory
     )
-    # As `perdure data prepare` begins a document.
+    limit = architecture.max_position_embeddings
+    encoded = [_encode(prompt, tokenizer, eos_ids, limit, directory) for prompt in prompts]
+    model = load_decoder(base, architecture, device, known)
+    if base is not directory:
+        with open_source(directory) as source, open_adapter(source) as adapter:
+            add_to(model, adapter)
+
+    def new_ids(prompt_ids: list[int]) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(sampling.seed)
+        ids = torch.tensor([prompt_ids], device=device)
+        for _ in range(min(sampling.max_new_tokens, limit - len(prompt_ids))):
+            with torch.inference_mode():
+                hidden, _ = model.model(ids)
+                logits = model.head(hidden[0, -1]).float().cpu()
+            logits = logits[: tokenizer.get_vocab_size()]  # the rest of the embedding is padding
+            token = draw(logits, sampling.temperature, sampling.top_k, generator)
+            if token in eos_ids:
+                return
+            yield token
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+
+    return [_decode_pieces(tokenizer, ids, new_ids(ids)) for ids in encoded]
+
+
+def _encode(
+    prompt: str, tokenizer: Tokenizer, eos_ids: list[int], limit: int, directory: Path
+) -> list[int]:
+    """The tokens of a prompt, as `perdure data prepare` begins a document.
+
+    Raises:
+        GenerateError: there are none, or as many as the model takes.
+    """
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     prompt_ids = prompt_ids or eos_ids[:1]
-    limit = architecture.max_position_embeddings
     if not prompt_ids:
         raise GenerateError(f"{directory}: names no eos_token_id to start from; give a prompt")
     if len(prompt_ids) >= limit:
@@ -96,26 +158,7 @@ def generate(
             f"the prompt has {len(prompt_ids)} tokens, but {directory} takes {limit} "
             "(max_position_embeddings) with what follows; shorten it"
         )
-    model = load_decoder(base, architecture, device, known)
-    if base is not directory:
-        with open_source(directory) as source, open_adapter(source) as adapter:
-            add_to(model, adapter)
-
-    def new_ids() -> Iterator[int]:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.tensor([prompt_ids], device=device)
-        for _ in range(min(max_new_tokens, limit - len(prompt_ids))):
-            with torch.inference_mode():
-                hidden, _ = model.model(ids)
-                logits = model.head(hidden[0, -1]).float().cpu()
-            logits = logits[: tokenizer.get_vocab_size()]  # the rest of the embedding is padding
-            token = draw(logits, temperature, top_k, generator)
-            if token in eos_ids:
-                return
-            yield token
-            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
-
-    return _decode_pieces(tokenizer, prompt_ids, new_ids())
+    return prompt_ids
 
 
 def load_decoder(

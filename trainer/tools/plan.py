@@ -110,7 +110,7 @@ def _headline(plan: Plan) -> str:
     return _fill(
         f"{count} parameters in {recipe.precision.dtype}, "
         f"{recipe.batch.global_batch} sequences of {recipe.data.seq_len:,} tokens per step, "
-        f"{recipe.run.steps:,} steps, on {_machine(plan)}; 1 GB = 10^9 bytes:"
+        f"{recipe.run.length}, on {_machine(plan)}; 1 GB = 10^9 bytes:"
     )
 
 
@@ -150,7 +150,7 @@ def _what_it_takes(
         "bubble": f"{p.bubble:.0%}" if candidate.recipe.strategy.pp > 1 else "-",
         "s/step": f"{p.seconds_per_step:.3g}",
         "MFU": f"{p.mfu:.0%}",
-        "hours": _count(bill["hours"]),
+        "hours": _count(bill["hours"]) if bill else "-",
         "cost": _count(bill["cost"]) if "cost" in bill else "-",
     }
 
@@ -174,7 +174,9 @@ def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> d
 
 def _bill(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
     """Hours of a whole run without a stop, those of all its GPUs together, and with a price its
-    cost."""
+    cost; nothing where only its epochs are known."""
+    if not plan.recipe.run.steps:
+        return {}
     hours = plan.recipe.run.steps * (candidate.prediction.seconds_per_step or 0.0) / 3600
     bill = {"hours": hours, "gpu_hours": hours * plan.machine.world_size}
     return bill if price is None else bill | {"cost": price * bill["gpu_hours"]}
@@ -238,6 +240,8 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
 
 def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
     bill = _bill(best, plan, price)
+    if not bill:
+        return _fill(f"{plan.recipe.run.length}: the hours follow from data that are not here.")
     cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
     return _fill(
         f"run.steps={plan.recipe.run.steps} then takes {_count(bill['hours'])} hours: "

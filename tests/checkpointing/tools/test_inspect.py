@@ -60,7 +60,7 @@ def test_ls_is_a_table(run):
     ]
     assert second.split()[0] == "step-00000002"
     assert second.split()[3:5] == ["2,000", "1.2500"]
-    assert second.split()[-3:] == ["6", "4", "FULL_SHARD"]
+    assert second.split()[-4:] == ["6", "4", "FULL_SHARD", "best"]
     assert first.split()[:2] == ["step-00000001", "DAMAGED:"]
     assert first.endswith("step-00000001/config.json: is missing")
 

@@ -104,6 +104,13 @@ def test_export_and_import(run, perdure):
     assert re.fullmatch(r"start: 2 tensors, \d+ B in 1 file\n", text)
     assert "start: good" in perdure("verify", "start")[1]
     assert "step 7" in perdure("show", "start")[1]
+    # The best is named, as is any other.
+    listed = perdure("ls", "run")[1].splitlines()[1:]
+    assert [line[:13] for line in listed if line.endswith(" best")] == ["step-00000020"]
+    for step, number in (("best", 20), ("10", 10)):
+        assert f": step {number}\n" in perdure("show", "run", "--step", step)[1]
+        assert perdure("export", "run", f"out-{step}", "--step", step)[0] == 0
+        assert load_file(f"out-{step}/model.safetensors")["w"][0] == pytest.approx(1 / number)
     code, text = perdure("diff", "out", "start")
     assert (code, "only the models are compared" in text) == (0, True)
 
@@ -119,6 +126,8 @@ def test_export_and_import(run, perdure):
         (["export", "nowhere", "out"], "holds no checkpoints"),
         (["import", "run", "out"], "holds neither model.safetensors nor"),
         (["diff", "run", "nowhere"], "holds no checkpoints"),
+        (["export", "run", "out", "--step", "7"], "no checkpoint of step 7, but of 50, 40, 30"),
+        (["show", "run", "--step", "bset"], "'bset' is not a whole number of at least 0"),
     ],
 )
 def test_wrong_input_ends_in_one_line_and_code_2(run, perdure, arguments, says):

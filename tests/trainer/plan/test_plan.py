@@ -136,9 +136,12 @@ def test_beside_model_parallelism_of_the_recipe_others_are_looked_for(recipe_fil
 def test_a_recipe_that_cannot_run_there_as_it_is_has_a_reason_for_a_line(recipe_file, monkeypatch):
     """And what can run instead has one line, not two."""
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
-    recipe = load_recipe(recipe_file, ["batch.global_batch=32", EVEN])  # fewer than ranks
-    plan = make_plan(recipe, describe_machine("8x1GB", 8, "bf16", tflops=1), "cpu")
+    fewer = ["batch.global_batch=32", EVEN, "run.steps=0", "run.epochs=1.5"]  # than ranks
+    plan = make_plan(
+        load_recipe(recipe_file, fewer), describe_machine("8x1GB", 8, "bf16", tflops=1), "cpu"
+    )
     text = plan_text(plan, "")
+    assert "1.5 epoch(s): the hours follow from data that are not here." in text
     assert "\n\nAs it is the recipe cannot run there: batch.global_batch" in text
     marked = [line for line in text.splitlines() if " * " in line]
     assert len(marked) == 1

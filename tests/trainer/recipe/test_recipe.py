@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.optim.schedule import build_schedule
 from trainer.recipe import (
     RecipeError,
+    counted,
     dump_recipe,
     load_recipe,
     recipe_schema,
@@ -91,7 +93,11 @@ def test_numbers_are_finite(recipe_file, key, value):
         ("optimiser.lr=1", "optimiser: unknown key; did you mean 'optimizer'?"),
         ("run.steps=many", "run.steps: input should be a valid integer"),
         ("run.steps=1.5", "run.steps: input should be a valid integer"),
-        ("run.steps=0", "run.steps: must be at least 1"),
+        ("run.steps=-1", "run.steps: must be at least 0"),
+        ("run.steps=0", "run.steps: give exactly one of run.steps and run.epochs; found neither"),
+        ("run.epochs=1.5", "run.steps: give exactly one of run.steps and run.epochs; found both"),
+        ("run.epochs=-1", "run.epochs: must be at least 0"),
+        ("run.stop_after=2", "run.stop_after: counts validation passes; set run.evaluate_every"),
         ("checkpoint.max_shard_size=[1]", "checkpoint.max_shard_size: input should be"),
         ("checkpoint.max_writers=auto", "checkpoint.max_writers: input should be a valid integer"),
         ("checkpoint.max_writers=0", "checkpoint: max_writers must be a whole number above 0"),
@@ -108,7 +114,12 @@ def test_numbers_are_finite(recipe_file, key, value):
         ("model.architecture.num_key_value_heads=3", "num_attention_heads=2 is not a multiple"),
         ("strategy.zero=5", "strategy.zero: input should be 0, 1, 2 or 3"),
         ("schedule.warmup_steps=10", "schedule.warmup_steps: 10 is not below run.steps=10"),
+        ("schedule.warmup_steps=1.5", "schedule.warmup_steps: input should be a valid integer"),
         ("schedule.name=wsd", "schedule.decay_steps: wsd needs"),
+        (
+            "schedule={name: wsd, warmup_steps: 0.5, decay_steps: 0.6}",
+            "schedule.decay_steps: wsd needs 1 to 5 steps of decay",
+        ),
         ("optimizer.lr=.nan", "optimizer.lr: must be a finite number, but it is nan"),
         ("strategy.sequence_parallel=true", "only with strategy.tp above 1; remove it"),
     ],
@@ -119,6 +130,54 @@ def test_one_clear_line(recipe_file, override, message):
     assert message in str(error.value)
     assert override in str(error.value) or "recipe.yaml:" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "sequences", "batch", "steps"),
+    [
+        (3, 100, 8, 38),
+        (1.5, 100, 8, 19),
+        (0.07, 100, 1, 7),  # 0.07 * 100 is 7.000000000000001
+        (1e-9, 100, 8, 1),
+        (0.1, 10**17 + 10, 1, 10**16 + 1),
+    ],
+)
+def test_epochs_are_counted_in_steps(recipe_file, epochs, sequences, batch, steps):
+    given = ["run.steps=0", f"run.epochs={epochs!r}", f"batch.global_batch={batch}"]
+    recipe = load_recipe(recipe_file, given)
+    assert counted(recipe, sequences).run.steps == steps
+    assert load_recipe(recipe_file).run == counted(load_recipe(recipe_file), sequences).run
+    with pytest.raises(RecipeError, match=r"^schedule.warmup_steps: 9+ is not below the \d+ step"):
+        counted(
+            load_recipe(recipe_file, [*given, f"schedule.warmup_steps={10**18 - 1}"]), sequences
+        )
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "steps", "lengths"),
+    [
+        (0.03, 0.1, 1000, (30, 100)),
+        (0.07, 0.07, 100, (7, 7)),
+        (0.03, 0.1, 10, (1, 1)),  # up, and down
+        (0.5, 0.5, 3, (2, 1)),
+        (0.9, 0.05, 2, (1, 1)),
+        (0.03, 0.1, 1, (0, 1)),
+        (5, 0, 10, (5, 0)),
+        (0.0, 0.0, 10, (0, 0)),
+    ],
+)
+def test_lengths_of_a_schedule_may_be_shares_of_the_run(recipe_file, warmup, decay, steps, lengths):
+    name = "wsd" if decay else "linear"
+    shape = f"schedule={{name: {name}, warmup_steps: {warmup}, decay_steps: {decay}}}"
+    recipe = load_recipe(recipe_file, [f"run.steps={steps}", shape])
+    assert recipe.schedule.lengths(steps) == lengths
+    same = f"schedule={{name: {name}, warmup_steps: {lengths[0]}, decay_steps: {lengths[1]}}}"
+    written = load_recipe(recipe_file, [f"run.steps={steps}", same])
+    rates, others = (
+        [rate(step) for step in range(1, steps + 1)]
+        for rate in map(build_schedule, (recipe, written))
+    )
+    assert rates == others
 
 
 @pytest.mark.parametrize(
@@ -261,8 +320,8 @@ def test_a_key_that_stands_twice_is_refused(recipe_file):
 
 
 def test_missing_key_says_what_it_means(recipe_file):
-    recipe_file.write_text(GOOD.replace(", steps: 10", ""))
-    with pytest.raises(RecipeError, match=r"run\.steps: required.*Optimizer steps"):
+    recipe_file.write_text(GOOD.replace("dir: runs/x, ", ""))
+    with pytest.raises(RecipeError, match=r"run\.dir: required.*Directory of this run"):
         load_recipe(recipe_file)
 
 

@@ -293,7 +293,7 @@ def test_training_arguments_say_what_is_auto(written, tmp_path):
     expected = {
         "optimizer.lr": 2e-5, "optimizer.betas": [0.9, 0.95], "optimizer.weight_decay": 0.01,
         "optimizer.clip_norm": 0.3, "precision.dtype": "bf16", "batch.micro_batch": 2,
-        "batch.global_batch": 32, "schedule.name": "cosine", "schedule.warmup_steps": 50,
+        "batch.global_batch": 32, "schedule.name": "cosine", "schedule.warmup_steps": 0.05,
         "schedule.min_lr_ratio": 0.0, "run.log_every": 7, "checkpoint.every": 0, "run.seed": 3,
         "run.evaluate_every": 50, "checkpoint.keep": 2, "tracking.wandb": "online",
         "run.dir": "runs/a", "strategy.activation_checkpointing": "full", "data.seq_len": 64,
@@ -305,11 +305,13 @@ def test_training_arguments_say_what_is_auto(written, tmp_path):
     assert {f"args.json: {key}" for key in args} | set(flat(ds)) <= set(found)
     assert found["optimizer.params.lr"] == "translated"
     assert found["args.json: neftune_noise_alpha"] == "differs"
-    assert found["args.json: num_train_epochs"] == "differs"
+    assert found["args.json: num_train_epochs"] == "no meaning here"  # run.steps counts
     alone = import_training_arguments(file, ranks=4)
     assert alone.tree["strategy"]["name"] == "ddp"
     assert alone.tree["optimizer"]["state_dtype"] == "int8"
-    assert kinds(alone)["optim"] == kinds(alone)["warmup_ratio"] == "differs"
+    assert kinds(alone)["optim"] == kinds(alone)["num_train_epochs"] == "differs"
+    assert (alone.tree["run"]["epochs"], "run.steps" in alone.open) == (2, False)
+    assert alone.tree["schedule"]["warmup_steps"] == 0.05
 
 
 @pytest.mark.parametrize(

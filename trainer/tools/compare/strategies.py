@@ -115,8 +115,9 @@ def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
     """Overrides that make a short run of its own out of any recipe."""
     save_at = WARM_UP + steps
     last = save_at + AFTER_SAVE + MEASURED
-    settings = [f"run.dir={run}", f"run.steps={last}", f"run.log_every={LOG_EVERY}"]
-    settings += ["run.evaluate_every=0", f"tracking.profile_steps={MEASURED}"]
+    settings = [f"run.dir={run}", f"run.steps={last}", "run.epochs=0"]
+    settings += [f"run.log_every={LOG_EVERY}", "run.evaluate_every=0", "run.stop_after=0"]
+    settings += [f"tracking.profile_steps={MEASURED}"]
     settings += [f"tracking.profile_after={last - MEASURED}"]
     settings += ["tracking.tensorboard=false", "tracking.wandb=off"]
     settings += ["tracking.prometheus=null", "tracking.sinks=[]", "tracking.hooks=[]"]

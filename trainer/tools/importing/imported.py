@@ -98,7 +98,7 @@ class Imported:
     def steps(self) -> int | None:
         """The length of the run, as far as it is known."""
         steps = self.overridden.get("run", {}).get("steps", self.get("run.steps"))
-        return steps if isinstance(steps, int) else None
+        return steps if isinstance(steps, int) and steps else None
 
     def override(self, overrides: Sequence[str]) -> None:
         """Read the user's `key.sub=value`, which `finish` puts over the configuration.
@@ -133,6 +133,8 @@ class Imported:
         given = {f"{section}.{key}" for section, keys in self.tree.items() for key in keys}
         if model.get("architecture") or model.get("factory"):
             given.add("model.init_from")
+        if self.tree.get("run", {}).get("epochs"):
+            given.add("run.steps")
         return [key for key in NEEDED if key not in given]
 
     def check(self) -> None:
@@ -146,7 +148,7 @@ class Imported:
             section, name = key.split(".")
             example = NEEDED[key][0]
             if key == "run.steps":  # long enough for any warm-up
-                example += tree.get("schedule", {}).get("warmup_steps", 0)
+                example += int(tree.get("schedule", {}).get("warmup_steps", 0))
             tree.setdefault(section, {})[name] = example
         validate(tree, self.origins, self.file)
 

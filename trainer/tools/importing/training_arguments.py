@@ -150,10 +150,12 @@ def fill(arguments: Source, *, optimizes: bool = True) -> None:
     if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
         _agree(arguments, "max_steps", "run.steps", steps)
         arguments.became("num_train_epochs", "", "max_steps says how long the run is")
-    if arguments.has("num_train_epochs"):
+    if made.steps:
+        arguments.became("num_train_epochs", "", "run.steps says how long the run is")
+    elif arguments.has("num_train_epochs"):
+        differs = "each epoch is rounded up to whole steps there, the whole run here"
         epochs = arguments.take("num_train_epochs", a_number)
-        why = f"run.steps counts optimizer steps: {epochs:g} x sequences / batch.global_batch"
-        arguments.became("num_train_epochs", "", why, differs=True)
+        arguments.put("num_train_epochs", "run.epochs", epochs, differs=differs)
     if arguments.left.get("deepspeed"):
         arguments.became("deepspeed", "", "the ds_config that is given counts")
     if arguments.take("train_sampling_strategy", str) == "random":
@@ -312,19 +314,11 @@ def _shape(arguments: Source, kind: str) -> None:
 def _warmup(arguments: Source) -> None:
     """Steps of warm-up: a number of them, or a share of the run below 1 (`warmup_ratio` before
     transformers 5)."""
-    made = arguments.made
     steps = arguments.take("warmup_steps", a_number, 0)
     share = arguments.take("warmup_ratio", a_number, 0) if steps < 1 else 0
     key = "warmup_ratio" if share else "warmup_steps"
     share = share or (steps if 0 < steps < 1 else 0)
-    if not share:
-        arguments.put(key, "schedule.warmup_steps", int(steps))
-    elif made.steps:
-        note = f"{share:g} of {made.steps} steps"
-        arguments.put(key, "schedule.warmup_steps", math.ceil(share * made.steps), note)
-    else:
-        why = f"schedule.warmup_steps counts steps: {share:g} x run.steps; or say run.steps=N here"
-        arguments.became(key, "", why, differs=True)
+    arguments.put(key, "schedule.warmup_steps", share or int(steps))
     arguments.became("warmup_ratio", "", "warmup_steps says it" if steps else "no warm-up")
     arguments.became("warmup_steps", "", "warmup_ratio says it")
 

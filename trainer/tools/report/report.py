@@ -30,18 +30,23 @@ def report(run: Path) -> str:
     shown = [str(size) for size in (changes if len(changes) < 9 else [*changes[:4], *changes[-4:]])]
     if len(changes) >= 9:
         shown.insert(4, "…")
+    steps, planned = _count(history.step, "step"), history.attempts[-1].start.steps
+    if planned and planned > history.step:
+        steps = f"{history.step:,} of {_count(planned, 'step')}"
     head = (
-        f"{run}: {_count(history.step, 'step')}, {_count(history.sequences, 'sequence')}, "
+        f"{run}: {steps}, {_count(history.sequences, 'sequence')}, "
         f"{_count(len(sizes), 'attempt')}, world size {' → '.join(shown)}"
     )
     account, trust = goodput(history), reliability(history)
+    metrics = read_metrics(run)
     parts = [
         head,
         _goodput_text(account),
         "\n".join(
             [
                 _failures_line(trust),
-                _throughput_line(history, read_metrics(run), unit_of(run)),
+                _throughput_line(history, metrics, unit_of(run)),
+                *_validation_lines(metrics),
                 _saves_line(history),
             ]
         ),
@@ -144,6 +149,20 @@ def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], uni
     line = f"throughput: {sequences / seconds:,.1f} sequences/s" if seconds else "throughput: -"
     rates = sorted(r["tokens_per_second"] for r in metrics if r.get("tokens_per_second"))
     return line + (f", {rates[len(rates) // 2]:,.0f} {unit}/s (median)" if rates else "")
+
+
+def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How often the run was validated, and where the loss was lowest; nothing where never."""
+    losses = [
+        (record["validation_loss"], record["step"])
+        for record in metrics
+        if record.get("validation_loss") is not None
+    ]
+    if not losses:
+        return []
+    loss, step = min(losses)
+    passes = f"{len(losses)} pass{'' if len(losses) == 1 else 'es'}"
+    return [f"validation: {passes}, the lowest loss {loss:.4f} after step {step}"]
 
 
 def _changes_lines(history: History) -> list[str]:
