@@ -122,8 +122,8 @@ def perdure(monkeypatch, capsys, *arguments):
         (["data.seq_len=5000"], "data.seq_len: 5000 is longer than"),
         (["run.evaluate_every=5", "data.seq_len=3000"], "run.evaluate_every: the validation split"),
         (
-            ["run.steps=0", "run.epochs=1.5", "schedule.warmup_steps=500"],
-            "schedule.warmup_steps: 500 is not below the",
+            ["run.steps=0", "run.epochs=1.5", "schedule.warmup_steps=900000"],
+            "schedule.warmup_steps: 900000 is not below the",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
