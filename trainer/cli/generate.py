@@ -113,8 +113,11 @@ def _eval(arguments: argparse.Namespace) -> int:
         steps = follow(run)
     else:
         steps = iter([[local(find_checkpoint(run, arguments.step))]])
+    count = 0
     for some in steps:
         found = sample_steps(some, prompts, out, Sampling(**given), device, arguments.family)
         for step, count in found:
             print(f"step {step}: {count} sample(s), in {out}", flush=True)
+    if not count:
+        print(f"nothing new: {out} is as it was")
     return 0
