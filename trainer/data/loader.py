@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -23,7 +24,14 @@ from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
 from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
-from trainer.data.packing import PACKING_VERSION, Bins, Pack, Windows, packing_of
+from trainer.data.packing import (
+    PACKING_VERSION,
+    Bins,
+    Pack,
+    Sequenced,
+    Windows,
+    packing_of,
+)
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, Reader, TokenDataset
 from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
@@ -60,6 +68,13 @@ class TokenStream:
         """Sequences in one epoch over all sources."""
         self.counted = any(packing.counted for packing in packings)
         """Whether sequences differ in how many labels they have: then batches have COUNTED."""
+        self.paired = any(isinstance(one, Bins) and one.together > 1 for one in packings)
+        """Whether they hold pairs of answers: then COUNTED is of these, and batches have
+        `segments` and `answer_labels`."""
+        self.reference: NDArray[np.float32] | None = None
+        """The log-probability of each document of the sources, one after another, for pairs: what
+        batches have as `reference`. None: they have none."""
+        self._first_documents = np.cumsum([0, *(packing.documents for packing in packings)])
 
     @classmethod
     def open(
@@ -88,7 +103,7 @@ class TokenStream:
 
         Raises:
             DataError: a data set is damaged, was made with another tokenizer than the first, holds
-                pairs, or (with shuffle) is too small to give a sequence.
+                pairs where others do not, or (with shuffle) is too small to give a sequence.
         """
         datasets = [TokenDataset(path, split, reader) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):
@@ -97,10 +112,10 @@ class TokenStream:
                     f"{path}: was prepared with another tokenizer than {sources[0][0]}, so their "
                     f"tokens cannot be mixed; prepare it with --tokenizer {sources[0][0]}"
                 )
-            if dataset.kind == "pairs":
+            if (dataset.kind == "pairs") != (datasets[0].kind == "pairs"):
                 raise DataError(
-                    f"{path}: holds pairs of answers, which are compared with each other, not "
-                    "trained as they are; prepare chats with --chat"
+                    f"{path}: holds {dataset.kind}, and {sources[0][0]} {datasets[0].kind}, which "
+                    "cannot be mixed; leave one of them out of data.sources"
                 )
             if documents or dataset.masked:
                 dataset.check_ends()
@@ -130,6 +145,17 @@ class TokenStream:
         return cls(packings, order, seq_len, documents, f"sha256:{digest}")
 
     @property
+    def documents(self) -> int:
+        """Documents in all sources."""
+        return int(self._first_documents[-1])
+
+    @property
+    def pairs_per_sequence(self) -> float:
+        """Pairs of a sequence, on average."""
+        pairs = sum(one.items for one in self._packings if isinstance(one, Bins))
+        return pairs / max(1, self.sequences)
+
+    @property
     def labels_per_sequence(self) -> float:
         """Labels of a sequence, on average and nearly."""
         return sum(packing.labels for packing in self._packings) / max(1, self.sequences)
@@ -147,12 +173,13 @@ class TokenStream:
 
     @property
     def left_out(self) -> int:
-        """Documents that no sequence has, as they are longer than one."""
+        """Documents, or pairs, that no sequence has, as they are longer than one."""
         return sum(one.left_out for one in self._packings if isinstance(one, Bins))
 
     def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
         """input_ids and labels, (B, T) int64, and documents where asked for; where it is `counted`,
-        also COUNTED."""
+        also COUNTED; of P pairs `segments` (B, T) int64, the answer that each label belongs to,
+        `answer_labels` (2 P) int64, how many labels each has, and `reference` (2 P) float32."""
         return self.fetch_with_digest(positions)[0]
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -172,6 +199,8 @@ class TokenStream:
             batch[COUNTED] = int((labels != IGNORED_LABEL).sum())
             if not batch[COUNTED]:  # the mean over nothing is NaN in some models, also times 0
                 labels[-1, -1] = 0
+        if self.paired:
+            batch |= self._answers(numbers, rows, labels)
         if self._documents:
             ids = torch.from_numpy(np.stack([row.documents for row in rows]).astype(np.int32))
             if self._documents == "document_ids":
@@ -181,10 +210,51 @@ class TokenStream:
         contents = sum(row.digest for row in rows) & MASK
         return batch, (sample_digest(numbers, sources, samples), contents)
 
+    def _answers(
+        self, positions: np.ndarray, rows: Sequence[Sequenced], labels: NDArray[np.int64]
+    ) -> dict[str, Any]:
+        """What a micro-batch of pairs has besides."""
+        answers = self.documents_at(positions)
+        counts = [len(documents) for documents in answers]
+        begins = np.cumsum([0, *counts[:-1]])
+        # Padding comes after the last answer of a row, and has no labels.
+        segments = np.stack(
+            [
+                begin + np.minimum(row.documents, count - 1)
+                for begin, row, count in zip(begins, rows, counts, strict=True)
+            ]
+        )
+        each = np.bincount(segments[labels != IGNORED_LABEL], minlength=sum(counts))
+        found = {
+            COUNTED: sum(counts) // 2,
+            "segments": torch.from_numpy(segments),
+            "answer_labels": torch.from_numpy(each),
+        }
+        if self.reference is not None:
+            found["reference"] = torch.from_numpy(self.reference[np.concatenate(answers)])
+        return found
+
+    def documents_at(self, positions: np.ndarray) -> list[NDArray[np.int64]]:
+        """Numbers of the documents in each sequence, counted over all sources; of whole ones."""
+        found = []
+        for source, sample in zip(*self.locate(positions), strict=True):
+            packing = self._packings[source]
+            assert isinstance(packing, Bins)
+            found.append(packing.documents_in(int(sample)) + self._first_documents[source])
+        return found
+
+    @property
+    def in_file_order(self) -> "TokenStream":
+        """The sequences of the sources one after another, each once."""
+        return TokenStream(self._packings, None, self.seq_len, self._documents, self.fingerprint)
+
     def describe(self, global_batch: int) -> str:
         """See `Stream`."""
         tokens = global_batch * self.seq_len
         found = f"of {self.seq_len} tokens = {tokens:,} tokens per step"
+        if self.paired:
+            pairs = round(global_batch * self.pairs_per_sequence)
+            return f"{found}, about {pairs:,} pairs, {1 - self.fullness:.1%} padding"
         if not self.counted:
             return found
         trained = round(global_batch * self.labels_per_sequence)

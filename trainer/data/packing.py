@@ -43,6 +43,7 @@ class Windows:
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
+        self.documents = dataset.documents
         self.sequences = max(0, dataset.tokens - 1) // seq_len
         """How many there are."""
         self.counted = dataset.masked
@@ -73,25 +74,37 @@ class Windows:
 
 
 class Bins:
-    """Whole documents, as many together as a sequence has room for. What is left of a sequence is
-    a document of its own, in which nothing is a label."""
+    """Whole documents, as many together as a sequence has room for; of pairs both answers in one
+    sequence. What is left of a sequence is a document of its own, in which nothing is a label."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
+        self.together = 2 if dataset.kind == "pairs" else 1
+        """Documents that are never apart."""
+        self.documents = dataset.documents
         lengths = dataset.lengths()
         self._ends = np.cumsum(lengths)
-        self._documents, self._starts = best_fit(lengths, seq_len)
+        items, starts = best_fit(lengths.reshape(-1, self.together).sum(1), seq_len)
+        members = items[:, None] * self.together + np.arange(self.together)
+        self._documents, self._starts = members.ravel(), starts * self.together
         self.sequences = len(self._starts) - 1
         self.counted = True
         # The longest documents come first: a part of the bins should be like the rest.
         self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
         kept = lengths[self._documents]
-        self.left_out = len(lengths) - len(kept)
-        """Documents that are longer than a sequence."""
+        self.items = len(items)
+        """Documents, or pairs of them, in all sequences."""
+        self.left_out = len(lengths) // self.together - self.items
+        """Those that are longer than a sequence."""
         self.tokens = int(kept.sum())
         """Tokens in all sequences, without padding."""
         # Nearly: documents differ in how much of them is trained.
         self.labels = int(dataset.trained * self.tokens / max(1, dataset.tokens))
+
+    def documents_in(self, sample: int) -> NDArray[np.int64]:
+        """Numbers of the documents of a sequence, in their order."""
+        number = int(self._order[sample])
+        return self._documents[self._starts[number] : self._starts[number + 1]]
 
     def read(self, sample: int, *, documents: bool) -> Sequenced:
         """A sequence by its number, with the documents told apart.
@@ -100,13 +113,11 @@ class Bins:
             DataError: a file is damaged.
         """
         dataset, length = self._dataset, self._length
-        number = int(self._order[sample])
         ids = np.full(length, dataset.eos_id, np.int64)
         labels = np.full(length, IGNORED_LABEL, np.int64)
         numbers = np.zeros(length, np.int64)
         place = 0
-        members = self._documents[self._starts[number] : self._starts[number + 1]]
-        for count, document in enumerate(members.tolist()):
+        for count, document in enumerate(self.documents_in(sample).tolist()):
             begin = int(self._ends[document - 1]) if document else 0
             size = int(self._ends[document]) - begin
             tokens = ids[place : place + size] = _known(dataset, begin, size)
@@ -186,5 +197,5 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
 
 def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> Windows | Bins:
     """The sequences of a data set, by `data.pack`."""
-    whole = dataset.kind == "chats" if pack == "auto" else pack == "whole"
+    whole = dataset.kind != "documents" if pack == "auto" else pack == "whole"
     return Bins(dataset, seq_len) if whole else Windows(dataset, seq_len)

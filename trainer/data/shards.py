@@ -100,6 +100,12 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         )
     if index["fingerprint"] != fingerprint(index):
         raise DataError(f"{path}: was edited: its fingerprint does not match; {way_out}")
+    for split in SPLITS if index.get("kind") == "pairs" else ():
+        if index["splits"][split]["documents"] % 2:
+            raise DataError(
+                f"{path}: damaged: splits.{split}.documents: odd, but pairs have two answers each; "
+                f"{way_out}"
+            )
     return index
 
 

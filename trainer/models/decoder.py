@@ -18,6 +18,7 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Asked, Documents, attend, locate
 from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
+from trainer.models.preference import Preference, sums_by_answer
 from trainer.recipe.architecture import Architecture, RopeScaling
 
 TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -219,6 +220,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.head_loss = HeadLoss()
         self.has_head = True
+        self.preference: Preference | None = None
+        """What the loss of pairs of answers is."""
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
@@ -280,6 +283,9 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
         statistics: Tensor | None = None,
         whole: Whole | None = None,
+        segments: Tensor | None = None,
+        answer_labels: Tensor | None = None,
+        reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor, Tensor]:
         """Logits, or with labels the loss; of a part without a head hidden states (B, T, D), and
         with them the statistics of the blocks so far, if a family has something `beside_loss`.
@@ -297,12 +303,18 @@ class Decoder(nn.Module):
             documents: in place of both, where attention sees more than these tokens.
             statistics: (blocks, …), of the blocks before, where this is a part.
             whole: where these tokens are a part of their sequences.
+            segments: (B, T) int64, of P pairs, for each label the number of its answer: chosen,
+                rejected, chosen, rejected ….
+            answer_labels: (2 P,), how many labels each answer has.
+            reference: (2 P,), what the reference gives, for a `preference` that needs one.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
             over the labels that count, a float32 scalar (0 when none does). A family that has
             something `beside_loss` gives a dict of it, `cross_entropy` and `loss`: in training the
-            weighted sum, else the cross-entropy.
+            weighted sum, else the cross-entropy. Of pairs a dict of what `preference` gives; or,
+            where that needs a reference and there is none, log-probabilities of the answers (2 P,)
+            float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
@@ -319,16 +331,27 @@ class Decoder(nn.Module):
                 return hidden, found
             of_blocks = found.unbind()
         assert labels is not None
-        loss = cross_entropy = self.loss(hidden, labels)
-        if whole:
-            loss = cross_entropy = whole.over_labels(loss)
-        if not self.family.beside_loss:
-            return loss
+        if segments is None or answer_labels is None:
+            loss = self.loss(hidden, labels)
+            if whole:
+                loss = whole.over_labels(loss)
+            if not self.family.beside_loss:
+                return loss
+            scalars = {"cross_entropy": loss}
+        else:
+            assert self.preference
+            by_label = self.head_loss.log_probs(hidden, self._head_weight, labels)
+            log_probs = sums_by_answer(by_label, segments.flatten(), len(answer_labels))
+            if self.preference.referenced and reference is None:
+                return log_probs
+            scalars = self.preference(log_probs, answer_labels, reference)
+            loss = scalars.pop("loss")
+            if not self.family.beside_loss:
+                return {"loss": loss, **scalars}
         beside = self.family.beside_loss(of_blocks, self.model.architecture)
         if self.training:
             loss = loss + sum(value * weight for value, weight in beside.values() if weight)
-        scalars = {name: value for name, (value, _) in beside.items()}
-        return {"loss": loss, "cross_entropy": cross_entropy, **scalars}
+        return {"loss": loss, **scalars, **{name: value for name, (value, _) in beside.items()}}
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, D) → logits (…, V)."""

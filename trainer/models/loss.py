@@ -7,10 +7,11 @@ only a few rows of them at a time.
 Shapes: N tokens, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -48,6 +49,10 @@ class HeadLoss(nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """hidden (..., D), weight (V, D), labels (...) int64 → the mean, a float32 scalar."""
         return head_cross_entropy(hidden, weight, labels, fused=self._fused)
+
+    def log_probs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """See `label_log_probs`."""
+        return label_log_probs(hidden, weight, labels)
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -105,6 +110,40 @@ def head_cross_entropy(
         fused,
     )
     return total / _counted(labels)
+
+
+def label_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Log-probability of each label by itself, (N,) float32; 0 where none counts.
+
+    Logits are computed rows by rows, and again in backward: what a row weighs in the loss is not
+    known before. A frozen head has no gradient.
+
+    Args:
+        hidden: (..., D), N rows.
+        weight: (V, D), of the head.
+        labels: (...) int64.
+        start: number of the first row of `weight`, where other ranks have the other rows.
+        group: these ranks; each has a part of the gradient of `hidden`.
+        chunk: most logits at a time; at least one row. As many as the device's memory suggests,
+            unless said.
+    """
+    device = hidden.device.type
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    chunk = most_logits(hidden) if chunk is None else chunk
+    chunks = -(-labels.numel() // max(1, chunk // weight.shape[0]))
+    rows = -(-labels.numel() // chunks)
+    return _LabelLogProbs.apply(
+        hidden.flatten(0, -2).to(dtype), weight.to(dtype), labels.flatten(), rows, start, group
+    )
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -242,3 +281,67 @@ def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
         found.append(gradient.to(ctx.dtype))
     ctx.scaled = True
     return found
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    """See `label_log_probs`: hidden (N, D), weight (V, D), labels (N,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        start: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros_like(found)  # logarithms of the softmax's denominators
+        for part, logits, index, mine in _chunks_of_logits(hidden, weight, labels, rows, start):
+            target = logits.gather(1, index)[:, 0] * mine
+            if group is None:
+                total = logits.logsumexp(1)
+            else:
+                largest = logits.amax(1)
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+                both = torch.stack([logits.sub_(largest[:, None]).exp_().sum(1), target])
+                dist.all_reduce(both, group=group)
+                total, target = both[0].log() + largest, both[1]
+            sums[part], found[part] = total, (target - total) * (labels[part] != IGNORED_LABEL)
+        ctx.save_for_backward(hidden, weight, labels, sums)
+        ctx.rows, ctx.start = rows, start
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, sums = ctx.saved_tensors
+        weights = gradients[0] * (labels != IGNORED_LABEL)
+        to_hidden = torch.empty_like(hidden)
+        # In float32 whatever the dtype: it is a sum over chunks. A frozen head has none.
+        trained = ctx.needs_input_grad[1]
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        chunks = _chunks_of_logits(hidden, weight, labels, ctx.rows, ctx.start)
+        for part, logits, index, mine in chunks:
+            factor = weights[part, None]
+            likely = logits.sub_(sums[part, None]).exp_().mul_(-factor)
+            gradient = likely.scatter_add_(1, index, factor * mine[:, None]).to(hidden.dtype)
+            torch.mm(gradient, weight, out=to_hidden[part])
+            if to_weight is not None:
+                add_product(to_weight, gradient.T, hidden[part])
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *(None,) * 4
+
+
+def _chunks_of_logits(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, start: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(rows of `hidden`, their logits in float32, the column of each label among these, (R, 1),
+    whether its column is one of them), some rows at a time."""
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
+    with torch.autocast(hidden.device.type, enabled=False):  # also for who takes the chunks
+        for begin in range(0, len(labels), rows):
+            part = slice(begin, begin + rows)
+            label = labels[part] - start
+            mine = (labels[part] != IGNORED_LABEL) & (label >= 0) & (label < len(weight))
+            index = label.clamp(0, len(weight) - 1)[:, None]
+            yield part, torch.mm(hidden[part], weight.T, **wide).float(), index, mine

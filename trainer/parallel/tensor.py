@@ -46,7 +46,14 @@ from torch.distributed.tensor import (
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.adapter import LoraLinear
 from trainer.models.decoder import Decoder
-from trainer.models.loss import HeadLoss, add_product, most_logits, on_gpu, scaled_once
+from trainer.models.loss import (
+    HeadLoss,
+    add_product,
+    label_log_probs,
+    most_logits,
+    on_gpu,
+    scaled_once,
+)
 from trainer.models.versions import all_gather_single, reduce_scatter_single
 from trainer.parallel.context import Share
 from trainer.recipe import RecipeError
@@ -433,6 +440,12 @@ class VocabularyLoss(nn.Module):
             self._ranks.group,
         )
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+    def log_probs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """See `label_log_probs`; arguments as of `forward`."""
+        ranks = self._ranks
+        whole, first = _Enter.apply(hidden, ranks), first_row(weight, ranks)
+        return label_log_probs(whole, _local(weight), labels, first, ranks.group)
 
 
 class _CutLoss(torch.autograd.Function):

@@ -43,6 +43,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"no family {found!r} ({close}); a family of your own is named in model.family",
         )
     yield from _adapter_contradictions(recipe)
+    yield from _objective_contradictions(recipe)
     yield from _tensor_contradictions(recipe)
     yield from _pipeline_contradictions(recipe)
     yield from _context_contradictions(recipe)
@@ -193,6 +194,34 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "precision.master",
             "an adapter is float32, and what is under it model.adapter.base; set fp32",
         )
+
+
+def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    model, objective, strategy = recipe.model, recipe.objective, recipe.strategy
+    if not objective.compares:
+        for key in ("beta", "gamma", "sft_weight"):
+            if getattr(objective, key) is not None:
+                yield f"objective.{key}", "only for dpo, ipo, simpo and orpo; remove it"
+        return
+    name = objective.name
+    if objective.gamma is not None and name != "simpo":
+        yield "objective.gamma", f"only for objective.name: simpo, but it is {name}; remove it"
+    if objective.referenced and not model.init_from:
+        yield (
+            "objective.name",
+            f"{name} measures against published weights; name their directory in model.init_from",
+        )
+    for key, chosen, problem in (
+        ("model.factory", bool(model.factory), "finds no output head in such a model"),
+        ("model.kgat", bool(model.kgat), "is for language models"),
+        ("data.factory", bool(recipe.data.factory), "needs prepared pairs in data.sources"),
+        ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
+        ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
+        ("strategy.pp", strategy.pp > 1, "does not work with a pipeline yet; set strategy.pp=1"),
+        ("strategy.cp", strategy.cp > 1, "does not cut sequences yet; set strategy.cp=1"),
+    ):
+        if chosen:
+            yield key, f"objective.name={name} {problem}"
 
 
 def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

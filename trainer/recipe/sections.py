@@ -15,6 +15,7 @@ from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.bounds import Amount, Count, Positive, Share
 from trainer.recipe.kgat_options import GraphData, Kgat
+from trainer.recipe.objective import Objective
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
@@ -471,6 +472,7 @@ class Recipe:
     data: Data
     batch: Batch
     optimizer: Optimizer
+    objective: Objective = field(default_factory=Objective)
     schedule: Schedule = Schedule()
     strategy: Strategy = Strategy()
     precision: Precision = Precision()

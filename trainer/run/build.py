@@ -32,7 +32,8 @@ from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
-from trainer.run.saves import UNWRITTEN, restore
+from trainer.run.reference import Reference
+from trainer.run.saves import UNWRITTEN, load_beginning, restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import Run
 from trainer.tasks.task import Task, optimizer_options
@@ -96,9 +97,18 @@ def build(
         limit_waits(recipe.elastic.timeout_seconds)
         startup.mark("model")
         pulse.report(0, "load")
+        of_reference: list[str] = []
+        begun = False
+        if recipe.objective.referenced:
+            reference = Reference(recipe, task, agreement.init_from)
+            if begun := not reference.find(world, mesh):
+                load_beginning(model, recipe, task)
+                reference.compute(model, world, mesh, pulse)
+            of_reference = reference.lines
+            startup.mark("reference")
         kept = last.progress if last else None
         progress, state = restore(
-            checkpointer, model, optimizer, recipe, task, agreement.init_from, kept
+            checkpointer, model, optimizer, recipe, task, agreement.init_from, kept, begun=begun
         )
         pulse.safe = not checkpointer.newer_than_storage
         memory = "checkpoint slots are made with the first save: training goes on first"
@@ -155,7 +165,7 @@ def build(
 
                 notes.append(describe_own(optimizer, recipe.optimizer))
             told = *attention, *(f"note: {note}" for note in notes if note)
-            lines = [describe(run), *told, memory]
+            lines = [describe(run), *told, *of_reference, memory]
             log.say("\n".join(lines))
             yield run
             pulse.report(progress.step, "end")

@@ -39,6 +39,8 @@ def restore(
     task: Task,
     init_from: str,
     kept: Progress | None = None,
+    *,
+    begun: bool = False,
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
     What is under an adapter is loaded from `model.init_from` at every start.
@@ -47,6 +49,7 @@ def restore(
         init_from: digest of the weights in `model.init_from`, "" without any.
         kept: progress that model and optimizer of this rank have made already, if they have: a
             snapshot of the same needs not be loaded.
+        begun: the model has the weights of step 0.
 
     Returns:
         The progress, and the state of the checkpoint, None without one.
@@ -68,16 +71,39 @@ def restore(
     if state is None and kept:  # there was no snapshot yet: as when it was made
         for tensor in model.state_of(optimizer).values():
             local_tensor(tensor).zero_()
+    if not begun:
+        load_beginning(model, recipe, task, resumed=state is not None)
+    scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
+    if state is None:
+        return Progress(loss_scale=scale, init_from=init_from), None
+    progress = _progress(state)
+    if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:  # then it means nothing
+        progress.loss_scale = scale
+    return progress, state
+
+
+def load_beginning(
+    model: ParallelModel, recipe: Recipe, task: Task, *, resumed: bool = False
+) -> None:
+    """Load `model.init_from`, else draw weights: those of step 0. On all ranks.
+
+    Args:
+        model: to be given them.
+        recipe: of the run.
+        task: of the recipe.
+        resumed: the model has the weights of a checkpoint, which are to stay: load what is in none,
+            the weights under an adapter.
+    """
     adapter = recipe.model.adapter
-    if adapter:  # what is under it is in no checkpoint
-        wanted = model.under_adapter(whole=state is None)
+    if adapter:
+        wanted = model.under_adapter(whole=not resumed)
     else:
         given = task.pretrained
         wanted = {name: t for name, t in model.tensors.items() if given is None or name in given}
     complete = recipe.model.init_from and not adapter and len(wanted) == len(model.tensors)
-    if state is None and not complete:
+    if not (resumed or complete):
         model.draw_weights()
-    if recipe.model.init_from and (state is None or adapter):
+    if recipe.model.init_from and (adapter or not resumed):
         load_model(
             recipe.model.init_from,
             wanted,
@@ -87,13 +113,6 @@ def restore(
             finite=wanted.keys() - model.buffers().keys(),
             group=dist.group.WORLD,
         )
-    scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
-    if state is None:
-        return Progress(loss_scale=scale, init_from=init_from), None
-    progress = _progress(state)
-    if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:  # then it means nothing
-        progress.loss_scale = scale
-    return progress, state
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:

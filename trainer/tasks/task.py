@@ -26,6 +26,7 @@ from trainer.models.adapter import adapter_config, add_adapters
 from trainer.models.adapter import draw as draw_part
 from trainer.models.family import family_of, find_family
 from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
+from trainer.models.preference import preference_of
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory, refusing
@@ -178,6 +179,8 @@ def build_task(recipe: Recipe) -> Task:
 
 def _counting(stream: TokenStream) -> dict[str, Any]:
     """How the steps of a task count what they are trained on."""
+    if stream.paired:
+        return {"usual_count": max(1.0, stream.pairs_per_sequence)}
     if not stream.counted:
         return {}
     return {"usual_count": max(1.0, stream.labels_per_sequence), "counts_labels": True}
@@ -187,13 +190,16 @@ def _of_chats(stream: TokenStream) -> list[str]:
     """What a user should know of the sequences that a stream makes."""
     if not stream.counted:
         return []
-    notes = [
-        f"data: {stream.sequences:,} sequences, {stream.fullness:.1%} full, with about "
-        f"{stream.labels_per_sequence:,.0f} trained tokens each; `tokens` counts these"
-    ]
+    what = (
+        f"{stream.pairs_per_sequence:,.1f} pairs each"
+        if stream.paired
+        else f"{stream.labels_per_sequence:,.0f} trained tokens each; `tokens` counts these"
+    )
+    notes = [f"data: {stream.sequences:,} sequences, {stream.fullness:.1%} full, with about {what}"]
     if stream.left_out:
+        items = "pairs" if stream.paired else "documents"
         notes.append(
-            f"data: {stream.left_out:,} documents are longer than data.seq_len={stream.seq_len} "
+            f"data: {stream.left_out:,} {items} are longer than data.seq_len={stream.seq_len} "
             "and left out; raise it, or prepare the data with --max-tokens and --too-long cut"
         )
     return notes
@@ -272,6 +278,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         decoder = Decoder(architecture, recipe.model.attention, family)
     if any(not isinstance(block, nn.Module) for block in decoder.blocks):
         raise RecipeError(f"model.family: the block of {named} is no nn.Module, but None")
+    decoder.preference = preference_of(recipe.objective)
     draw, seed = family.draw, recipe.run.seed
     of_formats = keep_in_float32(recipe, decoder, named)
     if recipe.model.adapter:
@@ -445,6 +452,7 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
 
     name, architecture = Path(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
+    words += ["--pairs"] if recipe.objective.compares else []
     words += ["--out", directory]
     if recipe.model.init_from:
         words += ["--tokenizer", recipe.model.init_from]
@@ -469,6 +477,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
                 f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
                 f"index.json); make one with `{_how_to_prepare(recipe, source.path)}`"
             )
+    _check_kinds(recipe)
     if data.pack != "stream" and not data.document_mask:
         whole = [one.path for one in data.sources if read_index(one.path).get("kind") == "chats"]
         if whole:
@@ -506,7 +515,27 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
             "run.evaluate_every=0"
         )
     count = min(data.validation_sequences, validation.sequences)
-    return stream, Evaluation(validation, count, _loss_values)
+    values = _named_values if recipe.objective.compares else _loss_values
+    return stream, Evaluation(validation, count, values)
+
+
+def _check_kinds(recipe: Recipe) -> None:
+    """Raises RecipeError: data that the objective cannot be computed of."""
+    objective = recipe.objective
+    for number, source in enumerate(recipe.data.sources):
+        kind = read_index(source.path).get("kind", "documents")
+        if (kind == "pairs") == objective.compares:
+            continue
+        if objective.compares:
+            raise RecipeError(
+                f"objective.name: {objective.name} compares pairs of answers, but "
+                f"data.sources.{number} ({source.path}) holds {kind}; prepare pairs with "
+                "`perdure data prepare FILE --pairs`, or set sft"
+            )
+        raise RecipeError(
+            f"data.sources.{number}.path: {source.path} holds pairs of answers, which sft does not "
+            "compare; set objective.name to dpo, ipo, simpo or orpo"
+        )
 
 
 def documents_for(recipe: Recipe) -> Documents | None:

@@ -170,8 +170,30 @@ def test_forms_pairs_and_tables(tmp_path, home, here, capsys):
         assert len(answers) > 2
         for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
             assert chosen.replace("good", "bad") == rejected
-    with pytest.raises(DataError, match="holds pairs of answers, which are compared"):
-        open_stream(tmp_path / "pairs")
+    # What is too long is dropped, counted and listed, both answers of it.
+    lengths = TokenDataset(tmp_path / "pairs", "train").lengths().reshape(-1, 2).sum(1)
+    pairs[0]["chosen"] = "good " * 9
+    limit = {**options, "pairs": True, "max_tokens": int(lengths.max())}
+    long = write(tmp_path / "long.jsonl", pairs)
+    index = prepare([long], tmp_path / "short", **limit)
+    assert (index["documents"], index["rejected"]) == (16, 1)
+    assert "tokens in both answers, more than --max" in (
+        (tmp_path / "short" / "rejects.jsonl").read_text()
+    )
+    index = prepare([long], tmp_path / "cut", **limit, too_long="cut")
+    assert (index["documents"], index["rejected"]) == (18, 0)
+    cut = TokenDataset(tmp_path / "cut", "train").lengths()
+    assert cut[0] == lengths.max() // 2
+    index = read_index(tmp_path / "cut")
+    index["splits"]["train"]["documents"] = 17
+    (tmp_path / "cut" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"splits.train.documents: odd, but pairs have two answers"):
+        read_index(tmp_path / "cut")
+    with pytest.raises(DataError, match=r"short: holds pairs, and .*mixed chats, which cannot be"):
+        TokenStream.open(
+            [(tmp_path / "mixed", 1.0), (tmp_path / "short", 1.0)],
+            split="train", seq_len=80, seed=1, shuffle=False,
+        )  # fmt: skip
     # A table fills up with nulls what an object does not have.
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     rows = [*said, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -359,6 +381,41 @@ def test_sequences_are_whole_chats_and_labels_what_is_trained(chats):
         for row in (bins.read(n, documents=True) for n in range(bins.sequences))
     ]
     assert sizes != sorted(sizes, reverse=True)
+
+
+def test_both_answers_of_a_pair_are_in_one_sequence(tmp_path, home, here):
+    records = [
+        {"prompt": f"Q{n}", "chosen": "good " * (n % 5 + 1), "rejected": f"bad {n}"}
+        for n in range(30)
+    ]
+    file = write(tmp_path / "in.jsonl", records)
+    prepare([file], tmp_path / "p", tokenizer=str(home), pairs=True, validation_fraction=0.0)
+    dataset = TokenDataset(tmp_path / "p", "train")
+    lengths = dataset.lengths()
+    ends, sizes = lengths.cumsum(), lengths.reshape(-1, 2).sum(1)
+    for seq_len in (3 * int(sizes.max()), int(np.median(sizes))):
+        stream = open_stream(tmp_path / "p", seq_len)
+        fits = np.flatnonzero(sizes <= seq_len)
+        assert (stream.left_out, stream.paired) == (30 - len(fits), True)
+        stream.reference = np.arange(60, dtype=np.float32)
+        seen = []
+        for positions in ([0, 1], *([n] for n in range(2, stream.sequences))):
+            batch = stream.fetch(positions)
+            numbers = batch["reference"].long().tolist()
+            assert batch[COUNTED] * 2 == len(numbers) == len(batch["answer_labels"])
+            assert [n + 1 for n in numbers[::2]] == numbers[1::2], "chosen, then rejected"
+            counted = batch["labels"] != -100
+            for place, number in enumerate(numbers):
+                labels = batch["labels"][counted & (batch["segments"] == place)]
+                begin, length = int(ends[number] - lengths[number]), int(lengths[number])
+                trained = dataset.read_trained(begin, length)
+                assert labels.tolist() == dataset.read(begin, length)[trained].tolist()
+                assert batch["answer_labels"][place] == trained.sum() > 0
+            seen += numbers
+        assert sorted(seen) == [n for pair in fits for n in (2 * pair, 2 * pair + 1)]
+        assert "pairs," in stream.describe(4)
+        assert "reference" not in stream.in_file_order.fetch([0])
+    assert len(fits) < 30
 
 
 def test_digests_fingerprints_and_what_is_left_out(chats, prepared, home):

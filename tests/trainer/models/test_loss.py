@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.models.loss import HeadLoss, head_cross_entropy
+from trainer.models.loss import HeadLoss, head_cross_entropy, label_log_probs
 
 N, D, V = 30, 8, 97
 
@@ -120,3 +120,27 @@ def test_a_frozen_head_gets_no_gradient_and_none_is_made(fused: bool) -> None:
     assert weight.grad is None
     torch.testing.assert_close(loss.detach(), expected[0])
     torch.testing.assert_close(hidden.grad, expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, N])
+def test_log_probabilities_by_label_are_those_of_all_logits(rows: int, frozen: bool) -> None:
+    """Whatever each label weighs in the loss; and no more logits at a time than it says."""
+    found = []
+    factors = torch.linspace(-2, 3, N)
+    for whole in (True, False):
+        hidden, weight, labels = inputs(torch.float32, 17)
+        weight.requires_grad_(not frozen)
+        with Largest() as largest:
+            if whole:
+                every = (hidden.flatten(0, 1) @ weight.T).log_softmax(1)
+                each = every.gather(1, labels.flatten()[:, None].clamp(min=0))[:, 0]
+                each = each * (labels.flatten() != -100)
+            else:
+                each = label_log_probs(hidden, weight, labels, chunk=rows * V)
+            (each * factors).sum().backward()
+        assert whole or rows == N or largest.elements <= max(rows * V, V * D)
+        found.append([each.detach(), hidden.grad, weight.grad])
+    torch.testing.assert_close(found[1], found[0])
+    assert (found[1][2] is None) == frozen
+    assert (found[1][0][17:] == 0).all()

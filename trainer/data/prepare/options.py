@@ -67,9 +67,11 @@ class PrepareOptions:
     loss: Loss = "assistant"
     """Whether the answers are trained, or all of a chat."""
     max_tokens: int | None = None
-    """Longest document of a chat, in tokens; data.seq_len of the recipe, for example."""
+    """Longest document of a chat, in tokens; data.seq_len of the recipe, for example. Of a pair
+    both answers together, each with its prompt."""
     too_long: TooLong = "drop"
-    """What becomes of longer ones: they are left out and listed, or their head is kept."""
+    """What becomes of longer ones: they are left out and listed, or their head is kept (of each
+    answer of a pair half as many tokens)."""
     spelled: Spelled = "reject"
     """What becomes of a chat whose texts spell a special token: it is left out and listed, or these
     are letters."""

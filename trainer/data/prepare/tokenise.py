@@ -305,7 +305,12 @@ class _ChatWriter:
         if share and not added.held_out:
             # By the record, so that it does not depend on the template, and pairs stay together.
             split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
-        problems = [self._too_long(document) for document in documents]
+        if self._settings.pairs and most is not None and documents:
+            size = sum(len(document.ids) for document in documents)
+            if size > most and self._settings.too_long == "drop":
+                return [self._over(f"{size:,} tokens in both answers", most)]
+            most = None if size <= most else most // 2
+        problems = [self._too_long(document, most) for document in documents]
         wrong = [problem for problem in problems if problem]
         if wrong and self._settings.pairs:
             return wrong[:1]
@@ -315,21 +320,21 @@ class _ChatWriter:
                 self.documents += 1
         return wrong
 
-    def _too_long(self, document: Document) -> str:
-        """Why a document is left out; "" if it is not."""
-        most, size = self._settings.max_tokens, len(document.ids)
+    def _too_long(self, document: Document, most: int | None) -> str:
+        """Why a document is left out that may have `most` tokens; "" if it is not."""
+        size = len(document.ids)
         if most is None or size <= most:
             return ""
         if self._settings.too_long == "drop":
-            return (
-                f"{document.place}{size:,} tokens, more than --max-tokens {most}; --too-long cut "
-                "keeps the first"
-            )
+            return self._over(f"{document.place}{size:,} tokens", most)
         return (
             ""
             if document.trained[:most].any()
             else (f"{document.place}nothing is trained in the first {most} of its {size:,} tokens")
         )
+
+    def _over(self, size: str, most: int) -> str:
+        return f"{size}, more than --max-tokens {most}; --too-long cut keeps the first"
 
     def noted(self) -> dict[str, Any]:
         """Since the last call: see `SpanFinder`."""

@@ -1,0 +1,103 @@
+"""Objectives that compare the two answers of a pair. Each is a mean over pairs of a function of the
+log-probabilities that a model gives to whole answers.
+
+In the formulas c and r are the log-probabilities of the chosen and the rejected answer, c' and r'
+those of the reference, and |c| and |r| their numbers of tokens:
+
+| objective | loss of a pair |
+|---|---|
+| DPO, Rafailov et al. 2023 | -log sigmoid(beta ((c - c') - (r - r'))) |
+| IPO, Azar et al. 2023 | ((c - c') / |c| - (r - r') / |r| - 1 / (2 beta))^2 |
+| SimPO, Meng et al. 2024 | -log sigmoid(beta c / |c| - beta r / |r| - gamma) |
+| ORPO, Hong et al. 2024 | -beta log sigmoid(logit(c / |c|) - logit(r / |r|)) - c / |c| |
+
+IPO has means over tokens, as in trl, which has asked the paper's authors; the paper writes sums.
+logit(x) is the logarithm of the odds p / (1 - p), where p = exp(x).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.recipe.objective import USUAL_BETA, USUAL_GAMMA, Objective
+
+
+@dataclass(frozen=True)
+class Preference:
+    """One of these objectives, all of its weights known."""
+
+    name: str
+    beta: float
+    gamma: float
+    sft_weight: float
+    referenced: bool
+    """Whether it needs the log-probabilities of a reference."""
+
+    def __call__(
+        self, log_probs: Tensor, counts: Tensor, reference: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Means over P pairs, float64 scalars: `loss`, and what is recorded beside it.
+        `reward_margin`: by how much the chosen answer is ahead, in units of β, `reward_accuracy`:
+        the share of pairs in which it is.
+
+        Args:
+            log_probs: (2 P,) float64, of the answers: chosen, rejected, chosen, rejected ….
+            counts: (2 P,), their tokens.
+            reference: (2 P,), the same of the reference, where it is `referenced`.
+        """
+        means = log_probs / counts
+        if self.referenced:
+            assert reference is not None
+            gained = log_probs - reference
+            scores = gained / counts if self.name == "ipo" else gained
+        else:
+            scores = means
+        if self.name == "orpo":  # log(1 - p) loses its digits as p comes to 1
+            scores = means - torch.log(-torch.expm1(means))
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        ahead = chosen - rejected
+        if self.name == "ipo":
+            loss = (ahead - 1 / (2 * self.beta)) ** 2
+        elif self.name == "orpo":
+            loss = -self.beta * F.logsigmoid(ahead)
+        else:
+            loss = -F.logsigmoid(self.beta * ahead - self.gamma)
+        found = {
+            "reward_margin": (self.beta * ahead).mean(),
+            "reward_accuracy": (ahead > 0).double().mean(),
+        }
+        if self.sft_weight:
+            cross_entropy = -means.view(-1, 2)[:, 0]
+            found["cross_entropy"] = cross_entropy.mean()
+            loss = loss + self.sft_weight * cross_entropy
+        return {"loss": loss.mean(), **found}
+
+
+def preference_of(objective: Objective) -> Preference | None:
+    """That of a recipe; None if it compares nothing."""
+    if not objective.compares:
+        return None
+    name, weight = objective.name, objective.sft_weight
+    return Preference(
+        name,
+        beta=objective.beta or USUAL_BETA[name],
+        gamma=(USUAL_GAMMA if objective.gamma is None else objective.gamma)
+        if name == "simpo"
+        else 0.0,
+        sft_weight=float(name == "orpo") if weight is None else weight,
+        referenced=objective.referenced,
+    )
+
+
+def sums_by_answer(log_probs: Tensor, segments: Tensor, answers: int) -> Tensor:
+    """Log-probabilities of whole answers, (answers,) float64.
+
+    Args:
+        log_probs: (N,), of labels.
+        segments: (N,) int64, the answer that each belongs to.
+        answers: how many there are.
+    """
+    sums = log_probs.new_zeros(answers, dtype=torch.float64)
+    return sums.index_add(0, segments, log_probs.double())
