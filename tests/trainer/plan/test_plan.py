@@ -15,9 +15,10 @@ import yaml
 from tests.distributed.jobs import soak
 from tests.trainer.plan.recipes import BLOCKS, EP, EVEN, PP, RECIPE, TP
 from trainer.cli.main import main
+from trainer.models.hf import config_json
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan import predict
-from trainer.plan.blueprint import read_blueprint
+from trainer.plan.blueprint import read_blueprint, trained_of
 from trainer.plan.costs import (
     DISK_BANDWIDTH,
     HOST_BANDWIDTH,
@@ -84,6 +85,36 @@ def test_recipes_fit_where_they_say(name, nodes, overrides):
     machine = describe_machine("8xH100", nodes, "bf16")
     prediction = predict(recipe, 8 * nodes, 8, machine=machine, device="cuda")
     assert prediction.peak < (1 - ROOM) * machine.gpu.memory
+
+
+def test_a_gpu_of_24_gb_takes_qlora(tmp_path):
+    """A weight under an adapter takes 4.5 bits; what was published in 16 would not fit."""
+    published = load_recipe(ROOT / "recipes/qwen3_8b.yaml").model.architecture
+    (tmp_path / "config.json").write_text(json.dumps(config_json(published)))
+    given = [f"model.init_from={tmp_path}", "batch.micro_batch=1"]
+    recipe = load_recipe(ROOT / "recipes/qwen3_8b_qlora_24gb.yaml", given)
+    machine = describe_machine("1xRTX4090", 1, "bf16")
+    prediction = predict(recipe, 1, 1, machine=machine, device="cuda")
+    assert prediction.peak < (1 - ROOM) * machine.gpu.memory
+    blueprint = read_blueprint(recipe)
+    trained = sum(shape.weights for unit in blueprint.units for shape in trained_of(unit))
+    in_nf4 = sum(s.weights for unit in blueprint.units for s in unit if not s.number)
+    others = blueprint.parameter_count - trained - in_nf4
+    assert prediction.parameters == 0.5625 * in_nf4 + 2 * others + 4 * trained
+    assert in_nf4 == 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    assert blueprint.trained_count == trained == 43_646_976
+    # Gathering sends the bytes, not numbers in bf16.
+    sent = [
+        predict(
+            load_recipe(
+                ROOT / "recipes/qwen3_8b_qlora_24gb.yaml",
+                [*given, "strategy={name: fsdp, zero: 3}", f"model.adapter.base={base}"],
+            ),
+            8, 8, device="cuda",
+        ).communication_bytes
+        for base in ("nf4", "bf16")
+    ]  # fmt: skip
+    assert sent[1] - sent[0] == pytest.approx((2 - 0.5625) * in_nf4 * 2 * 4 * 7 / 8, rel=1e-3)
 
 
 @soak
