@@ -23,7 +23,7 @@ LEVELS = torch.tensor([
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 ])  # fmt: skip
-"""Of appendix E of the paper, by code."""
+"""The 16 numbers of appendix E of the paper, by code."""
 _BORDERS = (LEVELS[1:] + LEVELS[:-1]) / 2
 _PAIRS = torch.cartesian_prod(LEVELS, LEVELS)
 """Two levels, by byte."""
