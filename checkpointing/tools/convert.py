@@ -67,6 +67,19 @@ DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _CONVERTED = {"F64", "F32", "BF16", "F16"}
 """The rest are whole numbers, or quantised values that belong to scales beside them."""
 
+_OVER_NF4 = (
+    "note: it was trained over a model in nf4, and is off over any other: load that in 4 bits, too "
+    '(transformers\' BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4"), or merge '
+    "from the checkpoint (--merge)"
+)
+_MERGED = {
+    False: "note: merged into the weights that it was trained over, which nf4 has rounded; "
+    "--into-published takes them as they were published",
+    True: "note: merged into the weights as they were published, but the adapter was trained over "
+    "them in nf4: measure what it gives; without --into-published it is what was trained",
+}
+"""By `into_published`."""
+
 Pieces = Iterator[memoryview]
 """The bytes of a tensor, in order."""
 
@@ -100,6 +113,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     not_finite: bool = False,
     merge_into: str | Place | None = None,
+    into_published: bool = False,
 ) -> Converted:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
     tokenizer; no optimizer. The checksums of everything that is read are checked. Of an adapter
@@ -114,7 +128,9 @@ def export(
         not_finite: export weights that are NaN or infinite, too. Tensors that were saved as such
             that may be, such as masks, need no leave.
         merge_into: the model that `path`, an adapter, was trained over. Both are added in float32,
-            and rounded to the format of the model, or `dtype`.
+            and rounded to the format of the model, or `dtype`. Weights that training kept in nf4
+            are taken as it saw them, with what nf4 rounds away.
+        into_published: take them as they are in `merge_into` instead.
 
     Raises:
         CheckpointError: `out` exists, a weight is too large for `dtype`, or one is NaN or infinite.
@@ -124,11 +140,17 @@ def export(
     with ExitStack() as stack:
         given = source = stack.enter_context(open_source(find_source(path)))
         merged = None
+        notes: list[str] = []
         if merge_into is not None:
             if not given.is_adapter:
                 raise CheckpointError(f"{given.path}: is no adapter; export it without --merge")
             source = stack.enter_context(open_source(find_source(merge_into)))
-            merged = Merged(source, stack.enter_context(open_adapter(given)))
+            adapter = stack.enter_context(open_adapter(given))
+            merged = Merged(source, adapter, published=into_published)
+            notes = [_MERGED[into_published]] if adapter.over_nf4 else []
+        elif given.is_adapter:
+            with open_adapter(given) as adapter:
+                notes = [_OVER_NF4] if adapter.over_nf4 else []
         tmp = stack.enter_context(_new_directory(out))
         target = DTYPES[dtype] if dtype else None
         metas = {
@@ -164,7 +186,7 @@ def export(
             for file in files:
                 _write_tensors(tmp, file, pieces)
         write_files(tmp, small)
-    return _report(out, files, small, left)
+    return _report(out, files, small, left, notes)
 
 
 def _as_dtype(meta: TensorMeta, dtype: str | None) -> TensorMeta:
@@ -351,9 +373,13 @@ def _write_tensors(
 
 
 def _report(
-    out: Path, files: Sequence[TensorFile], small: Mapping[str, bytes], left: str
+    out: Path,
+    files: Sequence[TensorFile],
+    small: Mapping[str, bytes],
+    left: str,
+    notes: Sequence[str] = (),
 ) -> Converted:
-    notes = [f"note: left out: {left}"] if left else []
+    notes = [*notes] + ([f"note: left out: {left}"] if left else [])
     if CONFIG not in small and ADAPTER_CONFIG not in small:
         notes.append(
             f"note: there is no {CONFIG}, so it opens with safetensors, but not with "

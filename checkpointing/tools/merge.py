@@ -1,13 +1,14 @@
 """An adapter of LoRA added to the model under it, a piece of a tensor at a time, in float32."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from checkpointing.errors import WrongModel
+from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.format.layout import StoredTensor
+from checkpointing.format.nf4 import BLOCK, NF4, rounded
 from checkpointing.format.peft import CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable
@@ -38,6 +39,15 @@ class Adapter:
         self.config = read_config(data, str(where))
         self.tensors = adapter_tensors(source.model, str(source.path))
         self.stored, self.reader = source.model, reader
+        base = (source.state or {}).get("base")
+        self.over_nf4 = isinstance(base, dict) and base.get("format") == NF4
+        """Whether the weights under it were kept in nf4, as its trainer state says."""
+        for name in self.tensors.pairs if self.over_nf4 else ():
+            if any(columns % BLOCK for columns in self.shape_of(name)[1:]):
+                raise DamagedCheckpoint(
+                    f"{source.path}: its trainer state says that it was trained over nf4, but the "
+                    f"columns of {printable(name)} are no multiple of {BLOCK}"
+                )
 
     def read(self, name: str) -> Tensor:
         """A tensor of its file, in float32."""
@@ -50,6 +60,10 @@ class Adapter:
         """(A (rank, in), B (out, rank) times the scale) for a weight, in float32."""
         a, b = (self.read(name) for name in self.tensors.pairs[weight])
         return a, b * self.config.scale
+
+    def under(self, weight: Tensor) -> Tensor:
+        """Rows of a weight of the model in float32, as the adapter was trained over them."""
+        return rounded(weight) if self.over_nf4 else weight.float()
 
     def shape_of(self, weight: str) -> tuple[int, ...]:
         """The shape that a parameter under it has; () if that of A and B is none of theirs."""
@@ -72,13 +86,15 @@ class Merged:
     Args:
         base: of the model.
         adapter: trained over it.
+        published: add to the weights as they are in the files, whatever they were trained as.
 
     Raises:
         WrongModel: the adapter is of another model.
     """
 
-    def __init__(self, base: Source, adapter: Adapter) -> None:
+    def __init__(self, base: Source, adapter: Adapter, *, published: bool = False) -> None:
         self._stored, self._adapter = base.model, adapter
+        self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under
         changed = [*adapter.tensors.pairs, *adapter.tensors.whole]
         named = by_model_names(base.model, changed)
         places = {(stored.file, stored.begin): name for name, stored in base.model.items()}
@@ -115,7 +131,7 @@ class Merged:
             data = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
             reader.read(stored, first * row_bytes, data.numpy().data)
             weight = data.view(TORCH_DTYPES[stored.meta.dtype]).view(len(some), columns)
-            yield as_bytes(torch.addmm(weight.float(), some, a)).numpy().data
+            yield as_bytes(torch.addmm(self._under(weight), some, a)).numpy().data
 
 
 def fits(stored: StoredTensor, shape: tuple[int, ...]) -> bool:

@@ -1,22 +1,21 @@
-"""A rank that leaves the gradients of an adapter under several layouts, those that it has, in
-OUT-RANK.safetensors: python -m tests.distributed.lora_gradients OUT RECIPE.yaml 'key=value …' …"""
+"""A rank that leaves the gradients of an adapter under several layouts, those that it has, and what
+is under it in nf4, in OUT-RANK.safetensors:
+python -m tests.distributed.lora_gradients OUT RECIPE.yaml 'key=value …' …"""
 
 import sys
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing import load_model
 from elastic.world import World, join_world, leave_world
-from trainer.models import TIED_COPIES
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, load_recipe
+from trainer.run.saves import load_published
 from trainer.tasks.task import bare_model
 
 ROWS, LENGTH, VOCABULARY = 24, 16, 264
@@ -39,13 +38,12 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
-    """Those of this rank's parameters, by FQN, whole."""
+    """Those of this rank's parameters, by FQN, whole; of what is in nf4 its bytes."""
     model, blocks, _ = bare_model(recipe)
     mesh = build_mesh(recipe, world)
     made = parallelize(model, blocks, mesh, recipe, world.device, values)
     made.draw_weights()
-    under = made.under_adapter(whole=True)
-    load_model(recipe.model.init_from or "", under, tied=TIED_COPIES, group=dist.group.WORLD)
+    load_published(made, recipe, made.under_adapter(whole=True))
     ids, labels = batch()
     total = (labels != -100).sum()
     inputs = [
@@ -65,20 +63,22 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
         name for name, p in made.parameters.items() if not p.requires_grad and p.grad is not None
     ]
     assert not frozen, f"frozen, with a gradient: {frozen}"
-    found = {}
+    found: dict[str, Tensor] = {name: made.parameters[name].detach() for name in made.in_nf4}
     for name, parameter in made.optimized.items():
         if parameter.requires_grad:
-            gradient = parameter.grad
-            assert gradient is not None, name
-            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+            assert parameter.grad is not None, name
+            found[name] = parameter.grad.float()
+    return {
+        name: one.full_tensor() if isinstance(one, DTensor) else one
+        for name, one in sorted(found.items())
+    }
 
 
 if __name__ == "__main__":
     out, path, *layouts = sys.argv[1:]
     world = join_world("cpu", 60)
     left = {
-        f"{number}/{name}": gradient.float().contiguous()
+        f"{number}/{name}": gradient.contiguous()
         for number, layout in enumerate(layouts)
         for name, gradient in gradients(load_recipe(path, layout.split()), world).items()
     }

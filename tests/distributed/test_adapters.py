@@ -16,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from checkpointing.errors import CheckpointError
+from checkpointing.format.nf4 import quantise, rounded
 from checkpointing.format.peft import name_in_file
 from checkpointing.tools.inspect import show, verify
 from tests.distributed.jobs import Job, losses, soak, wait_for_step
@@ -65,16 +67,16 @@ def plain(base):
 
 @pytest.fixture(scope="module")
 def oracle(base):
-    """oracle(whole) → gradients of PEFT in one process, in float32 and in float64, by our names;
-    with `whole` embedding and head are trained, too."""
+    """oracle(whole, folder=base) → gradients of PEFT in one process, in float32 and in float64, by
+    our names; with `whole` embedding and head are trained, too."""
 
-    def oracle(whole):
+    def oracle(whole, folder=base):
         also = ["lm_head", "embed_tokens"] if whole else None
         config = LoraConfig(
             r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM",
             modules_to_save=also,
         )  # fmt: skip
-        model = get_peft_model(plain(base), config)
+        model = get_peft_model(plain(folder), config)
         trained = {
             name.removeprefix("base_model.model.")
             .replace(".default.weight", "")
@@ -266,3 +268,129 @@ def test_over_a_base_in_bf16_ranks_agree_and_the_loss_falls(workspace, base, tra
     trained = peft.base_model.model.lm_head.modules_to_save["default"].weight
     assert trained.equal(tensors[name_in_file("lm_head.weight")])
     assert not trained.equal(plain(base).lm_head.weight)
+
+
+# --- over nf4 ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(workspace):
+    """A small Qwen3 whose rows are of whole blocks of nf4, also for tp=2; as published, and as nf4
+    keeps what is under an adapter."""
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    folders = workspace / "wide", workspace / "wide-nf4"
+    model = Qwen3ForCausalLM(config)
+    for folder in folders:
+        model.save_pretrained(folder)
+        shutil.copy(workspace / "data" / "tokenizer.json", folder)
+        for name, weight in model.named_parameters():
+            if name.endswith("proj.weight"):
+                weight.data = rounded(weight)
+    return folders
+
+
+OVER_NF4 = (*LORA, "model.init_from=wide", "model.adapter.base=nf4")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        (2, ["", "strategy.name=ddp", f"{TP} {SP}"]),
+        pytest.param(1, ["", "strategy.name=ddp"], marks=soak),
+        pytest.param(3, ["", "strategy.zero=1"], marks=soak),
+        pytest.param(4, [
+            f"{TP} {SP} {FULL}", f"{TP} {PP}", f"{PP} {BUBBLE} strategy.zero=2", HYBRID,
+            f"{HYBRID} {TP}", "strategy.cp=4", "strategy.offload=cpu",
+        ], marks=[soak, pytest.mark.timeout(300)]),
+        pytest.param(2, [
+            f"{PP} model.adapter.targets=[layers.0.self_attn.q_proj]", f"{PP} strategy.name=ddp",
+            "strategy.offload=nvme strategy.offload_directory=offload",
+            "strategy.activation_checkpointing=selective",
+        ], marks=soak),
+        *(
+            pytest.param(2, [f"strategy.compile=true {more}"], marks=soak)
+            for more in ("", f"{TP} {SP}", FULL)
+        ),
+    ],
+)  # fmt: skip
+def test_over_nf4_bytes_and_gradients_are_those_of_one_process(
+    workspace, start, wide, oracle, tmp_path, ranks, layouts
+):
+    """Bytes bit for bit: of the published weights. Gradients to twice the rounding of PEFT, over
+    the weights that these bytes are."""
+    published = dict(plain(wide[0]).named_parameters())
+    single, exact = oracle(False, wide[1])
+    common = " ".join((*OVER_NF4, "data.document_mask=false"))
+    given = [f"{common} {layout}".strip() for layout in layouts]
+    program = ("tests.distributed.lora_gradients", str(tmp_path / "gradients"))
+    code, output = start(ranks, *given, program=program).wait()
+    assert code == 0, output
+    found = {}
+    for rank in range(ranks):
+        found |= load_file(tmp_path / f"gradients-{rank}.safetensors")
+    for number, layout in enumerate(layouts):
+        ours = {
+            n.removeprefix(f"{number}/"): g for n, g in found.items() if n.startswith(f"{number}/")
+        }
+        packed = {name: ours.pop(name) for name in [*ours] if "lora_" not in name}
+        want = {name for name in ours if name.endswith("lora_A")}
+        assert {name.replace("weight", "lora_A") for name in packed} == want
+        for name, one in packed.items():
+            assert one.equal(quantise(published[name])), (layout, name)
+        if "targets" in layout:  # PEFT has more of them
+            continue
+        assert ours.keys() == exact.keys(), layout
+
+        def off(gradients):
+            return max(((gradients[n] - g).norm() / g.norm()).item() for n, g in exact.items())
+
+        print(f"{ranks} ranks {layout or 'FULL_SHARD'}: {off(ours):.1e}, PEFT {off(single):.1e}")
+        assert off(ours) <= 2 * off(single), layout
+
+
+def test_over_nf4_worlds_agree_and_what_is_merged_is_what_was_trained(
+    workspace, wide, start, monkeypatch, capsys
+):
+    given = (*OVER_NF4, "run.determinism=exact", "run.steps=6", "schedule={name: constant}")
+    given += ("optimizer.lr=1e-2", "optimizer.weight_decay=0")
+    jobs = [start(ranks, f"run.dir=nf4-{ranks}", *given) for ranks in (1, 2)]
+    outputs = [job.wait() for job in jobs]
+    assert all(code == 0 for code, _ in outputs), outputs
+    assert "over nf4): " in outputs[0][1]
+    frozen = sum(tensor.numel() for tensor in plain(wide[0]).state_dict().values())
+    assert f"parameters trained, {frozen:,} frozen" in outputs[0][1]
+    assert losses(workspace, "nf4-1") == losses(workspace, "nf4-2")
+    steps = [workspace / f"nf4-{ranks}" / "checkpoints" / "step-00000006" for ranks in (1, 2)]
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (steps[0] / name).read_bytes() == (steps[1] / name).read_bytes()
+    assert json.loads((steps[0] / "trainer_state.json").read_text())["base"]["format"] == "nf4"
+    code, output = start(1, "run.dir=nf4-1", *given, "model.adapter.base=fp32").wait()
+    assert code
+    assert "adapter.base (nf4 there, fp32 here)" in output
+
+    monkeypatch.chdir(workspace)
+    ids, _ = batch()
+    with torch.no_grad():
+        before = plain(wide[1])(ids).logits
+        trained, off = (
+            PeftModel.from_pretrained(plain(folder), steps[0])(ids).logits for folder in wide[::-1]
+        )
+        assert (trained - before).abs().max() > 0.1, "the adapter has learned something"
+        perdure("ckpt", "export", "nf4-1", "nf4-merged", "--merge")
+        assert "merged into the weights that it was trained over" in capsys.readouterr().out
+        merged = plain("nf4-merged")(ids).logits
+        assert (merged - trained).abs().max() <= 1e-5
+        perdure("ckpt", "export", "nf4-1", "nf4-published", "--merge", "--into-published")
+        assert "but the adapter was trained over them in nf4" in capsys.readouterr().out
+        published = plain("nf4-published")(ids).logits
+        assert (published - off).abs().max() <= 1e-5 < 1e-2 < (published - trained).abs().max()
+        perdure("ckpt", "export", "nf4-1", "nf4-adapter")
+        assert "it was trained over a model in nf4" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="--into-published: only together with --merge"):
+        perdure("ckpt", "export", "nf4-1", "none", "--into-published")
+    texts = {"".join(generate(where, "the ", temperature=0)) for where in (steps[0], "nf4-merged")}
+    assert len(texts) == 1

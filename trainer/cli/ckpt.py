@@ -87,6 +87,11 @@ def add_ckpt_command(commands: Commands) -> None:
         "--base", type=local_path, metavar="DIR", help="model under it (default: as it says)"
     )
     export.add_argument(
+        "--into-published",
+        action="store_true",
+        help="merge an adapter over nf4 into the weights as published, not as nf4 rounds them",
+    )
+    export.add_argument(
         "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
     )
     add_step(show)
@@ -189,8 +194,9 @@ def _export(arguments: argparse.Namespace) -> int:
         from trainer.tools.adapters import base_of
 
         base = base_of(local(path), arguments.base)
-    elif arguments.base:
-        raise CheckpointError("--base: only together with --merge")
+    elif arguments.base or arguments.into_published:
+        option = "--base" if arguments.base else "--into-published"
+        raise CheckpointError(f"{option}: only together with --merge")
     result = export(
         path,
         arguments.out,
@@ -198,6 +204,7 @@ def _export(arguments: argparse.Namespace) -> int:
         max_shard_bytes=arguments.max_shard_size,
         not_finite=arguments.not_finite,
         merge_into=base,
+        into_published=arguments.into_published,
     )
     print(result)
     return 0

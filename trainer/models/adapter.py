@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpointing.format.nf4 import BLOCK, NF4, packed_shape
 from checkpointing.format.peft import scale_of, write_config
+from trainer.models import nf4
 from trainer.models.decoder import TIED_COPIES, Decoder
 from trainer.recipe import RecipeError
 from trainer.recipe.sections import Adapter
 from trainer.recipe.seeds import stable_seed
 
-FORMATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NAMED = 8
 """How many names a message lists."""
 
@@ -29,19 +30,33 @@ class LoraLinear(nn.Linear):
     """y = W x + b + scale · B A x, where W and b are frozen."""
 
     def __init__(self, given: nn.Linear, options: Adapter) -> None:
-        """`given` gives its weight and bias; A and B are float32, and have no values yet."""
+        """`given` gives its weight and bias; A and B are float32, and have no values yet. Nor has
+        the weight in nf4, which is bytes."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = given.in_features, given.out_features
         self.weight, self.bias = given.weight, given.bias
         self.dropout = options.dropout
         self.scale = scale_of(options.rank, options.alpha, options.rslora)
         device, rank = given.weight.device, options.rank
+        if options.base == NF4:
+            shape = packed_shape(self.out_features, self.in_features)
+            packed = torch.empty(shape, dtype=torch.uint8, device=device)
+            self.weight = nn.Parameter(packed, requires_grad=False)
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
-        return super().forward(x) + self.low_rank(x)
+        return self.frozen(x, self.bias) + self.low_rank(x)
+
+    @property
+    def in_nf4(self) -> bool:
+        """Whether the weight is kept in nf4."""
+        return self.weight.dtype == torch.uint8
+
+    def frozen(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """W x, plus a bias; (…, in) → (…, out)."""
+        return (nf4.linear if self.in_nf4 else F.linear)(x, self.weight, bias)
 
     def low_rank(self, x: Tensor) -> Tensor:
         """scale · B A x, (…, in) → (…, out)."""
@@ -51,25 +66,36 @@ class LoraLinear(nn.Linear):
         return F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
 
-def add_adapters(model: Decoder, options: Adapter) -> None:
+def add_adapters(model: Decoder, options: Adapter, dtype: str = "bf16") -> None:
     """Freeze a model, in place, and give linear layers of its blocks adapters; what
     `options.also` names stays trained. To be called before anything is cut.
+
+    Args:
+        model: on the meta device, if its base is nf4: codes have no values yet.
+        options: which layers, and how.
+        dtype: `precision.dtype`. What nf4 does not keep is kept in bf16 if that is computed with.
 
     Raises:
         RecipeError: the options name what is not there, or cannot be trained so.
     """
     layers = _targets(model, options)
     whole = _trained_whole(model, options, layers)
+    narrow = (dtype if options.base == NF4 else options.base) == "bf16"
     for name, parameter in model.named_parameters():
         if name in whole:
             continue
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(FORMATS[options.base])
+            parameter.data = parameter.data.to(torch.bfloat16 if narrow else torch.float32)
     for name in layers:
         parent, _, key = name.rpartition(".")
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
+        if options.base == NF4 and layer.in_features % BLOCK:
+            raise RecipeError(
+                f"model.adapter.base: nf4 has blocks of {BLOCK} columns, but {name} has "
+                f"{layer.in_features}; set bf16, or name other layers in model.adapter.targets"
+            )
         setattr(model.get_submodule(parent), key, LoraLinear(layer, options))
 
 

@@ -18,6 +18,7 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Asked, Documents, attend, locate
 from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
+from trainer.models.nf4 import weights_in
 from trainer.models.preference import Preference, sums_by_answer
 from trainer.recipe.architecture import Architecture, RopeScaling
 
@@ -266,7 +267,7 @@ class Decoder(nn.Module):
         the blocks by their size."""
         architecture = self.model.architecture
         heads = architecture.num_attention_heads * architecture.head_dim
-        sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
+        sizes = [sum(map(weights_in, block.parameters())) for block in self.blocks]
         met = 1 - self.family.idle_parameters(architecture) / sum(sizes)
         costs = [2 * met * size + 4 * heads * seq_len for size in sizes]
         costs[-1] += 2 * architecture.vocab_size * architecture.hidden_size

@@ -197,6 +197,14 @@ class ParallelModel:
         return apart({**held, **self.buffers()}, self.stacks)
 
     @property
+    def in_nf4(self) -> frozenset[str]:
+        """FQNs of the weights on this rank that are kept in nf4: each has an A beside it."""
+        ends = "lora_A", "weight"
+        layers = {name.removesuffix(ends[0]) for name in self.parameters if name.endswith(ends[0])}
+        weights = {layer + ends[1] for layer in layers}
+        return frozenset(w for w in weights if self.parameters[w].dtype == torch.uint8)
+
+    @property
     def trained(self) -> frozenset[str]:
         """Names in `tensors` of what an optimizer updates. The rest, buffers and frozen parameters,
         may hold infinity, as masks do."""

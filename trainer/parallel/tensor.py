@@ -43,6 +43,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+from checkpointing.format.nf4 import BLOCK
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.adapter import LoraLinear
 from trainer.models.decoder import Decoder
@@ -128,7 +129,13 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
         if odd:
             return f"{odd[0]} is not supported"
     lengths = {"column": 0, "row": 1, "vocabulary": 0}
-    if kind in lengths:
+    if kind == "row" and isinstance(module, LoraLinear) and module.in_nf4:
+        if module.in_features % (BLOCK * tp):
+            return (
+                f"its {module.in_features} columns are no multiple of {BLOCK} · tp={BLOCK * tp}, "
+                "as blocks of nf4 must be; set model.adapter.base=bf16, or another strategy.tp"
+            )
+    elif kind in lengths:
         length = module.weight.shape[lengths[kind]]
         if kind == "vocabulary" and (tp - 1) * -(-length // tp) >= length:
             return f"its {length} rows leave one of tp={tp} ranks without any"
@@ -310,9 +317,10 @@ def _row(module: Any, ranks: Together) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         with with_local(module, partial):
-            part = nn.functional.linear(x, module.weight)
-            if isinstance(module, LoraLinear):
-                part = part + module.low_rank(x)  # one sum over the ranks for both
+            if isinstance(module, LoraLinear):  # one sum over the ranks for both
+                part = module.frozen(x) + module.low_rank(x)
+            else:
+                part = nn.functional.linear(x, module.weight)
             summed, bias = ranks.leave(part), module.bias
         return summed if bias is None else summed + bias
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters
+from trainer.models.nf4 import weights_in
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
 from trainer.parallel.parallelize import keep_weights
@@ -45,6 +46,10 @@ class Shape:
     """With that, ranks that compute each layer together, and share it as those of shards do."""
     trained: bool = True
     """Whether it has a gradient; else it is frozen."""
+    number: bool = True
+    """Whether its elements are floating point numbers, which FSDP casts; else they are bytes."""
+    weights: int = 0
+    """That it holds: its elements, unless these are codes."""
 
     @property
     def whole(self) -> int:
@@ -62,6 +67,10 @@ class Shape:
     def gathered(self, ranks: int) -> int:
         """Elements of all slices that a rank gathers."""
         return self.over(ranks) * self.sharded(ranks)
+
+    def size_as(self, itemsize: int | None) -> int:
+        """Bytes of an element once it is cast to a format of so many, if to any."""
+        return itemsize if itemsize and self.number else self.itemsize
 
     def state_bytes(self, ranks: int) -> int:
         """Bytes of the optimizer's state on the first rank."""
@@ -104,7 +113,7 @@ class Blueprint:
     @property
     def parameter_count(self) -> int:
         """Elements."""
-        return sum(shape.rows * shape.row for unit in self.units for shape in unit)
+        return sum(shape.weights for unit in self.units for shape in unit)
 
     @property
     def trained_count(self) -> int:
@@ -131,7 +140,8 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
             traced = Decoder(shallow, recipe.model.attention, model.family)
         if recipe.model.adapter:
-            add_adapters(traced, _alike(model, recipe.model.adapter))
+            adapter = _alike(model, recipe.model.adapter)
+            add_adapters(traced, adapter, recipe.precision.dtype)
     for one in (model, traced):
         keep_weights(one, recipe)
     return Blueprint(
@@ -242,7 +252,10 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Un
 def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool) -> Shape:
     rows = parameter.shape[0] if parameter.dim() else 1
     row, itemsize = parameter.numel() // max(1, rows), parameter.element_size()
-    return Shape(rows, row, itemsize, state, stacked, trained=parameter.requires_grad)
+    return Shape(
+        rows, row, itemsize, state, stacked, trained=parameter.requires_grad,
+        number=parameter.is_floating_point(), weights=weights_in(parameter),
+    )  # fmt: skip
 
 
 def trained_of(unit: Sequence[Shape]) -> list[Shape]:
@@ -253,14 +266,14 @@ def trained_of(unit: Sequence[Shape]) -> list[Shape]:
 def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | None = None) -> int:
     """Bytes of all, or of the first of `ranks` slices; of elements of another size, if given."""
     return sum(
-        (shape.sharded(ranks) if ranks else shape.whole) * (itemsize or shape.itemsize)
+        (shape.sharded(ranks) if ranks else shape.whole) * shape.size_as(itemsize)
         for shape in shapes
     )
 
 
 def gathered_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
     """Bytes of all slices that a rank gathers."""
-    return sum(shape.gathered(ranks) * itemsize for shape in shapes)
+    return sum(shape.gathered(ranks) * shape.size_as(itemsize) for shape in shapes)
 
 
 def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:

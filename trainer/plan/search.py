@@ -274,11 +274,11 @@ def _least_seconds(
     if strategy.sharding == "HYBRID_SHARD":
         shards = machine.gpus_per_node // strategy.tp
     gathered = sum(
-        shape.rows * shape.row / (strategy.ep if shape.stacked else 1)
+        shape.rows * shape.row * shape.size_as(2) / (strategy.ep if shape.stacked else 1)
         for unit in blueprint.units
         for shape in unit
     )
-    payload = gathers * 2 * gathered / together
+    payload = gathers * gathered / together
     return max(computing, Collective(int(payload), 1, shards, strategy.tp).seconds(machine))
 
 

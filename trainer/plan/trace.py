@@ -145,7 +145,8 @@ def _taped(
         blocks = apply_activation_checkpointing(model, blocks, recompute)
     if not autocast:
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     try:
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

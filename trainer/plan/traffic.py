@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainer.parallel.ddp import BUCKET_BYTES
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.blueprint import Stage, counted, trained_of
+from trainer.plan.blueprint import Stage, counted, gathered_bytes, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
@@ -111,16 +111,16 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         parts = [([s for s in unit if s.ep == ep], count) for unit, count in units]
         ranks = next(shape.over(shards) for part, _ in parts for shape in part)
         calls = sum(count for part, count in parts if part)
-        whole = sum(count * sum(s.gathered(shards) for s in part) for part, count in parts)
-        root = sum(shape.gathered(shards) for shape in roots if shape.ep == ep)
+        whole = sum(count * gathered_bytes(part, shards, compute) for part, count in parts)
+        root = gathered_bytes([shape for shape in roots if shape.ep == ep], shards, compute)
         trained = sum(c * sum(s.gathered(shards) for s in trained_of(part)) for part, c in parts)
         stride = ep if ep > 1 else strategy.tp
         first, again = often * whole, 0
         if recipe.gathers_twice:
             again = passes * (whole - root)
             first = again + kept * root
-        forward.append(Collective(compute * first, 1, ranks, stride, often * calls))
-        backward.append(Collective(compute * again, 1, ranks, stride, passes * calls))
+        forward.append(Collective(first, 1, ranks, stride, often * calls))
+        backward.append(Collective(again, 1, ranks, stride, passes * calls))
         payload = layout.reductions * reduced * trained
         calls *= layout.reductions
         reductions.append(Collective(payload, 1, ranks, stride, calls))

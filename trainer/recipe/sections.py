@@ -93,8 +93,10 @@ class Adapter:
     dropout: Share = 0.0
     """Share of the elements of x that training leaves out of A x."""
 
-    base: Literal["bf16", "fp32"] = "bf16"
-    """Format of the weights that are not trained. bf16 goes with `precision.dtype: bf16`."""
+    base: Literal["bf16", "fp32", "nf4"] = "bf16"
+    """Format of the weights that are not trained. bf16 goes with `precision.dtype: bf16`. nf4
+    (QLoRA, Dettmers et al. 2023): the weights under A and B take 4.5 bits each, the others the
+    format that is computed with."""
 
     also: tuple[str, ...] = ()
     """Names of modules that are trained whole, or how these names end: `lm_head`. PEFT calls them

@@ -1,7 +1,8 @@
 """State to and from checkpoints: where a run goes on, when it saves, how that ended."""
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model
+from checkpointing.format.nf4 import NF4, quantise, weight_shape
 from checkpointing.format.tensors import local_tensor
+from checkpointing.ranks import Ranks
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
@@ -27,6 +31,9 @@ LAST_TRIES, AGAIN_SECONDS = 6, 5.0
 all else is done, and would be lost with this machine's memory."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
 """What a `Progress` says of validation passes: it belongs to the weights."""
+PORTION = 1 << 28
+"""Weights that are loaded in float32 at a time, to be quantised: 1 GiB over the ranks that have
+parts of them."""
 UNWRITTEN = "unwritten_ledger"
 """Key of a trainer state: see `Ledger.unwritten`. Absent where all lines are written."""
 
@@ -104,15 +111,78 @@ def load_beginning(
     if not (resumed or complete):
         model.draw_weights()
     if recipe.model.init_from and (adapter or not resumed):
+        load_published(model, recipe, wanted)
+
+
+def load_published(
+    model: ParallelModel, recipe: Recipe, wanted: Mapping[str, torch.Tensor]
+) -> None:
+    """Load the weights of `model.init_from` into some tensors of a model. On all ranks.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    adapter = recipe.model.adapter
+    known: Collection[str] = model.under_adapter(whole=True) if adapter else model.tensors
+    portions: Iterable[Mapping[str, torch.Tensor]] = [wanted]
+    if adapter and adapter.base == NF4:
+        ranks = Ranks(dist.group.WORLD)
+        known = {name for of_rank in ranks.together(lambda: sorted(known)) for name in of_rank}
+        portions = _portions(wanted, model.in_nf4, ranks)
+    for number, tensors in enumerate(portions):
         load_model(
-            recipe.model.init_from,
-            wanted,
+            recipe.model.init_from or "",
+            tensors,
             verify=recipe.checkpoint.verify,
-            optional=model.under_adapter(whole=True) if adapter else model.tensors,
+            # The first has the weight of which these are copies.
+            optional=[*known, *TIED_COPIES] if number else known,
             tied=TIED_COPIES,
             finite=wanted.keys() - model.buffers().keys(),
             group=dist.group.WORLD,
         )
+
+
+def _portions(
+    wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: Ranks
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """What to load, one after the other: first all that is not in nf4, then the rest, by and by, in
+    float32. Each portion is quantised when the next is asked for. As many on all ranks."""
+    yield {name: tensor for name, tensor in wanted.items() if name not in in_nf4}
+    parts: list[list[str]] = []
+    room = 0
+    for name in wanted:
+        if name in in_nf4:
+            # By whole weights: ranks that have parts of one put it into the same portion.
+            size = math.prod(weight_shape(wanted[name]))
+            if size > room:
+                parts.append([])
+                room = PORTION
+            parts[-1].append(name)
+            room -= size
+    for number in range(max(ranks.together(lambda: len(parts)))):
+        names = parts[number] if number < len(parts) else []
+        targets = {name: _in_float32(wanted[name]) for name in names}
+        yield targets
+        while targets:  # so each goes at once
+            name, target = targets.popitem()
+            local_tensor(wanted[name]).copy_(quantise(local_tensor(target)))
+
+
+def _in_float32(packed: torch.Tensor) -> torch.Tensor:
+    """An empty weight in place of its bytes in nf4, cut as they are."""
+    local = local_tensor(packed)
+    weight = torch.empty(weight_shape(local), device=local.device)
+    if not isinstance(packed, DTensor):
+        return weight
+    shape = torch.Size(weight_shape(packed))
+    return DTensor.from_local(
+        weight,
+        packed.device_mesh,
+        packed.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
+    )
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:

@@ -26,6 +26,7 @@ from trainer.models.adapter import adapter_config, add_adapters
 from trainer.models.adapter import draw as draw_part
 from trainer.models.family import family_of, find_family
 from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
+from trainer.models.nf4 import weights_in
 from trainer.models.preference import preference_of
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
@@ -217,7 +218,8 @@ def _counts(model: nn.Module) -> tuple[int, int]:
     """(parameters, those that are trained)."""
     parameters = [*model.parameters()]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return sum(p.numel() for p in parameters), trained
+    every = weights_in if isinstance(model, Decoder) else nn.Parameter.numel
+    return sum(map(every, parameters)), trained
 
 
 def _flops_per_token(decoder: Decoder, seq_len: int) -> float:
@@ -228,9 +230,9 @@ def _flops_per_token(decoder: Decoder, seq_len: int) -> float:
         frozen -= {EMBEDDING}  # a look-up, no product
     return decoder.family.flops_per_token(
         architecture,
-        sum(p.numel() for p in named.values()),
+        sum(map(weights_in, named.values())),
         seq_len,
-        sum(named[name].numel() for name in frozen),
+        sum(weights_in(named[name]) for name in frozen),
     )
 
 
@@ -282,7 +284,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
     draw, seed = family.draw, recipe.run.seed
     of_formats = keep_in_float32(recipe, decoder, named)
     if recipe.model.adapter:
-        add_adapters(decoder, recipe.model.adapter)
+        add_adapters(decoder, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if recipe.model.adapter and is_part(name):

@@ -193,7 +193,8 @@ def add_to(model: Decoder, adapter: Adapter) -> None:
             weight.copy_(adapter.read(adapter.tensors.whole[name]))
         else:
             a, b = adapter.matrices(name)
-            weight.copy_(torch.addmm(weight.float(), b.to(weight.device), a.to(weight.device)))
+            a, b = a.to(weight.device), b.to(weight.device)
+            weight.copy_(torch.addmm(adapter.under(weight), b, a))
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

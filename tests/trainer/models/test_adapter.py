@@ -1,15 +1,21 @@
 """What of a model gets an adapter, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from checkpointing.format.nf4 import dequantise, quantise
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters, draw
 from trainer.models.families.qwen3_moe import FAMILY as MOE
 from trainer.models.family import family_of
+from trainer.models.nf4 import weights_in
+from trainer.parallel.tensor import kinds_of
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.sections import Adapter
@@ -118,7 +124,16 @@ def test_names_of_nothing_ties_and_experts_are_refused(
         ("precision.matmul=fp8_rowwise", "precision.matmul: has no products for layers"),
         ("precision.master=bf16_stochastic", "precision.master: an adapter is float32"),
         ("model.adapter.targets=[]", "model.adapter.targets: the list is empty"),
-        ("model.adapter.base=nf4", "model.adapter.base: input should be 'bf16' or 'fp32'"),
+        ("model.adapter.base=int4", "model.adapter.base: input should be 'bf16', 'fp32' or 'nf4'"),
+        ("model.base=nf4", "model.base: unknown key"),
+        (
+            "model={init_from: null, adapter: {base: nf4}}",
+            "model.adapter: is trained over published weights",
+        ),
+        (
+            "precision.matmul=fp8_rowwise model.adapter.base=nf4",
+            "precision.matmul: has no products for layers",
+        ),
         ("model.adapter.ranks=4", "did you mean 'rank'"),
         ("model.adapter.rank=0", "model.adapter.rank: must be at least 1"),
         ("model.adapter={dropout: 0.1}", ""),
@@ -136,4 +151,59 @@ def test_what_a_recipe_cannot_mean_is_refused(tmp_path: Any, override: str, mess
             load_recipe(path, ["model.adapter={dropout: 0.1}", override])
         return
     with pytest.raises(RecipeError, match=message):
-        load_recipe(path, [override])
+        load_recipe(path, re.split(r" (?=\w+\.)", override))
+
+
+def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_are() -> None:
+    model = decoder(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    counts = {name: p.numel() for name, p in model.named_parameters()}
+    add_adapters(model, Adapter(base="nf4", targets=("q_proj", "k_proj", "down_proj")), "fp32")
+    kept = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+    assert {name: weights_in(p) for name, p in kept.items()} == counts
+    bytes_ = {name for name, p in kept.items() if p.dtype == torch.uint8}
+    assert bytes_ == {f"{name}.weight" for name in adapted(model)}
+    assert {p.nbytes / counts[name] for name, p in kept.items() if name in bytes_} == {0.5625}
+    # What nf4 does not keep has the format that is computed with.
+    assert {p.dtype for name, p in kept.items() if name not in bytes_} == {torch.float32}
+    other = decoder(hidden_size=64, num_attention_heads=4)
+    add_adapters(other, Adapter(base="nf4"))
+    assert other.get_parameter("lm_head.weight").dtype == torch.bfloat16
+
+    given, bias = nn.Linear(128, 6), torch.randn(6)
+    layer = LoraLinear(given, Adapter(rank=4, base="nf4"))
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    layer.weight.data.copy_(quantise(given.weight))
+    weight = dequantise(layer.weight, torch.float32)
+    assert 0 < (weight - given.weight).abs().max() < 0.16 * given.weight.abs().max()
+    saved: list[torch.Tensor] = []
+    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (None, True)):
+        x = torch.randn(2, 3, 128, dtype=dtype, requires_grad=True)
+        y = torch.randn(2, 3, 6, dtype=dtype or torch.bfloat16)
+        found = []
+        for compute in (
+            layer.frozen,
+            lambda x, bias, dtype=dtype: F.linear(x, weight.to(dtype or x.dtype), bias),
+        ):
+            with (
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+                saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+            ):
+                out = compute(x, bias.to(dtype) if dtype else bias)
+            found.append((out, *torch.autograd.grad(out, x, y)))
+            if compute == layer.frozen:
+                assert [one.dtype for one in saved] == [torch.uint8]
+            saved.clear()
+        assert all(ours.equal(plain) for ours, plain in zip(*found, strict=True))
+        assert found[0][0].dtype == y.dtype
+
+
+def test_blocks_of_nf4_are_not_cut() -> None:
+    with pytest.raises(RecipeError, match=r"nf4 has blocks of 64 columns, but .*q_proj has 32;"):
+        add_adapters(decoder(), Adapter(base="nf4"))
+    model = decoder(hidden_size=64, num_attention_heads=4, head_dim=32, num_key_value_heads=2)
+    add_adapters(model, Adapter(base="nf4", targets=("q_proj", "o_proj")))
+    assert kinds_of(model, 2)["model.layers.0.self_attn.o_proj"] == "row"  # 128 columns
+    model = decoder(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    add_adapters(model, Adapter(base="nf4"))
+    with pytest.raises(RecipeError, match=r"its 64 columns are no multiple of 64 · tp=128"):
+        kinds_of(model, 2)

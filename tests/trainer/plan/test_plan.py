@@ -15,9 +15,10 @@ import yaml
 from tests.distributed.jobs import soak
 from tests.trainer.plan.recipes import BLOCKS, EP, EVEN, PP, RECIPE, TP
 from trainer.cli.main import main
+from trainer.models.hf import config_json
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan import predict
-from trainer.plan.blueprint import read_blueprint
+from trainer.plan.blueprint import read_blueprint, stage_of, trained_of
 from trainer.plan.costs import (
     DISK_BANDWIDTH,
     HOST_BANDWIDTH,
@@ -26,6 +27,7 @@ from trainer.plan.costs import (
     TAKEN_SHARE,
     describe_machine,
 )
+from trainer.plan.layout import layout_of
 from trainer.plan.search import (
     ROOM,
     _enough_nodes,
@@ -35,8 +37,8 @@ from trainer.plan.search import (
 )
 from trainer.plan.times import exchange_seconds
 from trainer.plan.trace import trace
-from trainer.plan.traffic import Collective
-from trainer.recipe import RecipeError, load_recipe
+from trainer.plan.traffic import Collective, traffic_of
+from trainer.recipe import RecipeError, Strategy, load_recipe
 from trainer.tools.plan import plan_json, plan_text
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +86,31 @@ def test_recipes_fit_where_they_say(name, nodes, overrides):
     machine = describe_machine("8xH100", nodes, "bf16")
     prediction = predict(recipe, 8 * nodes, 8, machine=machine, device="cuda")
     assert prediction.peak < (1 - ROOM) * machine.gpu.memory
+
+
+def test_a_gpu_of_24_gb_takes_qlora(tmp_path):
+    """A weight under an adapter takes 4.5 bits; what was published in 16 would not fit."""
+    published = load_recipe(ROOT / "recipes/qwen3_8b.yaml").model.architecture
+    (tmp_path / "config.json").write_text(json.dumps(config_json(published)))
+    given = [f"model.init_from={tmp_path}", "batch.micro_batch=1"]
+    recipe = load_recipe(ROOT / "recipes/qwen3_8b_qlora_24gb.yaml", given)
+    machine = describe_machine("1xRTX4090", 1, "bf16")
+    prediction = predict(recipe, 1, 1, machine=machine, device="cuda")
+    assert prediction.peak < (1 - ROOM) * machine.gpu.memory
+    blueprint = read_blueprint(recipe)
+    trained = sum(shape.weights for unit in blueprint.units for shape in trained_of(unit))
+    in_nf4 = sum(s.weights for unit in blueprint.units for s in unit if not s.number)
+    others = blueprint.parameter_count - trained - in_nf4
+    assert prediction.parameters == 0.5625 * in_nf4 + 2 * others + 4 * trained
+    assert in_nf4 == 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    assert blueprint.trained_count == trained == 43_646_976
+    # Gathering sends the bytes, not numbers in bf16: in four passes, forward and backward.
+    recipe = dataclasses.replace(recipe, strategy=Strategy(sharding="FULL_SHARD"))
+    layout = layout_of(recipe, 8, 8, "cuda")
+    traffic = traffic_of([stage_of(blueprint, range(36), 1)], recipe, layout)
+    gathered = sum(collective.payload for collective in (*traffic.forward, *traffic.backward))
+    in_blocks = 0.5625 * in_nf4 + 2 * (trained + 36 * (2 * 4096 + 2 * 128))
+    assert gathered == 4 * 2 * in_blocks + 2 * (2 * 151936 + 1) * 4096
 
 
 @soak

@@ -1,0 +1,107 @@
+"""NF4: weights in 4 bits (Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs").
+
+[Note: nf4] A row of a weight is cut into blocks of 64. Each has a float32 scale, its largest
+magnitude, and for each number the nearest of 16 levels times that. So a weight (out, in) becomes
+uint8 (out, in / 64 · 36): of each block 32 bytes of codes, the first of two in the upper half of a
+byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is a cut of the bytes. Codes
+and values are those of bitsandbytes (blocksize 64, scales that are not quantised again).
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+NF4 = "nf4"
+"""Name of the format in recipes and trainer states."""
+BLOCK = 64
+"""Columns with one scale."""
+CODE_BYTES, BLOCK_BYTES = 32, 36
+LEVELS = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+"""The 16 numbers of appendix E of the paper, by code."""
+_BORDERS = (LEVELS[1:] + LEVELS[:-1]) / 2
+_PAIRS = torch.cartesian_prod(LEVELS, LEVELS)
+"""Two levels, by byte."""
+PIECE = 1 << 24
+"""Weights that are dequantised at a time: what is made on the way takes six bytes for each."""
+
+
+def packed_shape(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the bytes of a weight.
+
+    Raises:
+        ValueError: the columns are not a multiple of BLOCK.
+    """
+    if columns % BLOCK:
+        raise ValueError(f"{columns} columns are no multiple of {BLOCK}, the size of nf4's blocks")
+    return rows, columns // BLOCK * BLOCK_BYTES
+
+
+def weight_shape(packed: Tensor) -> tuple[int, int]:
+    """The shape of the weight that bytes stand for."""
+    rows, width = packed.shape
+    return rows, width // BLOCK_BYTES * BLOCK
+
+
+def quantise(weight: Tensor) -> Tensor:
+    """(out, in) of finite numbers → (out, in / 64 · 36) uint8.
+
+    Raises:
+        ValueError: the columns are not a multiple of BLOCK.
+    """
+    shape = packed_shape(*weight.shape)
+    blocks = weight.float().unflatten(1, (weight.shape[1] // BLOCK, BLOCK))
+    scales = blocks.abs().amax(-1, keepdim=True)
+    relative = blocks * (1 / scales.clamp_min(1e-38))  # rounds as bitsandbytes does
+    codes = torch.bucketize(relative, _on(_BORDERS, weight.device), out_int32=True).byte()
+    pairs = codes[..., ::2] << 4 | codes[..., 1::2]
+    return torch.cat([pairs, scales.view(torch.uint8)], -1).view(shape)
+
+
+def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """(out, in / 64 · 36) uint8 → the weight (out, in): products in float32, rounded to `dtype`."""
+    rows, columns = weight_shape(packed)
+    blocks = packed.unflatten(1, (columns // BLOCK, BLOCK_BYTES))
+    if torch.compiler.is_compiling():  # it makes one kernel of all
+        levels, scales = _factors(blocks)
+        return (levels * scales).to(dtype).flatten(1)
+    weight = torch.empty(rows, columns // BLOCK, BLOCK, dtype=dtype, device=packed.device)
+    step = max(1, PIECE // max(1, columns))
+    for first in range(0, rows, step):
+        levels, scales = _factors(blocks[first : first + step])
+        torch.mul(levels, scales, out=weight[first : first + step])
+    return weight.flatten(1)
+
+
+def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, blocks, BLOCK_BYTES) uint8 → levels (rows, blocks, BLOCK) and scales (rows, blocks, 1)
+    in float32."""
+    pairs = _on(_PAIRS, blocks.device)
+    levels = pairs.index_select(0, blocks[..., :CODE_BYTES].int().flatten())
+    scales = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
+    return levels.view(*blocks.shape[:2], BLOCK), scales
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """A weight as nf4 keeps it, in float32.
+
+    Raises:
+        ValueError: the columns are not a multiple of BLOCK.
+    """
+    return dequantise(quantise(weight), torch.float32)
+
+
+def _on(table: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu" or torch.compiler.is_compiling():  # compilers look past a cache
+        return table.to(device)
+    return _copied(table, device)
+
+
+@cache
+def _copied(table: Tensor, device: torch.device) -> Tensor:
+    return table.to(device)

@@ -1,0 +1,38 @@
+"""Products with weights that are kept in nf4; see [Note: nf4] in checkpointing/format/nf4.py."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpointing.format.nf4 import BLOCK, BLOCK_BYTES, dequantise
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (…, in) times the weight (out, in) that `packed` stands for, plus the bias: (…, out), in
+    the format of autocast, or of x."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    return _Linear.apply(x, packed, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """See `linear`. Backward dequantises again, so only bytes are kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(packed)
+        return F.linear(x, dequantise(packed, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return gradients[0] @ dequantise(packed, gradients[0].dtype), None, None
+
+
+def weights_in(parameter: Tensor) -> int:
+    """Weights that a parameter of a decoder holds: its elements, unless these are codes."""
+    count = parameter.numel()
+    return count // BLOCK_BYTES * BLOCK if parameter.dtype == torch.uint8 else count
