@@ -32,6 +32,7 @@ class LoraLinear(nn.Linear):
         """`given` gives its weight and bias; A and B are float32, and have no values yet."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = given.in_features, given.out_features
+        self.sections = getattr(given, "sections", ())
         self.weight, self.bias = given.weight, given.bias
         self.dropout = options.dropout
         self.scale = scale_of(options.rank, options.alpha, options.rslora)
