@@ -129,7 +129,8 @@ def compare_models(mesh: DeviceMesh, sequence: bool) -> None:
 
 
 def compare_families(mesh: DeviceMesh, sequence: bool) -> None:
-    """Biases, norms of all heads together, and products that are several in one, with an adapter."""
+    """Biases, norms of all heads together, and products that are several in one, the last ones with
+    an adapter."""
     for name in ("qwen2", "olmo2", "gemma3_text", "phi3"):
         family = family_of(name)
         architecture = family.complete(Architecture(model_type=name, **SIZES))
