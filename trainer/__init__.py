@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trainer.data import Order, Samples
     from trainer.models.attention import Documents
     from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block, RMSNorm
-    from trainer.models.family import Family, init_parameter
+    from trainer.models.family import Family, LayerKind, init_parameter
     from trainer.models.loss import HeadLoss
     from trainer.plan import Prediction, predict
     from trainer.recipe import ParameterGroup, Recipe, RecipeError, load_recipe
@@ -22,7 +22,7 @@ _NAMES = {
     "recipe": "Recipe RecipeError load_recipe ParameterGroup",
     "plan": "Prediction predict",
     "data": "Order Samples",
-    "models.family": "Family init_parameter",
+    "models.family": "Family LayerKind init_parameter",
     "recipe.architecture": "Architecture",
     "models.decoder": "Block Attention MLP RMSNorm TENSOR_PLAN",
     "models.attention": "Documents",

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from checkpointing.tools.convert import export
-from tests.distributed.jobs import losses
+from tests.distributed.jobs import losses, soak
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import read_index
@@ -90,6 +91,51 @@ def test_there_and_back(workspace, train, published):
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer.decode(tokenizer("to be, or not")["input_ids"]) == "to be, or not"
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+FAMILIES = {
+    "qwen2": {**WINDOW, "max_window_layers": 1},
+    "mistral": {"sliding_window": 8},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "phi3": {},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 16},
+}
+
+
+@soak
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_each_family_goes_there_and_back(workspace, train, model_type):
+    """Sequences have 32 tokens, of which each sees 8 in a window."""
+    sizes = {
+        **{"vocab_size": 257, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+        **{"initializer_range": 0.2, "pad_token_id": 0},
+    }
+    config = AutoConfig.for_model(model_type, **sizes, **FAMILIES[model_type])
+    torch.manual_seed(3)
+    theirs, folder = AutoModelForCausalLM.from_config(config), workspace / model_type
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
+    theirs.save_pretrained(folder)
+    start = ("model.architecture=null", f"model.init_from={model_type}", "data.document_mask=false")
+    run = f"from-{model_type}"
+    train(2, f"run.dir={run}", "run.steps=3", "schedule={}", *start)
+    sources = [(workspace / "data", 1.0)]
+    stream = TokenStream.open(sources, split="train", seq_len=32, seed=7, shuffle=True)
+    found = losses(workspace, run)
+    assert found[1] == pytest.approx(mean_loss(theirs, stream.fetch(range(8))), rel=1e-5)
+    checkpoint = workspace / run / "checkpoints" / "step-00000003"
+    assert (checkpoint / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    trained, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    train(1, f"run.dir={run}", "run.steps=4", "schedule={}", *start)
+    expected = mean_loss(trained, stream.fetch(range(24, 32)))
+    assert losses(workspace, run)[4] == pytest.approx(expected, rel=1e-5)
 
 
 CHAT = (

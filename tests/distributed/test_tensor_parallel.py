@@ -14,6 +14,17 @@ COMPILE = ("strategy.compile=true",)
 FULL, SELECTIVE = (f"strategy.activation_checkpointing={how}" for how in ("full", "selective"))
 SGD = ("optimizer.factory=torch.optim:SGD", "optimizer.factory_options={momentum: 0.9}")
 LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_embeddings=false")
+FAMILIES = {
+    name: (f"model.architecture.model_type={name}", f"model.architecture.options={options}")
+    for name, options in {
+        "qwen2": "{use_sliding_window: true, sliding_window: 8, max_window_layers: 1}",
+        "mistral": "{sliding_window: 8}",
+        "olmo2": "{}",
+        "smollm3": "{no_rope_layer_interval: 2}",
+        "phi3": "{partial_rotary_factor: 0.5}",
+        "gemma3_text": "{sliding_window: 8, sliding_window_pattern: 2}",
+    }.items()
+}
 EVEN = ("model.architecture.vocab_size=264",)  # eight ranks have equal parts of it
 FOUR_HEADS = (*EVEN, "model.architecture.num_key_value_heads=4")
 HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
@@ -31,6 +42,11 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
                 ("cp2", 2, CP, ()),
                 ("tp2", 2, ["strategy.tp=2"], ()),
                 ("llama", 2, SP, LLAMA),
+                *(
+                    (f"{name}-{ranks}", ranks, SP, model)
+                    for name, model in FAMILIES.items()
+                    for ranks in (2, 4)
+                ),
                 ("tp2-31", 2, ["strategy.tp=2"], ["data.seq_len=31"]),
                 ("sdpa", 2, SP, ["model.attention=sdpa"]),
                 ("tp2-fsdp2", 4, SP, ()),

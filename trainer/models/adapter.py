@@ -34,6 +34,7 @@ class LoraLinear(nn.Linear):
         the weight in nf4, which is bytes."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = given.in_features, given.out_features
+        self.sections = getattr(given, "sections", ())
         self.weight, self.bias = given.weight, given.bias
         self.dropout = options.dropout
         self.scale = scale_of(options.rank, options.alpha, options.rslora)

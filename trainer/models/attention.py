@@ -13,6 +13,9 @@ know it from is made once per pass (`locate`) and shared by all layers:
 
 Where no documents are told apart, attention is SDPA's own causal one.
 
+With a sliding window a token sees the last so many tokens of its document, itself included. Kernels
+that skip what is further back take the window, too; on the CPU the additive mask has it.
+
 Shapes: B batch, T sequence, N query heads, K key/value heads, N a multiple of K, H head dim. Head n
 of the queries looks at head n // (N / K).
 """
@@ -46,10 +49,17 @@ class Documents(NamedTuple):
     where: Any
     """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask; a ring is a function of (q, k, v)
     that other ranks take part in, see `trainer.parallel.context`."""
+    window: int | None = None
+    """How many tokens each token sees, itself included; None: all that come before it."""
 
 
 def choose_attention(
-    asked: Asked, dtype: torch.dtype, head_dim: int, capability: Capability | None, length: int
+    asked: Asked,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: Capability | None,
+    length: int,
+    window: bool = False,
 ) -> Way:
     """How documents are told apart: the fastest way that works, or the one that is asked for.
 
@@ -59,11 +69,12 @@ def choose_attention(
         head_dim: H.
         capability: of the GPU; None on the CPU.
         length: T.
+        window: a token sees only some of those before it.
 
     Raises:
         ValueError: what is asked for cannot work; says why, and what to do.
     """
-    hindrances = hindrances_of(dtype, head_dim, capability)
+    hindrances = hindrances_of(dtype, head_dim, capability, window)
     if asked != "auto":
         if asked in hindrances:
             raise ValueError(f"{asked} cannot work: {hindrances[asked]}; take auto")
@@ -75,12 +86,14 @@ def choose_attention(
 
 
 def hindrances_of(
-    dtype: torch.dtype, head_dim: int, capability: Capability | None
+    dtype: torch.dtype, head_dim: int, capability: Capability | None, window: bool = False
 ) -> dict[Way, str]:
     """Why some ways do not work; arguments as of `choose_attention`."""
     hindrances: dict[Way, str] = {}
     if capability is None:
         hindrances["flex"] = "FlexAttention has no backward pass on the CPU"
+        if window:
+            hindrances["varlen"] = "the kernel of the CPU has no sliding window"
     else:
         if dtype not in (torch.bfloat16, torch.float16):
             hindrances["varlen"] = f"FlashAttention takes bf16 and fp16, not {dtype}"
@@ -99,7 +112,12 @@ def hindrances_of(
 
 
 def locate(
-    cu_seqlens: Tensor, shape: Sequence[int], dtype: torch.dtype, head_dim: int, asked: Asked
+    cu_seqlens: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    head_dim: int,
+    asked: Asked,
+    window: int | None = None,
 ) -> Documents:
     """What attention needs to know of documents. Neither waits for a GPU, nor compiles anew.
 
@@ -109,22 +127,26 @@ def locate(
         dtype: of the computation.
         head_dim: H.
         asked: see `choose_attention`, which may raise ValueError.
+        window: how many tokens each token sees, itself included; None: all that come before it.
     """
     rows, length = shape
-    way = choose_attention(asked, dtype, head_dim, capability(cu_seqlens.device), length)
+    slides = window is not None
+    way = choose_attention(asked, dtype, head_dim, capability(cu_seqlens.device), length, slides)
     if way == "varlen":
-        return Documents(way, cu_seqlens)
+        return Documents(way, cu_seqlens, window)
     tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.device)
     ids = torch.searchsorted(cu_seqlens, tokens, right=True).view(rows, length)
     if way == "sdpa":
         seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
-        return Documents(way, torch.where(seen, 0.0, -torch.inf).to(dtype))
+        seen = seen if window is None else seen.triu(1 - window)
+        return Documents(way, torch.where(seen, 0.0, -torch.inf).to(dtype), window)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (ids[row, query] == ids[row, key])
+        before = (query >= key) & (ids[row, query] == ids[row, key])
+        return before if window is None else before & (query - key < window)
 
     _, create_block_mask = flex_kernels()
-    return Documents(way, create_block_mask(sees, rows, None, length, length, ids.device))
+    return Documents(way, create_block_mask(sees, rows, None, length, length, ids.device), window)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
@@ -146,7 +168,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
         if capability(q.device) is None:
             mixed, _ = torch.ops.perdure.varlen_attention(*packed, documents.where)
         else:
-            mixed = _varlen_on_cuda(*packed, documents.where, q.shape[1])
+            mixed = _varlen_on_cuda(*packed, documents.where, q.shape[1], documents.window)
         return mixed.view(q.shape)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
@@ -199,11 +221,14 @@ def flex_kernels() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
     return torch.compile(flex_attention), torch.compile(create_block_mask)
 
 
-def _varlen_on_cuda(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
+def _varlen_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length: int, window: int | None
+) -> Tensor:
     from torch.nn.attention import varlen  # imports the compiler
 
     function: Any = varlen.varlen_attn
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    # Causal; its window does not count the token itself.
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if _asks_for_groups():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     return function(q, k, v, cu_seqlens, cu_seqlens, length, length, **options)

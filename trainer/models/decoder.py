@@ -7,7 +7,7 @@ Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head 
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,8 @@ from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
 from trainer.models.nf4 import weights_in
 from trainer.models.preference import Preference, sums_by_answer
-from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.models.rotary import Rope, rope_table, rotate
+from trainer.recipe.architecture import Architecture
 
 TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 """Second name of a weight in published checkpoints of tied models → its name in the model."""
@@ -65,42 +66,50 @@ class Attention(nn.Module):
         architecture: Architecture,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        bias: bool = False,
     ) -> None:
+        """`bias`: queries, keys and values have one."""
         super().__init__()
         hidden, self.head_dim = architecture.hidden_size, architecture.head_dim
         query_size = architecture.num_attention_heads * self.head_dim
         key_size = architecture.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, query_size, bias=False)
-        self.k_proj = nn.Linear(hidden, key_size, bias=False)
-        self.v_proj = nn.Linear(hidden, key_size, bias=False)
+        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, hidden, bias=False)
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
-    ) -> Tensor:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, T, D) → queries (B, T, N, H), keys and values (B, T, K, H)."""
+        q = self.q_proj(x)
+        heads = (*q.shape[:2], -1, self.head_dim)  # q may have more of the sequence than x
+        q = self.q_norm(q.view(heads))
+        k = self.k_norm(self.k_proj(x).view(heads))
+        return q, k, self.v_proj(x).view(heads)
+
+    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
         """(B, T, D) → (B, T, D).
 
         Args:
             x: may be a part of the sequence where ranks share it.
-            rope: cosines and sines (T, H / 2), see `rope_table`.
+            rope: cosines and sines (T, H / 2), see `rope_table`; None: nothing rotates.
             documents: see `locate`; None: each sequence is one.
         """
-        q = self.q_proj(x)
-        heads = (*q.shape[:2], -1, self.head_dim)  # q may have more of the sequence than x
-        q = self.q_norm(q.view(heads))  # (B, T, N, H)
-        k = self.k_norm(self.k_proj(x).view(heads))  # (B, T, K, H)
-        v = self.v_proj(x).view(heads)  # (B, T, K, H)
-        mixed = attend(rotate(q, rope), rotate(k, rope), v, documents)
-        return self.o_proj(mixed.flatten(2))
+        q, k, v = self.project(x)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        return self.o_proj(attend(q, k, v, documents).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU (Shazeer 2020), or with another activation."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(
+        self, architecture: Architecture, activation: Callable[[Tensor], Tensor] = F.silu
+    ) -> None:
         super().__init__()
+        self.activation = activation
         hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
@@ -108,7 +117,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -122,9 +131,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = mlp
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
         """The residual stream (B, T, D) → (B, T, D); the rest as `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -136,11 +143,15 @@ class Backbone(nn.Module):
     def __init__(self, architecture: Architecture, family: Family, attention: Asked) -> None:
         super().__init__()
         self.architecture, self.attention = architecture, attention
+        self.kinds = family.kinds_of_layers(architecture)
+        """In what each layer differs from others, by its number."""
         self.embed_tokens = _embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
             family.block(architecture) for _ in range(architecture.num_hidden_layers)
         )
-        self.norm: nn.Module = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps)
+        norm = family.norm or RMSNorm
+        self.norm: nn.Module = norm(architecture.hidden_size, architecture.rms_norm_eps)
+        self.scale = family.embedding_scale(architecture) if family.embedding_scale else None
 
     def forward(
         self,
@@ -155,22 +166,41 @@ class Backbone(nn.Module):
         # What all layers share is made once here.
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rope = rope_table(self.architecture, positions)
+        bases = {kind.theta for kind in self.kinds}
+        ropes = {theta: rope_table(self.architecture, positions, theta) for theta in bases}
         x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
+        if self.scale and hidden is None:
+            x = x * x.new_full((), self.scale)  # rounded to the dtype, as transformers does
         if torch.is_autocast_enabled(x.device.type):  # or the residual stream would be float32
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        # x may have part of the sequence only; attention sees all of it.
+        where = input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
         if cu_seqlens is not None:
-            # x may have part of the sequence only; attention sees all of it.
-            documents = locate(
-                cu_seqlens, input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
-            )
+            documents = locate(cu_seqlens, *where)
+        seen: dict[int | None, Documents | None] = {None: documents}
+        for window in self.windows(input_ids.shape[1]):
+            ends = _ends(input_ids) if cu_seqlens is None else cu_seqlens
+            seen[window] = locate(ends, *where, window)
         statistics = []
-        for layer in self.layers:
-            x = layer(x, rope, documents)
+        for number, layer in self.layers._modules.items():
+            kind = self.kinds[int(number)]  # a part has some layers, with their numbers
+            assert layer is not None
+            rope = ropes[kind.theta] if kind.rotary else None
+            x = layer(x, rope, seen.get(kind.window, documents))
             if isinstance(x, tuple):
                 x, found = x
                 statistics.append(found)
         return self.norm(x), statistics
+
+    def windows(self, length: int) -> set[int]:
+        """Sliding windows that are shorter than sequences of `length` tokens."""
+        return {kind.window for kind in self.kinds if kind.window and kind.window < length}
+
+
+def _ends(input_ids: Tensor) -> Tensor:
+    """`cu_seqlens` of sequences (B, T) that are a document each."""
+    rows, length = input_ids.shape
+    return torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
@@ -269,7 +299,10 @@ class Decoder(nn.Module):
         heads = architecture.num_attention_heads * architecture.head_dim
         sizes = [sum(map(weights_in, block.parameters())) for block in self.blocks]
         met = 1 - self.family.idle_parameters(architecture) / sum(sizes)
-        costs = [2 * met * size + 4 * heads * seq_len for size in sizes]
+        seen = [kind.reach(seq_len) for kind in self.model.kinds]
+        costs = [
+            2 * met * size + 4 * heads * reach for size, reach in zip(sizes, seen, strict=True)
+        ]
         costs[-1] += 2 * architecture.vocab_size * architecture.hidden_size
         return costs
 
@@ -365,35 +398,3 @@ class Decoder(nn.Module):
     @property
     def _head_weight(self) -> Tensor:
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the pairs (x[i], x[i + H/2]) of x (B, T, heads, H) by their position's angles."""
-    cos, sin = rope
-    low, high = x.transpose(1, 2).chunk(2, dim=-1)
-    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
-    return rotated.type_as(x).transpose(1, 2)
-
-
-def rope_table(architecture: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (T, H / 2) float32, of the rotary angles (Su et al. 2021) at
-    positions (T,).
-
-    Computed in every forward: a few small kernels, in exchange for no buffer that would have to
-    be refilled after `to_empty`, kept out of `.to(bfloat16)`, or sized for the longest context.
-    """
-    size = architecture.head_dim
-    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    frequencies = 1.0 / architecture.rope_theta**exponents
-    if architecture.rope_scaling:
-        frequencies = stretch(frequencies, architecture.rope_scaling)
-    angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, blend those between."""
-    turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = blend.clamp(0, 1)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

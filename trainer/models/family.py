@@ -31,9 +31,11 @@ BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tenso
 def init_parameter(
     name: str, shape: tuple[int, ...], architecture: Architecture, seed: int
 ) -> Tensor:
-    """See `Draw`: norms are ones, everything else is normal(0, initializer_range)."""
+    """See `Draw`: norms are ones, biases zeros, all else is normal(0, initializer_range)."""
     if name.endswith("norm.weight"):
         return torch.ones(shape)
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     return torch.empty(shape).normal_(0, architecture.initializer_range, generator=generator)
 
@@ -41,6 +43,24 @@ def init_parameter(
 def no_idle_parameters(architecture: Architecture) -> int:
     """A dense model uses each parameter for each token."""
     return 0
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """In what a layer differs from others of its model."""
+
+    window: int | None = None
+    """How many tokens each token sees, itself included; None: all that come before it."""
+
+    rotary: bool = True
+    """Whether queries and keys rotate; else a block gets None in place of the rotary table."""
+
+    theta: float | None = None
+    """Base of its rotary wavelengths, which are not stretched; None: as of the model."""
+
+    def reach(self, length: int) -> int:
+        """Most tokens that one token sees in a sequence."""
+        return length if self.window is None else min(self.window, length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +84,9 @@ class Family:
     fixed: Mapping[str, Any]
     """Keys of which this family computes one value only; written, and refused when different."""
 
+    unread: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that are written for transformers, whose default may not fit the model, and not read."""
+
     defaults: Mapping[str, Any]
     """What transformers takes for a key that is absent."""
 
@@ -72,7 +95,14 @@ class Family:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that only this family has, with their defaults: in a recipe
-    `model.architecture.options`."""
+    `model.architecture.options`. Where the default is None, the family looks at the type."""
+
+    layers: Callable[[Architecture], Sequence[LayerKind]] | None = None
+    """(architecture) → in what each layer differs from others; raises ValueError, `KEY: …`, for an
+    option that makes no sense. None: in nothing."""
+
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    """Another name for a type of rotary scaling in files of this family → its name."""
 
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Second name of a key in config.json → its name here, for files that have the second alone."""
@@ -103,6 +133,12 @@ class Family:
     """Patterns of the FQN of modules whose parameters stack what published files keep apart:
     `a.experts.w` (E, …) is there `a.experts.0.w.weight` and so on. Checkpoints hold them so."""
 
+    norm: Callable[[int, float], nn.Module] | None = None
+    """Makes the norm below the output head, of (size, eps); None: an RMSNorm."""
+
+    embedding_scale: Callable[[Architecture], float] | None = None
+    """What embeddings are multiplied by."""
+
     tensor_plan: TensorPlan | None = None
     """For `strategy.tp`; of usual blocks, `trainer.TENSOR_PLAN`. None: it has none."""
 
@@ -125,21 +161,38 @@ class Family:
                     f"model.architecture.options: {self.model_type} has no {key}; known: {known}"
                 )
             default = self.options[key]
+            if default is None:
+                continue
             kinds = (int, float) if isinstance(default, float) else type(default)
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
                 raise RecipeError(
                     f"model.architecture.options.{key}: {value!r} is no {type(default).__name__}, "
                     f"as {default!r} is; mend it"
                 )
-        return replace(architecture, options={**self.options, **given} or None)
+        complete = replace(architecture, options={**self.options, **given} or None)
+        try:
+            self.kinds_of_layers(complete)
+        except ValueError as error:
+            raise RecipeError(f"model.architecture.options.{error}") from error
+        return complete
+
+    def kinds_of_layers(self, architecture: Architecture) -> Sequence[LayerKind]:
+        """In what each layer differs from others.
+
+        Raises:
+            ValueError: an option of the family makes no sense.
+        """
+        if self.layers is None:
+            return [LayerKind()] * architecture.num_hidden_layers
+        return self.layers(architecture)
 
     def flops_per_token(
         self, architecture: Architecture, parameters: int, seq_len: int, frozen: int = 0
     ) -> float:
         """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
         product that a token meets, and 12 x layers x heads x head_dim x seq_len for attention
-        (Chowdhery et al. 2022, appendix B; causality is not discounted). `frozen`: how many of the
-        parameters of products have no gradient, which leaves 4."""
+        (Chowdhery et al. 2022, appendix B; causality is not discounted, but a window is). `frozen`:
+        how many of the parameters of products have no gradient, which leaves 4."""
         with refusing("model.family", f"idle_parameters of {self.model_type}"):
             idle = self.idle_parameters(architecture)
         products = parameters - idle
@@ -147,7 +200,61 @@ class Family:
             products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
         heads = architecture.num_attention_heads * architecture.head_dim
         without = 2.0 * max(0, frozen - idle)
-        return 6.0 * products - without + 12 * architecture.num_hidden_layers * heads * seq_len
+        seen = sum(kind.reach(seq_len) for kind in self.kinds_of_layers(architecture))
+        return 6.0 * products - without + 12 * heads * seen
+
+
+def window_of(architecture: Architecture) -> int | None:
+    """The option `sliding_window`.
+
+    Raises:
+        ValueError: it is neither a whole number above 0, nor null.
+    """
+    window = (architecture.options or {}).get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"sliding_window: {window!r} is no whole number above 0, and not null")
+    return window
+
+
+def kinds_by_window(
+    architecture: Architecture,
+    window: int | None,
+    slides: Sequence[bool],
+    rotary: Sequence[bool] | None = None,
+) -> list[LayerKind]:
+    """Layers that see a window, or all.
+
+    Args:
+        architecture: its option `layer_types` counts before `slides`.
+        window: in tokens, of those that see one; None: no layer does.
+        slides: for each layer, whether it sees a window.
+        rotary: for each layer, whether it rotates; None: all do.
+
+    Raises:
+        ValueError: `layer_types` makes no sense.
+    """
+    count, types = architecture.num_hidden_layers, (architecture.options or {}).get("layer_types")
+    if types is not None:
+        known = ("full_attention", "sliding_attention")
+        if (
+            not isinstance(types, list | tuple)
+            or len(types) < count
+            or any(kind not in known for kind in types)
+        ):
+            raise ValueError(
+                f"layer_types: {types!r} does not name {' or '.join(known)} for each of {count} "
+                "layers; mend it"
+            )
+        slides = [kind == "sliding_attention" for kind in types]
+        if window is None and any(slides[:count]):
+            raise ValueError(
+                "layer_types: has sliding_attention, but no sliding_window is used; write "
+                "full_attention, or say how long the window is"
+            )
+    return [
+        LayerKind(window if slides[number] else None, rotary is None or bool(rotary[number]))
+        for number in range(count)
+    ]
 
 
 def family_of(model_type: Any) -> Family:

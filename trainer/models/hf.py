@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ from checkpointing.format.untrusted import read_object
 from checkpointing.storage.beside import MOST_BYTES
 from elastic.node.files import read_bytes
 from trainer.models.family import Family, family_of
-from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.recipe import RecipeError
+from trainer.recipe.architecture import ROPE_KEYS, Architecture, RopeScaling
 
 _SIZES = (
     "vocab_size",
@@ -38,7 +38,9 @@ _WITHOUT_SCALING = (
 )
 _CURES = {
     "attention_bias": f"its weights have biases: {_BY_FACTORY}",
-    "attention_dropout": "write 0.0 to train without it",
+    **dict.fromkeys(
+        ("attention_dropout", "resid_pdrop", "embd_pdrop"), "write 0.0 to train without it"
+    ),
     "quantization_config": "give the checkpoint that is not quantised",
     "transformers_weights": "call the file model.safetensors, and remove the key",
     "use_sliding_window": "write false if no sequence is longer than the window",
@@ -46,6 +48,14 @@ _CURES = {
     "rope_type": _WITHOUT_SCALING,
 }
 """What to do where a key has another value than the one that is supported."""
+
+_LOCAL_THETA, _SLIDING, _FULL = "rope_local_base_freq", "sliding_attention", "full_attention"
+"""As Gemma 3 has it: the base of wavelengths in layers that slide, and in files of transformers 5
+the keys of rotary parameters of both types of layers."""
+
+_ORIGINAL = "original_max_position_embeddings"
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
+"""Keys of rotary scaling: one with a default of its own, and those without any."""
 
 
 class ConfigError(ValueError):
@@ -101,7 +111,8 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
     for key, value in family.fixed.items():
         if config.get(key, value) != value:
             raise _unsupported(key, config[key], repr(value))
-    if any(kind != "full_attention" for kind in config.get("layer_types") or []):
+    kinds = [] if "layer_types" in family.options else config.get("layer_types") or []
+    if any(kind != "full_attention" for kind in kinds):
         raise _unsupported("layer_types", config["layer_types"], "'full_attention' throughout")
     if config.get("quantization_config"):
         raise _unsupported("quantization_config", "{…}", "unquantized weights")
@@ -116,7 +127,7 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
         config["head_dim"] = _positive(config, "hidden_size", int) // heads
     if not isinstance(config["tie_word_embeddings"], bool):
         raise _malformed("tie_word_embeddings", config["tie_word_embeddings"], "true or false")
-    theta, scaling = _rope(config)
+    theta, scaling = _rope(config, family)
     architecture = Architecture(
         model_type=family.model_type,
         **{key: _positive(config, key, int) for key in _SIZES},
@@ -127,13 +138,18 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
         rope_scaling=scaling,
         options={key: config[key] for key in family.options if key in config},
     )
-    return family.complete(architecture)
+    try:
+        return family.complete(architecture)
+    except RecipeError as error:
+        raise ValueError(str(error).replace("model.architecture.options.", "", 1)) from error
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     # transformers takes this one if a file has both.
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key) or {}
+    if _LOCAL_THETA in family.options and isinstance(given, dict) and _SLIDING in given:
+        given = _of_layers_that_see_all(config, key, given)
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise _unsupported(key, given, "one flat object for all layers")
     rope = {
@@ -142,23 +158,57 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         "original_max_position_embeddings": config["max_position_embeddings"],
         **given,
     }
-    if rope["partial_rotary_factor"] != 1:
+    if "partial_rotary_factor" in family.options:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    elif rope["partial_rotary_factor"] != 1:
         raise _unsupported("partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
     theta = _positive(rope, "rope_theta", float)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return theta, None
-    if rope_type != "llama3":
-        raise _unsupported(f"{key}.rope_type", rope_type, "'default' or 'llama3'")
-    low, high = (_positive(rope, f"{end}_freq_factor", float) for end in ("low", "high"))
-    if low >= high:
-        raise _malformed(f"{key}.low_freq_factor", low, f"below high_freq_factor={high}")
+    rope_type = family.rope_types.get(str(rope_type), rope_type)
+    if str(rope_type) not in ROPE_KEYS:
+        known = ", ".join(map(repr, ("default", *ROPE_KEYS)))
+        raise _unsupported(f"{key}.rope_type", rope_type, known)
+    if rope_type != "llama3" and config.get(_ORIGINAL) is not None:
+        rope[_ORIGINAL] = config[_ORIGINAL]  # transformers prefers this one
+    found = {name: _of_rope(rope, rope_type, name) for name in ROPE_KEYS[rope_type]}
+    if rope_type == "longrope" and found["factor"] is None:
+        found["factor"] = config["max_position_embeddings"] / found[_ORIGINAL]
     return theta, RopeScaling(
-        factor=_positive(rope, "factor", float),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=_positive(rope, "original_max_position_embeddings", int),
+        rope_type=rope_type, **{name: value for name, value in found.items() if value is not None}
     )
+
+
+def _of_layers_that_see_all(
+    config: dict[str, Any], key: str, given: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Rotary parameters of layers that see all; the base of others goes to its key in `config`."""
+    local, full = given[_SLIDING] or {}, given.get(_FULL) or {}
+    if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+        raise _unsupported(f"{key}.{_SLIDING}", local, "the rope_type 'default'")
+    if not isinstance(full, dict):
+        raise _unsupported(f"{key}.{_FULL}", full, "an object")
+    config[_LOCAL_THETA] = local.get("rope_theta", config[_LOCAL_THETA])
+    return full
+
+
+def _of_rope(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
+    """A number, a flag or numbers of the rotary parameters; None where a default counts."""
+    value = rope.get(key)
+    if key == _ORIGINAL:
+        return _positive(rope, key, int)
+    if key in ("short_factor", "long_factor"):
+        if not isinstance(value, list):
+            raise _malformed(key, value, "a list of numbers above 0")
+        return tuple(_positive({key: one}, key, float) for one in value)
+    if key == "truncate":
+        if value is not None and not isinstance(value, bool):
+            raise _malformed(key, value, "true or false")
+        return value
+    optional = key not in _NEEDED or rope_type == "longrope"
+    # transformers takes 0 for absent.
+    return None if optional and not value else _positive(rope, key, float)
 
 
 def config_json(
@@ -188,7 +238,14 @@ def config_json(
             "change one of them"
         )
     scaling = architecture.rope_scaling
-    scaling_json = {"rope_type": "llama3", **asdict(scaling)} if scaling else None
+    scaling_json = _scaling_json(scaling) if scaling else None
+    options = architecture.options or {}
+    rope = {
+        "rope_theta": architecture.rope_theta,
+        **{key: value for key, value in options.items() if key == "partial_rotary_factor"},
+        **(scaling_json or {"rope_type": "default"}),
+    }
+    local = {"rope_theta": options.get(_LOCAL_THETA), "rope_type": "default"}
     return {
         "architectures": [family.model_class],
         "model_type": architecture.model_type,
@@ -197,18 +254,22 @@ def config_json(
         "initializer_range": architecture.initializer_range,
         "tie_word_embeddings": architecture.tie_word_embeddings,
         **family.fixed,
-        **(architecture.options or {}),
+        **family.unread,
+        **options,
         "rope_theta": architecture.rope_theta,
         "rope_scaling": scaling_json,
-        "rope_parameters": {
-            "rope_theta": architecture.rope_theta,
-            **(scaling_json or {"rope_type": "default"}),
-        },
+        "rope_parameters": {_FULL: rope, _SLIDING: local} if _LOCAL_THETA in options else rope,
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "use_cache": True,
         "dtype": "float32",
     }
+
+
+def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
+    found = {name: getattr(scaling, name) for name in ROPE_KEYS[scaling.rope_type]}
+    kept = {name: value for name, value in found.items() if value is not None}
+    return {"rope_type": scaling.rope_type, **kept}
 
 
 def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str, Any]:

@@ -10,7 +10,8 @@ pytorch issue 142132).
   and FlashAttention-4 (Hopper, Blackwell) are packages of their own, which torch calls in place of
   its own kernel once it is told to. On Hopper they are alike (torchtitan pull request 4413).
 
-Exact mode keeps to FlashAttention-2, whose backward pass is deterministic if it is asked to be.
+Exact mode keeps to FlashAttention-2, whose backward pass is deterministic if it is asked to be. So
+do sliding windows, which cuDNN's kernel does not take in `varlen_attn`.
 """
 
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ def choose_kernel(
     documents: bool,
     exact: bool = False,
     ring: bool = False,
+    window: bool = False,
 ) -> Kernel:
     """The fastest kernel of those that are installed.
 
@@ -93,6 +95,7 @@ def choose_kernel(
         documents: attention stays inside documents.
         exact: `run.determinism: exact`.
         ring: `strategy.cp` divides sequences, and calls torch's kernel by itself.
+        window: layers have a sliding window shorter than sequences.
 
     Raises:
         ValueError: what is asked for cannot work, see `choose_attention`.
@@ -100,7 +103,7 @@ def choose_kernel(
     major = gpu.capability[0]
     new = major in (HOPPER, BLACKWELL)
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
-    if not documents and not ring:
+    if not (documents or ring or window):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return Kernel(f"scaled_dot_product_attention: {CUDNN}")
         return Kernel("scaled_dot_product_attention, as torch chooses")
@@ -110,11 +113,11 @@ def choose_kernel(
     if way == "sdpa":
         return Kernel("scaled_dot_product_attention with one additive mask")
     asks_cudnn = TorchVersion(gpu.torch) >= VARLEN_ASKS_CUDNN
-    if ring or not (asks_cudnn and cudnn):
-        own = Kernel(FLASH, without_cudnn=exact and asks_cudnn)
+    if ring or window or not (asks_cudnn and cudnn):
+        own = Kernel(FLASH, without_cudnn=(exact or window) and asks_cudnn)
     else:
         own = Kernel(f"varlen_attn: {CUDNN}")
-    if exact or ring or asked != "auto" or not new:
+    if exact or ring or window or asked != "auto" or not new:
         return own
     if major == HOPPER and gpu.fa3 and head_dim <= HEAD_DIMS["FA3"]:
         return Kernel("FlashAttention-3", "FA3", without_cudnn=asks_cudnn)

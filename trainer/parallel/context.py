@@ -34,8 +34,9 @@ from trainer.models.decoder import Attention, Decoder
 from trainer.models.loss import on_gpu
 
 
-def problem_of(model: nn.Module) -> str | None:
-    """Why the ranks of a ring cannot compute a model together; None if they can."""
+def problem_of(model: nn.Module, length: int) -> str | None:
+    """Why the ranks of a ring cannot compute sequences of `length` tokens together; None if they
+    can."""
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is not one of Perdure's decoders"
     name = model.family.model_type
@@ -43,6 +44,14 @@ def problem_of(model: nn.Module) -> str | None:
         return f"what {name} records beside the loss is not that of a part of a sequence"
     if not all(any(isinstance(m, Attention) for m in block.modules()) for block in model.blocks):
         return f"blocks of {name} do not use trainer.Attention"
+    if windows := model.model.windows(length):
+        return (
+            f"layers of this {name} have a sliding window of {min(windows)} tokens, which is "
+            "shorter than data.seq_len and which the ring does not know yet"
+        )
+    scaling = model.model.architecture.rope_scaling
+    if scaling and scaling.rope_type in ("dynamic", "longrope"):
+        return f"rope_type {scaling.rope_type} depends on the length, of which a rank sees a part"
     return None
 
 

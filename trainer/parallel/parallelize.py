@@ -76,7 +76,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         from trainer.parallel.context import problem_of
 
         with refusals:
-            if problem := problem_of(model):
+            if problem := problem_of(model, recipe.data.seq_len):
                 raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
     if strategy.ep > 1:
         from trainer.parallel.expert import check_experts

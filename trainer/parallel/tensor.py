@@ -8,7 +8,10 @@ each module that has parameters:
 
 - *column*: a product whose outputs are cut (query, key and value by heads; the first of an MLP).
 - *row*: a product whose inputs are cut, as columns gave them; its outputs are sums over ranks.
+- *fused*: several columns in one, an `nn.Linear` with the outputs of each in `sections`. A rank
+  computes consecutive outputs of all, and gets those of its heads from the others.
 - *head_norm*: what lies between the two and works on each head by itself.
+- *wide_norm*: an RMSNorm between the two of all heads together; its sums are those of all ranks.
 - *norm*: what works on the residual stream. With sequence parallelism a rank has only its part of
   the sequence there, else all of it.
 - *tokens*: a module, all of it, that takes each token by itself, as experts do. Each rank has some
@@ -16,7 +19,8 @@ each module that has parameters:
 - *vocabulary*: an embedding, or an output head, whose rows are cut. The head is a weight only: the
   loss is that of a `HeadLoss`, and no rank ever has a whole row of logits.
 
-An adapter of a *column* has A whole and B by rows, one of a *row* A by columns and B whole.
+An adapter of a *column* or *fused* has A whole and B by rows, one of a *row* A by columns and B
+whole.
 
 Parameters become DTensors, which say to FSDP, checkpoints and the gradient norm what lies where.
 The arithmetic is that of the modules, on local tensors, with plain collectives. A gradient to which
@@ -46,7 +50,7 @@ from torch.distributed.tensor import (
 from checkpointing.format.nf4 import BLOCK
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.adapter import LoraLinear
-from trainer.models.decoder import Decoder
+from trainer.models.decoder import Decoder, RMSNorm
 from trainer.models.loss import (
     HeadLoss,
     add_product,
@@ -61,15 +65,18 @@ from trainer.recipe import RecipeError
 
 _CUT: dict[str, Placement] = {
     "column": Shard(0),
+    "fused": Shard(0),
     "row": Shard(1),
     "norm": Replicate(),
     "head_norm": Replicate(),
+    "wide_norm": Shard(0),
     "vocabulary": Shard(0),
     "tokens": Replicate(),
 }
 _CUT_APART: dict[tuple[str, str], Placement] = {
     ("row", "bias"): Replicate(),
     ("column", "lora_A"): Replicate(),
+    ("fused", "lora_A"): Replicate(),
     ("row", "lora_B"): Replicate(),
 }
 """Parameters that are cut otherwise than the weight beside them, by kind and name."""
@@ -119,8 +126,16 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
 def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
     """Why a module cannot be of a kind."""
     forward = nn.Linear.forward if isinstance(module, LoraLinear) else type(module).forward
-    if kind in ("column", "row") and forward is not nn.Linear.forward:
+    if kind in ("column", "fused", "row") and forward is not nn.Linear.forward:
         return f"that needs an nn.Linear, but it is a {type(module).__name__}"
+    if kind == "fused":
+        sections = getattr(module, "sections", ())
+        if sum(sections) != len(module.weight):
+            return f"that needs sections that add up to {len(module.weight)} outputs"
+        if odd := [size for size in sections if size % tp]:
+            return f"its section of {odd[0]} outputs does not divide among tp={tp} ranks"
+    if kind == "wide_norm" and not isinstance(module, RMSNorm):
+        return f"that needs a trainer.RMSNorm, but it is a {type(module).__name__}"
     if kind == "vocabulary":
         if forward not in (nn.Linear.forward, nn.Embedding.forward):
             return f"that needs an nn.Embedding or nn.Linear, not {type(module).__name__}"
@@ -128,7 +143,7 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
         odd = [key for key in options if getattr(module, key, None) not in (None, False)]
         if odd:
             return f"{odd[0]} is not supported"
-    lengths = {"column": 0, "row": 1, "vocabulary": 0}
+    lengths = {"column": 0, "row": 1, "vocabulary": 0, "wide_norm": 0}
     if kind == "row" and isinstance(module, LoraLinear) and module.in_nf4:
         if module.in_features % (BLOCK * tp):
             return (
@@ -145,7 +160,8 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
                 "a vocab_size that both divide, or another strategy.shard_size"
             )
         if kind != "vocabulary" and length % tp:
-            return f"its {length} {kind}s do not divide among tp={tp} ranks"
+            parts = "elements" if kind == "wide_norm" else f"{kind}s"
+            return f"its {length} {parts} do not divide among tp={tp} ranks"
     return None
 
 
@@ -312,6 +328,36 @@ def _column(module: nn.Module, ranks: Together) -> Forward:
     return forward
 
 
+def _fused(module: Any, ranks: Together) -> Forward:
+    compute, sections = _column(module, ranks), tuple(module.sections)
+
+    def forward(x: Tensor) -> Tensor:
+        return _Dealt.apply(compute(x), ranks, sections)
+
+    return forward
+
+
+class _Dealt(torch.autograd.Function):
+    """Consecutive outputs of all sections (B, T, n / tp) → this rank's part of each section, of as
+    many elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Together, sections: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.sections = ranks, sections
+        whole = ranks.gather(x.transpose(1, 2)).split(sections, 1)  # (B, n, T)
+        mine = [section.chunk(ranks.size, 1)[ranks.rank] for section in whole]
+        return torch.cat(mine, 1).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ranks, gradient = ctx.ranks, gradients[0].transpose(1, 2)
+        parts = gradient.split([size // ranks.size for size in ctx.sections], 1)
+        whole = gradient.new_zeros((len(gradient), sum(ctx.sections), gradient.shape[2]))
+        for section, part in zip(whole.split(ctx.sections, 1), parts, strict=True):
+            section.chunk(ranks.size, 1)[ranks.rank].copy_(part)
+        return ranks.sum_and_cut(whole).transpose(1, 2).contiguous(), None, None
+
+
 def _row(module: Any, ranks: Together) -> Forward:
     partial = ("lora_B", "bias") if ranks.sequence else ("lora_B",)
 
@@ -333,6 +379,30 @@ def _norm(module: nn.Module, ranks: Together) -> Forward:
 
 def _head_norm(module: nn.Module, ranks: Together) -> Forward:
     return _replicated(module, True)
+
+
+def _wide_norm(module: Any, ranks: Together) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        weight = _local(module.weight)
+        wide = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
+        squares = _Total.apply(wide.square().sum(-1, keepdim=True), ranks)
+        scale = torch.rsqrt(squares / (ranks.size * len(weight)) + module.eps)
+        return (wide * scale * weight).type_as(x).view(x.shape)
+
+    return forward
+
+
+class _Total(torch.autograd.Function):
+    """Sums over the ranks, each of which goes on with them: so are their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(gradients[0]), None
 
 
 def _replicated(module: nn.Module, partial: bool) -> Forward:
@@ -405,9 +475,11 @@ def _vocabulary(module: Any, ranks: Together) -> Forward:
 
 _FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
     "column": _column,
+    "fused": _fused,
     "row": _row,
     "norm": _norm,
     "head_norm": _head_norm,
+    "wide_norm": _wide_norm,
     "vocabulary": _vocabulary,
     "tokens": _tokens,
 }

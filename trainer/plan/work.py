@@ -85,6 +85,12 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
     products = 5 if "backward" in name else 2  # Dao et al. 2022: five products in backward
     if "varlen" in name:  # as if each sequence were one document: how long they are is not known
         tokens, heads, size = named["query"].shape
+        left = (named.get("window_size") or (-1,))[0]
+        if (
+            0 <= left < seq_len - 1
+        ):  # of a token that has so many before it; the first ones have fewer
+            seen = (left + 1) * (2 - (left + 1) / seq_len)
+            return products * tokens * heads * seen * size
         return float(products * tokens * heads * seq_len * size)
     if name.startswith("_flash_attention"):  # of a ring: each range of queries sees one of keys
         queries, heads, size = named["query"].shape

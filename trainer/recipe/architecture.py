@@ -5,7 +5,7 @@ Stands apart from the model so that a recipe is read without importing torch.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 def bundled_families() -> list[str]:
@@ -14,21 +14,70 @@ def bundled_families() -> list[str]:
     return sorted(file.stem for file in files)
 
 
+ROPE_KEYS = {
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        *("factor", "original_max_position_embeddings", "attention_factor"),
+        *("short_factor", "long_factor"),
+    ),
+}
+"""Keys of config.json that each type of rotary scaling has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths (`rope_type: llama3`)."""
+    """Stretching of the rotary wavelengths, for a longer context. Each key names its types."""
 
     factor: float
     """How many times longer the context becomes."""
 
     low_freq_factor: float = 1.0
-    """Wavelengths above original context / this are stretched in full."""
+    """`llama3`: wavelengths above original context / this are stretched in full."""
 
     high_freq_factor: float = 4.0
-    """Wavelengths below original context / this stay as they are."""
+    """`llama3`: wavelengths below original context / this stay as they are."""
 
     original_max_position_embeddings: int = 8192
-    """Context length before stretching, in tokens."""
+    """`llama3`, `yarn`, `longrope`: context length before stretching, in tokens."""
+
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """Which wavelengths are stretched: those of Llama 3.1, all alike, none up to the model's
+    context, those of YaRN, or each by a factor of its own."""
+
+    attention_factor: float | None = None
+    """`yarn`, `longrope`: what cosines and sines are multiplied by. Unset: it follows from
+    `factor`."""
+
+    beta_fast: float = 32.0
+    """`yarn`: wavelengths that turn more often in the original context stay as they are."""
+
+    beta_slow: float = 1.0
+    """`yarn`: wavelengths that turn less often in the original context are stretched in full."""
+
+    mscale: float | None = None
+    """`yarn`: with `mscale_all_dim`, what `attention_factor` follows from."""
+
+    mscale_all_dim: float | None = None
+    """`yarn`: see `mscale`."""
+
+    truncate: bool = True
+    """`yarn`: whether the border between wavelengths is rounded to whole ones."""
+
+    short_factor: tuple[float, ...] | None = None
+    """`longrope`: what each wavelength is multiplied by in sequences of at most the original
+    context."""
+
+    long_factor: tuple[float, ...] | None = None
+    """`longrope`: the same in longer sequences."""
 
     def __post_init__(self) -> None:
         if self.low_freq_factor >= self.high_freq_factor:
@@ -36,6 +85,8 @@ class RopeScaling:
                 f"low_freq_factor={self.low_freq_factor} is not below "
                 f"high_freq_factor={self.high_freq_factor}"
             )
+        if self.rope_type == "longrope" and not (self.short_factor and self.long_factor):
+            raise ValueError("longrope needs short_factor and long_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +94,8 @@ class Architecture:
     """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, arranged as its family does."""
 
     model_type: str
-    """llama, qwen3 (which normalises queries and keys per head), qwen3_moe (the same with experts),
-    or that of `model.family`."""
+    """That of a family that comes with Perdure (docs/quickstart.md has a table), or of
+    `model.family`."""
 
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
@@ -77,7 +128,7 @@ class Architecture:
     """Base of the rotary wavelengths."""
 
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 context stretching."""
+    """Stretching for a longer context."""
 
     tie_word_embeddings: bool = False
     """Whether the output head is the embedding matrix."""
@@ -96,3 +147,21 @@ class Architecture:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs")
+        if self.rotary_size % 2 or not 0 < self.rotary_size <= self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor would rotate {self.rotary_size} of head_dim="
+                f"{self.head_dim}, but RoPE rotates pairs"
+            )
+        scaling, pairs = self.rope_scaling, self.rotary_size // 2
+        for key in ("short_factor", "long_factor"):
+            factors = getattr(scaling, key, None)
+            if factors and len(factors) != pairs:
+                raise ValueError(
+                    f"{key} has {len(factors)} numbers, but RoPE rotates {pairs} pairs"
+                )
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that rotate."""
+        share = (self.options or {}).get("partial_rotary_factor")
+        return int(self.head_dim * share) if isinstance(share, float | int) else self.head_dim

@@ -204,6 +204,7 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             documents=recipe.data.document_mask and bool(recipe.data.sources),
             exact=recipe.exact,
             ring=recipe.strategy.cp > 1,
+            window=bool(task.model.model.windows(recipe.data.seq_len)),
         )
     except ValueError as error:  # which GPU it is was not known before
         raise RecipeError(f"model.attention: {error}") from error

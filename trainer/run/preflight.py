@@ -356,7 +356,10 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     from trainer.parallel.parallelize import DTYPES
 
     ring = recipe.strategy.cp > 1
-    if not ((ring or recipe.data.document_mask) and isinstance(model, Decoder)):
+    if not isinstance(model, Decoder):
+        return
+    slides = bool(model.model.windows(recipe.data.seq_len))
+    if not (ring or slides or recipe.data.document_mask):
         return
     on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
     dtype, head_dim = DTYPES[recipe.precision.dtype], model.model.architecture.head_dim
@@ -364,7 +367,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     if ring and (reason := hindrances_of(dtype, head_dim, known).get("varlen")):
         raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
     try:
-        choose_attention(recipe.model.attention, dtype, head_dim, known, recipe.data.seq_len)
+        length = recipe.data.seq_len
+        choose_attention(recipe.model.attention, dtype, head_dim, known, length, slides)
     except ValueError as error:
         raise RecipeError(f"model.attention: {error}") from error
 

@@ -101,7 +101,7 @@ def check_resume(
             f"run.dir: {path} was not written by a run of this trainer, so there is nothing to "
             "resume; name it in model.init_from and choose another run.dir"
         )
-    saved = state["recipe"]["model"]
+    saved = _with_defaults(state["recipe"])["model"]
     ours = resolved(recipe)["model"]
     for key in ("architecture", "family", "factory", "factory_options", "kgat", "adapter"):
         there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
@@ -257,9 +257,7 @@ def changes_of_start(
 def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Keys whose value decides a step and differs between a resolved recipe, which may be older
     than some of them, and another → (old, new)."""
-    with suppress(RecipeError):  # else it has keys that are no more, and new ones count as changed
-        old = resolved(validate(copy.deepcopy(dict(old)), {}, "recipe.yaml"))
-    before, now = dict(flat(old)), dict(flat(resolved(recipe)))
+    before, now = dict(flat(_with_defaults(old))), dict(flat(resolved(recipe)))
     found = {
         key: (before.get(key), now.get(key))
         for key in [*now, *(key for key in before if key not in now)]
@@ -271,6 +269,14 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
     if before.get(weights) and not now.get(weights):
         found[weights] = before[weights], None
     return found
+
+
+def _with_defaults(old: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A resolved recipe with the defaults of keys that it is older than. One with keys that are no
+    more stays as it is, and new ones count as changed."""
+    with suppress(RecipeError):
+        return resolved(validate(copy.deepcopy(dict(old)), {}, "recipe.yaml"))
+    return old
 
 
 def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> str:

@@ -26,10 +26,12 @@ B, T, N, K, H = 2, 40, 6, 2, 8
 TOLERANCE = 1e-5
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, window: int | None = None) -> Tensor:
     """Every score, in float64; documents are runs of equal ids."""
     runs = torch.cat([torch.zeros_like(ids[:, :1]), ids.diff() != 0], dim=1).cumsum(1)
     seen = (runs[:, None, :, None] == runs[:, None, None, :]).tril()
+    places = torch.arange(ids.shape[1])
+    seen &= places[:, None] - places < (window or ids.shape[1])
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(N // K, dim=1) for x in (k, v))
     scores = (q @ k.mT / H**0.5).masked_fill(~seen, -torch.inf)
@@ -51,12 +53,14 @@ few_documents = st.lists(st.integers(0, B * T), max_size=5).map(
 
 @given(many_ids | few_documents)
 @settings(max_examples=25, deadline=None)
-@pytest.mark.parametrize("way", ["varlen", "sdpa"])
-def test_each_way_is_attention_inside_documents(way: str, ids: list[int]) -> None:
+@pytest.mark.parametrize(("way", "window"), [("varlen", None), ("sdpa", None), ("sdpa", 7)])
+def test_each_way_is_attention_inside_documents(
+    way: Any, window: int | None, ids: list[int]
+) -> None:
     documents = torch.tensor(ids).view(B, T)
-    where = locate(cu_seqlens_of(documents), (B, T), torch.float32, H, way)  # type: ignore[arg-type]
+    where = locate(cu_seqlens_of(documents), (B, T), torch.float32, H, way, window)
     given, exact = inputs(), inputs()
-    ours, theirs = attend(*given, where), reference(*exact, documents)
+    ours, theirs = attend(*given, where), reference(*exact, documents, window)
     torch.testing.assert_close(ours, theirs.float(), atol=TOLERANCE, rtol=0)
     upstream = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
     gradients = torch.autograd.grad(ours, given, upstream)
@@ -75,20 +79,23 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 7])
 def test_flex_is_attention_inside_documents(
-    flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch, window: int | None
 ) -> None:
     ids = torch.tensor([n // 13 for n in range(B * T)]).view(B, T)
-    where = locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "auto")  # in float32
+    where = locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "auto", window)  # in float32
     assert where.way == "flex"
     given, exact = inputs(), inputs()
-    ours, theirs = attend(*given, where), reference(*exact, ids)
+    ours, theirs = attend(*given, where), reference(*exact, ids, window)
     torch.testing.assert_close(ours, theirs.float(), atol=TOLERANCE, rtol=0)
     upstream = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
     gradients = torch.autograd.grad(ours, given, upstream)
     expected = torch.autograd.grad(theirs, exact, upstream.double())
     torch.testing.assert_close(gradients, expected, atol=TOLERANCE, rtol=0)
     monkeypatch.undo()
+    if window:
+        return
     loop = attend(*(again := inputs()), Documents("varlen", cu_seqlens_of(ids)))
     loops = torch.autograd.grad(loop, again, upstream)
     torch.testing.assert_close(gradients, loops, atol=TOLERANCE, rtol=0)
@@ -122,9 +129,11 @@ class Operators(TorchDispatchMode):
         return sum(called == name for called, _ in self.calls)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, 7)]
+)
 def test_a_gpu_is_given_boundaries_and_shared_heads(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, window: int | None
 ) -> None:
     monkeypatch.setattr(attention, "capability", lambda _: (8, 0))
     with FakeTensorMode(), Operators() as seen:
@@ -132,13 +141,14 @@ def test_a_gpu_is_given_boundaries_and_shared_heads(
         for x in (q, k, v):
             x.requires_grad_()
         ends = torch.empty(9, dtype=torch.int32)
-        out = attend(q, k, v, locate(ends, q.shape[:2], q.dtype, H, "auto"))
+        out = attend(q, k, v, locate(ends, q.shape[:2], q.dtype, H, "auto", window))
         out.sum().backward()
     assert out.shape == q.shape
     (given,) = (args for name, args in seen.calls if name == "torch_attn._varlen_attn.default")
     assert [tuple(x.shape) for x in given[:3]] == [(B * T, N, H), (B * T, K, H), (B * T, K, H)]
     assert given[3] is given[4] is ends
-    assert given[5:10] == (T, T, True, None, [-1, 0])
+    # The window of the kernel does not count the token itself.
+    assert given[5:10] == ((T, T, False, None, [6, 0]) if window else (T, T, True, None, [-1, 0]))
     told = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
     assert given[10:11] == ((True,) if told else ())
     assert seen.count("torch_attn._varlen_attn_backward.default") == 1
@@ -193,8 +203,11 @@ def test_the_first_way_that_works_is_taken(
             choose_attention(asked, dtype, head_dim, capability, 256)
 
 
-def test_a_longer_sequence_on_the_cpu_has_no_mask() -> None:
+def test_a_longer_sequence_on_the_cpu_has_no_mask_without_a_window() -> None:
     assert choose_attention("auto", BF16, 64, None, 257) == "varlen"
+    assert choose_attention("auto", FP32, 64, None, 257, window=True) == "sdpa"
+    with pytest.raises(ValueError, match="no sliding window; take auto"):
+        choose_attention("varlen", FP32, 64, None, 257, window=True)
 
 
 def packed(length: int) -> tuple[Tensor, Tensor, Tensor]:

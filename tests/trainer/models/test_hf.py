@@ -163,13 +163,16 @@ def test_published_configs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "named"),
     [
-        (LLAMA_3_1_8B, {"model_type": "mistral"}, "model_type='mistral'"),
+        (LLAMA_3_1_8B, {"model_type": "gemma"}, "model_type='gemma'"),
         (LLAMA_3_1_8B, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LLAMA_3_1_8B, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA_3_1_8B, {"mlp_bias": True}, "mlp_bias=True"),
         (LLAMA_3_1_8B, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         (LLAMA_3_1_8B, {"quantization_config": {"bits": 4}}, "quantization_config"),
-        (LLAMA_3_1_8B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type='mrope'"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, "rope_type=['yarn']"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        (LLAMA_3_1_8B, {"rope_scaling": {"type": "longrope"}}, "short_factor is missing"),
         (QWEN3_0_6B, {"rope_parameters": {"full": {"rope_type": "yarn"}}}, "rope_parameters"),
         (LLAMA_3_1_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (QWEN3_0_6B, {"use_sliding_window": True}, "use_sliding_window=True"),

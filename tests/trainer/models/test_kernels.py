@@ -56,6 +56,8 @@ FA4 = f"FlashAttention-4 ({OLD})"
         (Gpu(HOPPER, "2.13.0", fa3=True), {"exact": True}, FLASH, None, ""),
         (Gpu(HOPPER, "2.13.0", fa3=True), {"ring": True}, FLASH, None, ""),
         (Gpu(HOPPER, "2.13.0", fa3=True), {"asked": "varlen"}, FLASH, None, ""),
+        (Gpu(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
+        (Gpu(HOPPER, "2.15.0"), {"window": True, "documents": False}, FLASH, None, ""),
         (Gpu(HOPPER, "2.13.0", fa3=True), {"asked": "sdpa"}, MASKED, None, ""),
         (Gpu(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, "FlexAttention", None, ""),
         (Gpu(HOPPER, "2.13.0", fa3=True), {"dtype": FP16}, "FlashAttention-3", "FA3", ""),
@@ -78,7 +80,7 @@ def test_choice(gpu, given, name, package, note):
     assert (kernel.name, kernel.package) == (name, package)
     assert note in kernel.note
     assert bool(note) == bool(kernel.note)
-    of_flash = package or (name == FLASH and given.get("exact"))
+    of_flash = package or (name == FLASH and {"exact", "window"} & given.keys())
     assert kernel.without_cudnn == bool(of_flash and gpu.torch >= "2.15")
 
 

@@ -1,6 +1,7 @@
 """Two ranks that cut a head, and a model of the user's, and compare with the whole ones:
 python -m tests.trainer.parallel.cut"""
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from unittest import mock
@@ -13,15 +14,25 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic.world import join_world, leave_world
 from trainer import HeadLoss
+from trainer.models import Decoder
+from trainer.models.adapter import add_adapters
+from trainer.models.family import family_of
 from trainer.models.loss import head_cross_entropy
 from trainer.parallel import tensor
 from trainer.parallel.tensor import Together, VocabularyLoss, apply_tensor_parallel
 from trainer.recipe import RecipeError
+from trainer.recipe.architecture import Architecture
+from trainer.recipe.sections import Adapter
+
+SIZES = {
+    **{"vocab_size": 18, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
+}
 
 
-def close(ours: Tensor, theirs: Tensor) -> None:
+def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> None:
     """To float32 rounding, relative to the largest element."""
-    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
 def compare_losses(rank: int, ranks: Together, mesh: DeviceMesh) -> None:
@@ -117,6 +128,36 @@ def compare_models(mesh: DeviceMesh, sequence: bool) -> None:
         assert "5 tokens does not divide among tp=2" in complaint(again, ids[:, :5])
 
 
+def compare_families(mesh: DeviceMesh, sequence: bool) -> None:
+    """Biases, norms of all heads together, and products that are several in one, the last ones with
+    an adapter."""
+    for name in ("qwen2", "olmo2", "gemma3_text", "phi3"):
+        family = family_of(name)
+        architecture = family.complete(Architecture(model_type=name, **SIZES))
+        torch.manual_seed(0)
+        model = Decoder(architecture)
+        if name == "phi3":
+            add_adapters(model, Adapter(rank=2, base="fp32"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_(-0.5, 0.5)
+                if parameter.dim() == 1:
+                    parameter.add_(1)
+        ids = torch.randint(0, 18, (3, 6))
+        again = copy.deepcopy(model)
+        expected = model(ids, ids.roll(-1, 1))
+        expected.backward()
+        apply_tensor_parallel(again, mesh["tp"], sequence)
+        fully_shard(again, mesh=mesh["dp_shard"])
+        loss = again(ids, ids.roll(-1, 1))
+        loss.backward()
+        close(loss, expected)
+        wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert wanted.keys() == {n for n, p in again.named_parameters() if p.grad is not None}
+        for fqn, gradient in wanted.items():
+            close(again.get_parameter(fqn).grad.full_tensor(), gradient, 1e-5)  # type: ignore
+
+
 def complaint(function: Callable[..., object], *args: object) -> str:
     try:
         function(*args)
@@ -133,4 +174,5 @@ if __name__ == "__main__":
         compare_losses(rank, Together(mesh["tp"], sequence), mesh["tp"])
     for sequence in (False, True):
         compare_models(mesh, sequence)
+        compare_families(mesh, sequence)
     leave_world(0)

@@ -15,6 +15,7 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.models import Decoder
 from trainer.models.families.qwen3_moe import FAMILY
 from trainer.parallel.context import blocks_of, chunks, problem_of
+from trainer.recipe.architecture import RopeScaling
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=soak)])
@@ -73,9 +74,23 @@ def test_what_a_ring_cannot_compute(changes: Any, message: str | None) -> None:
     family = replace(FAMILY, **changes)
     with torch.device("meta"):
         shape = family.complete(architecture(model_type="qwen3_moe"))
-        problem = problem_of(Decoder(shape, family=family))
+        problem = problem_of(Decoder(shape, family=family), 64)
     assert (message in (problem or "")) if message else problem is None
 
 
 def test_a_users_model_cannot_join() -> None:
-    assert "Linear is not one of" in (problem_of(torch.nn.Linear(1, 1)) or "")
+    assert "Linear is not one of" in (problem_of(torch.nn.Linear(1, 1), 64) or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"options": {"sliding_window": 64}}, None),
+        ({"options": {"sliding_window": 63}}, "a sliding window of 63 tokens, which is shorter"),
+        ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0)}, "dynamic depends on the"),
+    ],
+)
+def test_a_ring_does_not_know_windows(changes: Any, message: str | None) -> None:
+    with torch.device("meta"):
+        problem = problem_of(Decoder(architecture(model_type="mistral", **changes)), 64)
+    assert (message in (problem or "")) if message else problem is None

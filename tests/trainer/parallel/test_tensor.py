@@ -27,7 +27,8 @@ def architecture(**changes: Any) -> Architecture:
 
 
 def test_a_cut_model_computes_what_the_whole_one_does(tmp_path: Path) -> None:
-    """A head, and a model of the user's that joins by its plan."""
+    """A head, a model of the user's that joins by its plan, and families that differ from others in
+    their products and norms."""
     code, output = Job(tmp_path, 2, program=("tests.trainer.parallel.cut",)).wait()
     assert code == 0, output
 
@@ -45,6 +46,7 @@ def refusal(model: nn.Module, tp: int, shards: int = 1) -> str:
         ({}, 4, "num_key_value_heads=2 is not a multiple of tp=4"),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, 2, "num_attention_heads=3 is not"),
         ({"intermediate_size": 33}, 2, "layers.0.mlp.gate_proj cannot be column: its 33 columns"),
+        ({"model_type": "phi3", "intermediate_size": 33}, 2, "section of 33 outputs does not"),
         ({"vocab_size": 1}, 2, "embed_tokens cannot be vocabulary: its 1 rows leave one of tp=2"),
     ],
 )

@@ -65,6 +65,42 @@ def test_large_models_need_no_machine():
 
 
 @pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("qwen2", 32 * (4096 + 2 * 1024)),  # biases
+        ("mistral", 0),
+        ("olmo2", 32 * (4096 + 1024)),  # norms of all heads
+        ("smollm3", 0),
+        ("gemma3_text", 32 * 2 * (4096 + 128)),  # norms after as well, and of queries and keys
+        ("phi3", 0),
+    ],
+)
+def test_parameters_of_each_family_are_counted(model_type, more):
+    changes = [
+        f"model.architecture.model_type={model_type}",
+        "model.architecture.rope_scaling=null",
+    ]
+    recipe = load_recipe(ROOT / "recipes/llama3_8b.yaml", changes)
+    assert read_blueprint(recipe).parameter_count == 8_030_261_248 + more
+
+
+def test_a_window_is_less_work_and_a_fused_product_is_cut():
+    """Sequences of 8,192 tokens, of which each sees 1,024 at most."""
+    found = {}
+    for window in (1024, 8192):
+        words = ["model_type=phi3", "rope_scaling=null", f"options.sliding_window={window}"]
+        given = [f"model.architecture.{word}" for word in words]
+        given += ["data.seq_len=8192", "strategy.tp=2"]
+        recipe = load_recipe(ROOT / "recipes/llama3_8b.yaml", given)
+        flops = read_blueprint(recipe).flops_per_token
+        assert flops == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * window
+        machine = describe_machine("8xH100", 8, "bf16")
+        found[window] = predict(recipe, 8, 8, machine=machine, device="cuda")
+    assert found[1024].seconds_per_step < 0.95 * found[8192].seconds_per_step
+    assert found[1024].parameters == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
     ("name", "nodes", "overrides"),
     [
         ("qwen3_8b", 1, []),

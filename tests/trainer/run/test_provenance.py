@@ -59,14 +59,27 @@ def test_one_line_says_it(recipe):
     assert describe_changes({}, exact) == ""
 
 
+def state_of(recipe):
+    """What a checkpoint says of a run, as far as it decides who may go on."""
+    data = {"seq_len": 32, "fingerprint": "data"}
+    return {"recipe": resolved(recipe), "data": data, "seed": 7, "init_from": ""}
+
+
+def test_a_model_that_is_older_than_a_key_goes_on(recipe):
+    stretched = recipe("model.architecture.rope_scaling={factor: 2}")
+    state, task = state_of(stretched), SimpleNamespace(stream=SimpleNamespace(fingerprint="data"))
+    older = state["recipe"]["model"]["architecture"]["rope_scaling"]
+    del older["rope_type"], older["short_factor"]
+    check_resume(state, stretched, task, "it", "")
+    older["factor"] = 3.0
+    with pytest.raises(RecipeError, match=r"another model: architecture\.rope_scaling"):
+        check_resume(state, stretched, task, "it", "")
+
+
 def test_weights_that_would_be_left_unread_are_refused(recipe):
     """`began`: digest in the checkpoint; None, if it is older than that."""
     plain, stream = recipe(), SimpleNamespace(fingerprint="data")
-    state = {
-        "recipe": resolved(plain),
-        "data": {"seq_len": 32, "fingerprint": "data"},
-        "seed": 7,
-    }
+    state = {name: value for name, value in state_of(plain).items() if name != "init_from"}
 
     def goes_on(began, now):
         known = {} if began is None else {"init_from": began}

@@ -28,6 +28,7 @@ from trainer.models.decisions import decided
 from trainer.models.decoder import TENSOR_PLAN, Block
 from trainer.models.families import qwen3
 from trainer.models.family import Family, init_parameter
+from trainer.models.rotary import Rope
 from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 
@@ -130,7 +131,7 @@ class MoEBlock(Block):
     """A block that also returns the statistics of its router."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | None
+        self, x: Tensor, rope: Rope | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
         """(the residual stream (B, T, D), statistics (3, B, E) of `MoE.forward`)."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)

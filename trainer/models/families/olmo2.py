@@ -1,0 +1,54 @@
+"""OLMo 2, as `Olmo2Config` of transformers writes it: norms are after attention and MLP, and those
+of queries and keys are over all heads together."""
+
+from torch import Tensor, nn
+
+from trainer.models.attention import Documents
+from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, RMSNorm
+from trainer.models.family import Family
+from trainer.models.rotary import Rope
+from trainer.recipe.architecture import Architecture
+
+
+class WideNorm(RMSNorm):
+    """One norm over the heads of a token together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, heads, H) → (B, T, heads, H)."""
+        return super().forward(x.flatten(2)).view(x.shape)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised after, and added to the residual stream."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
+        heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
+        q_norm, k_norm = (WideNorm(n * architecture.head_dim, eps) for n in (heads, key_heads))
+        self.self_attn = Attention(architecture, q_norm, k_norm)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = MLP(architecture)
+        self.post_feedforward_layernorm = RMSNorm(hidden, eps)
+
+    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
+        """As `trainer.models.decoder.Block.forward`."""
+        x = x + self.post_attention_layernorm(self.self_attn(x, rope, documents))
+        return x + self.post_feedforward_layernorm(self.mlp(x))
+
+
+FAMILY = Family(
+    model_type="olmo2",
+    model_class="Olmo2ForCausalLM",
+    block=Block,
+    fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
+    defaults={
+        "num_key_value_heads": None,  # as many as there are query heads
+        "head_dim": None,  # hidden_size / num_attention_heads
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+    },
+    heads_divide_hidden=False,
+    unread={"pad_token_id": None},
+    tensor_plan={**TENSOR_PLAN, "*.self_attn.[qk]_norm": "wide_norm"},
+)

@@ -1,0 +1,56 @@
+"""SmolLM3, as `SmolLM3Config` of transformers writes it: queries and keys of some layers do not
+rotate."""
+
+from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
+from trainer.models.family import Family, LayerKind, kinds_by_window, window_of
+from trainer.recipe.architecture import Architecture
+
+
+def layers(architecture: Architecture) -> list[LayerKind]:
+    """`no_rope_layers` has a 1 for each layer that rotates; without it each
+    `no_rope_layer_interval`th does not. With `use_sliding_window` those that do not see a window.
+    """
+    options, count = architecture.options or {}, architecture.num_hidden_layers
+    rotary, interval = options.get("no_rope_layers"), options.get("no_rope_layer_interval", 4)
+    if rotary is None:
+        if interval < 1:
+            raise ValueError(f"no_rope_layer_interval: {interval} is not above 0")
+        rotary = [int((number + 1) % interval != 0) for number in range(count)]
+    listed = isinstance(rotary, list | tuple) and all(one in (0, 1) for one in rotary)
+    if not listed or len(rotary) < count:
+        raise ValueError(
+            f"no_rope_layers: {rotary!r} does not have a 0 or 1 for each of {count} layers; mend it"
+        )
+    window = window_of(architecture) if options.get("use_sliding_window") else None
+    return kinds_by_window(architecture, window, [not one for one in rotary], rotary)
+
+
+FAMILY = Family(
+    model_type="smollm3",
+    model_class="SmolLM3ForCausalLM",
+    block=lambda architecture: Block(architecture, Attention(architecture), MLP(architecture)),
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    },
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": None,  # hidden_size / num_attention_heads
+        "max_position_embeddings": 32768,
+        "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+    },
+    heads_divide_hidden=False,
+    unread={"pad_token_id": None},
+    options={
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "layer_types": None,
+    },
+    layers=layers,
+    tensor_plan=TENSOR_PLAN,
+)
