@@ -7,6 +7,7 @@ byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is a cut o
 and values are those of bitsandbytes (blocksize 64, scales that are not quantised again).
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -17,16 +18,13 @@ NF4 = "nf4"
 BLOCK = 64
 """Columns with one scale."""
 CODE_BYTES, BLOCK_BYTES = 32, 36
-LEVELS = torch.tensor([
+LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
-])  # fmt: skip
+)  # fmt: skip
 """The 16 numbers of appendix E of the paper, by code."""
-_BORDERS = (LEVELS[1:] + LEVELS[:-1]) / 2
-_PAIRS = torch.cartesian_prod(LEVELS, LEVELS)
-"""Two levels, by byte."""
 PIECE = 1 << 24
 """Weights that are dequantised at a time: what is made on the way takes six bytes for each."""
 
@@ -58,7 +56,7 @@ def quantise(weight: Tensor) -> Tensor:
     blocks = weight.float().unflatten(1, (weight.shape[1] // BLOCK, BLOCK))
     scales = blocks.abs().amax(-1, keepdim=True)
     relative = blocks * (1 / scales.clamp_min(1e-38))  # rounds as bitsandbytes does
-    codes = torch.bucketize(relative, _on(_BORDERS, weight.device), out_int32=True).byte()
+    codes = torch.bucketize(relative, _table(_borders, weight.device), out_int32=True).byte()
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
     return torch.cat([pairs, scales.view(torch.uint8)], -1).view(shape)
 
@@ -81,7 +79,7 @@ def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, blocks, BLOCK_BYTES) uint8 → levels (rows, blocks, BLOCK) and scales (rows, blocks, 1)
     in float32."""
-    pairs = _on(_PAIRS, blocks.device)
+    pairs = _table(_pairs, blocks.device)
     levels = pairs.index_select(0, blocks[..., :CODE_BYTES].int().flatten())
     scales = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
     return levels.view(*blocks.shape[:2], BLOCK), scales
@@ -96,12 +94,23 @@ def rounded(weight: Tensor) -> Tensor:
     return dequantise(quantise(weight), torch.float32)
 
 
-def _on(table: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu" or torch.compiler.is_compiling():  # compilers look past a cache
-        return table.to(device)
-    return _copied(table, device)
+def _borders(device: torch.device) -> Tensor:
+    """Half-way between neighbouring levels: float32 (15,)."""
+    levels = torch.tensor(LEVELS, device=device)
+    return (levels[1:] + levels[:-1]) / 2
+
+
+def _pairs(device: torch.device) -> Tensor:
+    """Two levels, by byte: float32 (256, 2)."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.cartesian_prod(levels, levels)
+
+
+def _table(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
+    # Not when this is imported: a process that is to be forked has computed nothing yet.
+    return make(device) if torch.compiler.is_compiling() else _made(make, device)
 
 
 @cache
-def _copied(table: Tensor, device: torch.device) -> Tensor:
-    return table.to(device)
+def _made(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
+    return make(device)

@@ -276,7 +276,7 @@ def test_results_come_into_the_tree_and_onto_the_page(tmp_path):
     assert shown.count("not measured yet") == len(CASES) - 2
     assert "**pass**; share_of_peak 0.81; tflops 800 |" in shown
     assert "**falls short**; difference 0.5; difference <= 0.0001: 0.5 |" in shown
-    assert "torch 2.11.0, code aaa (2 cases); 2026-12-01 to 2026-12-01" in shown
+    assert "torch 2.11.0; 2 cases; 1 states of the code; 2026-12-01 to 2026-12-01" in shown
 
     # The next code is held against this one, the same code once more against the same.
     for code in ("bbb", "bbb"):

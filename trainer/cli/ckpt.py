@@ -94,8 +94,8 @@ def add_ckpt_command(commands: Commands) -> None:
     export.add_argument(
         "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
     )
-    add_step(show)
-    add_step(export)
+    add_step(show.add_argument)
+    add_step(export.add_argument)
     importer = command(
         _import,
         "import",

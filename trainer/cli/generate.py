@@ -38,7 +38,7 @@ def add_generate_command(commands: Commands) -> None:
         "checkpoint", type=local_path, help="run, checkpoint or Hugging Face directory"
     )
     generate.add_argument("--prompt", required=True, help="text to continue")
-    add_step(generate)
+    add_step(generate.add_argument)
     _add_sampling(generate)
     generate.set_defaults(run=_generate)
 
@@ -53,7 +53,7 @@ def add_eval_command(commands: Commands) -> None:
         "--out", type=local_path, metavar="FILE", help="is added to (default: RUN/samples.jsonl)"
     )
     which = command.add_mutually_exclusive_group()
-    add_step(which)
+    add_step(which.add_argument)
     which.add_argument("--follow", action="store_true", help="every step, as it is committed")
     command.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"

@@ -145,14 +145,14 @@ def at_least(least: int) -> Callable[[str], int]:
 whole_number = at_least(0)
 
 
-def add_step(parser: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup) -> None:
-    """Which checkpoint of a run is meant: `--step`."""
+def add_step(add_argument: Callable[..., object]) -> None:
+    """Which checkpoint of a run is meant: `--step`, added by a method of a parser or group."""
 
     def which(text: str) -> int | str:
         return text if text == "best" else whole_number(text)
 
     meaning = "of a run: step N, or the best, by checkpoint.best_by (default: the newest)"
-    parser.add_argument("--step", type=which, metavar="N|best", help=meaning)
+    add_argument("--step", type=which, metavar="N|best", help=meaning)
 
 
 def write_output(file: Path, text: str) -> None:

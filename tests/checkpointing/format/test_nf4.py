@@ -38,7 +38,7 @@ def test_levels_are_quantiles_of_the_normal_distribution():
     below = [offset + (0.5 - offset) * n / 7 for n in range(7)]
     made = sorted([*map(quantile, shares), 0.0, *(-quantile(share) for share in below)])
     expected = torch.tensor([level / max(made) for level in made])
-    torch.testing.assert_close(LEVELS, expected, rtol=0, atol=2e-7)
+    torch.testing.assert_close(torch.tensor(LEVELS), expected, rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -54,12 +54,12 @@ def test_each_number_becomes_the_nearest_level_of_its_block(dtype):
     scales = blocks[:, 32:].contiguous().view(torch.float32)
     numbers = weight.double().view(-1, BLOCK)
     assert scales.double().equal(numbers.abs().amax(1, keepdim=True))
-    off = (numbers / scales.double().clamp_min(1e-300))[..., None] - LEVELS.double()
+    off = (numbers / scales.double().clamp_min(1e-300))[..., None] - torch.tensor(LEVELS).double()
     nearest = off.abs().argmin(-1)
     assert codes.long().equal(nearest)
     for out in (torch.float32, torch.bfloat16, torch.float16):
         values = dequantise(packed, out)
-        assert values.equal((LEVELS[nearest] * scales).view(weight.shape).to(out))
+        assert values.equal((torch.tensor(LEVELS)[nearest] * scales).view(weight.shape).to(out))
     assert rounded(rounded(weight)).equal(rounded(weight))
     assert rounded(weight)[numbers.view(weight.shape) == 0].eq(0).all()
 
