@@ -344,6 +344,7 @@ main(["tiny.yaml", "run.steps=2", "schedule.warmup_steps=0"])
 """
 
 
+@soak
 def test_a_recipe_returns_to_few_rooms(scratch, monkeypatch):
     """From its file to the end of a run of two steps, which hands it from function to function."""
     write_what_readers_have("")

@@ -301,6 +301,7 @@ def committed(run: Path) -> int:
     return int(newest.name[5:]) if newest else 0
 
 
+@soak
 @pytest.mark.parametrize("seed", range(20) if SOAK else [3])
 def test_killed_at_random_moments(seed, tmp_path):
     """One run through a dozen lives (fewer in the test command), in changing worlds."""

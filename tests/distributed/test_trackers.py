@@ -22,7 +22,7 @@ from elastic import Start
 from elastic.node.companion import Companion, part_with
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
-from tests.distributed.jobs import RECIPE, ROOT, Forked, losses
+from tests.distributed.jobs import RECIPE, ROOT, Forked, losses, soak
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.metrics import Log, keep_records, wandb_note
@@ -236,6 +236,7 @@ def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):
     assert "hooks os:kill ended with exit code -9; what it had not done is lost" in caplog.text
 
 
+@soak
 def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     """A node in the midst of it, then wandb-core alone; steps are done again."""
     monkeypatch.setenv("WANDB_MODE", "dryrun")

@@ -560,6 +560,7 @@ def test_paths_are_as_pathlib_has_them(parts: list[str], name: str) -> None:
         assert location(str(left)) == left == pickle.loads(pickle.dumps(left))
 
 
+@soak
 def test_the_engine_saves_and_loads(directory: ObjectPath, store: Proxy, tmp_path: Path) -> None:
     """Two ranks save, three load; a save that the store refuses costs nothing but itself."""
     options = CheckpointOptions(max_shard_size=1500, keep=2, trace=True)

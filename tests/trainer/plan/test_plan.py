@@ -185,6 +185,7 @@ def test_the_recommended_lines_can_be_pasted(recipe_file, monkeypatch):
     assert ": tp=2 inside a node; pp=2 across 2 nodes." in " ".join(text.split())
 
 
+@soak
 def test_beside_model_parallelism_of_the_recipe_others_are_looked_for(recipe_file, monkeypatch):
     monkeypatch.setattr("trainer.plan.search.RECOMPUTES", ("full",))
     recipe = load_recipe(recipe_file, [TP, EVEN, "strategy.compile=true", "batch.global_batch=2"])
@@ -535,6 +536,7 @@ def test_a_recommender_is_told_that_it_cannot_be_planned(monkeypatch, capsys):
     )
 
 
+@soak
 def test_a_recipe_that_comes_along_is_planned_by_its_name(tmp_path, monkeypatch, capsys):
     """Elsewhere, in fp32, on one GPU; what it says to run copies that first."""
     monkeypatch.chdir(tmp_path)
