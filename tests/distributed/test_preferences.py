@@ -122,7 +122,8 @@ TP = "strategy.tp=2"
         (2, ["dpo", f"simpo {DDP}", "orpo", f"dpo {TP}"]),
         pytest.param(1, ["dpo", f"dpo {DDP}", "ipo", "simpo", "orpo"], marks=soak),
         pytest.param(2, [
-            f"dpo {DDP}", "ipo", f"ipo {DDP}", "simpo", f"orpo {DDP}", "dpo strategy.zero=1", "dpo strategy.zero=2",
+            f"dpo {DDP}", "ipo", f"ipo {DDP}", "simpo", f"orpo {DDP}", "dpo strategy.zero=1",
+            "dpo strategy.zero=2",
             f"orpo {TP} strategy.sequence_parallel=true", "dpo batch.micro_batch=3",
             f"dpo {EXACT}", "dpo strategy.activation_checkpointing=full",
         ], marks=soak),
