@@ -119,7 +119,7 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
 
 
 def best_of(found: Sequence[Found]) -> list[Found]:
-    """Those with a finite value, the lowest first; of equal values the oldest alone, see `decide`.
+    """Steps with a finite value, the lowest first; of equal values the oldest step alone.
 
     Args:
         found: newest first.

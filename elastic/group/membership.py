@@ -51,7 +51,7 @@ NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
 """Shortest lease of a node: in seconds, and in beats at the pace that it has had of late."""
 DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
-"""The same while a rank has lost a peer and nobody says why: then some node is gone."""
+"""Shortest lease while a rank has lost a peer and no node reports why: then some node is gone."""
 LOOK_SECONDS = 0.05
 """How often a node of a small job looks at the document."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0

@@ -18,7 +18,7 @@ _ENTRY = 256
 _SECRET, _SECRET_BYTES = RANKS * _ENTRY, 32
 """Where the secret of the round is, behind the entries."""
 _FREE = _SECRET + _SECRET_BYTES
-"""Where it stands for each rank how much memory its device has had free."""
+"""Offset of a uint64 for each local rank: most bytes that its device has had free."""
 _BYTES = _FREE + 8 * RANKS
 _ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,

@@ -95,7 +95,7 @@ class Bins:
         self.items = len(items)
         """Documents, or pairs of them, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items
-        """Those that are longer than a sequence."""
+        """Documents, or pairs, that are longer than a sequence and so in none."""
         self.tokens = int(kept.sum())
         """Tokens in all sequences, without padding."""
         # Nearly: documents differ in how much of them is trained.

@@ -66,8 +66,8 @@ class Run:
 
     given: Recipe
     recipe: Recipe
-    """The same with what was left to the run: `batch.micro_batch` is a number, and `run.steps` what
-    `run.epochs` says it is."""
+    """`given` with every value known: `batch.micro_batch` is a number, and `run.steps` follows from
+    `run.epochs`."""
     task: Task
     world: World
     mesh: Mesh

@@ -1,8 +1,10 @@
 """SmolLM3, as `SmolLM3Config` of transformers writes it: queries and keys of some layers do not
 rotate."""
 
-from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
-from trainer.models.family import Family, LayerKind, kinds_by_window, window_of
+from dataclasses import replace
+
+from trainer.models.families import llama
+from trainer.models.family import LayerKind, kinds_by_window, window_of
 from trainer.recipe.architecture import Architecture
 
 
@@ -25,16 +27,10 @@ def layers(architecture: Architecture) -> list[LayerKind]:
     return kinds_by_window(architecture, window, [not one for one in rotary], rotary)
 
 
-FAMILY = Family(
+FAMILY = replace(
+    llama.FAMILY,
     model_type="smollm3",
     model_class="SmolLM3ForCausalLM",
-    block=lambda architecture: Block(architecture, Attention(architecture), MLP(architecture)),
-    fixed={
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-    },
     defaults={
         "num_key_value_heads": 4,
         "head_dim": None,  # hidden_size / num_attention_heads
@@ -52,5 +48,4 @@ FAMILY = Family(
         "layer_types": None,
     },
     layers=layers,
-    tensor_plan=TENSOR_PLAN,
 )
