@@ -51,7 +51,7 @@ class WholeNorm(SequenceParallel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequence_sharding = (Replicate(),)  # type: ignore[assignment]
+        self.sequence_sharding = (Replicate(),)  # type: ignore[assignment]  # torch declares Shard
 
 
 class LossOfParts(nn.Module):

@@ -75,9 +75,8 @@ class Checkpointed(WithCheckpointers):
             ValueError: there is no state to load into, or strict is false.
         """
         if isinstance(state, nn.Module | torch.optim.Optimizer):
-            found: dict[str, Any] = super().load_checkpoint(  # type: ignore[misc]
-                path, state, strict, weights_only
-            )
+            strategy: Any = super()
+            found: dict[str, Any] = strategy.load_checkpoint(path, state, strict, weights_only)
             return found
         if not state or not strict:
             raise ValueError("fabric.load: give the state that was saved; no part is loaded alone")

@@ -35,6 +35,10 @@ class Checkpointed(WithCheckpointers):
     which steps stay, and not `save_top_k`.
     """
 
+    optimizers: Any
+    """Optimizers of the strategy that this class stands before."""
+    lightning_module: Any
+    """Module of the strategy that this class stands before."""
     _exception: BaseException | None = None
     """What ended the Trainer."""
 
@@ -80,7 +84,7 @@ class Checkpointed(WithCheckpointers):
         values = {key: value for key, value in checkpoint.items() if key not in taken}
         # As the Trainer does it: loops, callbacks and schedules as the first rank has them.
         of_first = checkpointer.on_main(lambda: to_json(values, "the Trainer's checkpoint"))
-        checkpointer.guard(*self.optimizers)  # type: ignore[attr-defined]
+        checkpointer.guard(*self.optimizers)
         checkpointer.save(step, self._state(_Values(from_json(of_first))))
 
     def load_checkpoint(
@@ -95,7 +99,7 @@ class Checkpointed(WithCheckpointers):
         """
         directory, step = _place(checkpoint_path)
         checkpointer = self.checkpointer(directory)
-        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        module = self.lightning_module
         values = _Values({})
         checkpointer.wait()  # what this program has just saved can be loaded
         if module.trainer.state.fn.value == "fit":
@@ -116,7 +120,8 @@ class Checkpointed(WithCheckpointers):
     def on_exception(self, exception: BaseException) -> None:
         """The Trainer has failed, perhaps on this rank alone."""
         self._exception = exception
-        super().on_exception(exception)  # type: ignore[misc]
+        strategy: Any = super()
+        strategy.on_exception(exception)
 
     def teardown(self) -> None:
         """Wait until all is written; after an exception, 10 s at most.
@@ -131,13 +136,14 @@ class Checkpointed(WithCheckpointers):
             self.close_checkpoints()
         finally:
             self._exception = None
-            super().teardown()  # type: ignore[misc]
+            strategy: Any = super()
+            strategy.teardown()
 
     def _state(self, values: "_Values") -> dict[str, Any]:
         """As `Checkpointer` takes it."""
-        optimizers = enumerate(self.optimizers)  # type: ignore[attr-defined]
+        optimizers = enumerate(self.optimizers)
         return {
-            "model": self.lightning_module,  # type: ignore[attr-defined]
+            "model": self.lightning_module,
             **{f"optimizer_{number}": optimizer for number, optimizer in optimizers},
             "values": values,
         }

@@ -22,4 +22,4 @@ def _poisoned(model: ParallelModel) -> None:
     _collect_gradients(model)
 
 
-ParallelModel.collect_gradients = _poisoned  # type: ignore[method-assign,assignment]
+ParallelModel.collect_gradients = _poisoned  # type: ignore[method-assign,assignment]  # the fault
