@@ -11,7 +11,7 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train test setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack image docs clean
+.PHONY: help train test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack image docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -28,7 +28,10 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.steps=600        train on from it"
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp"
 
-test: lint       ## lint, types, import contracts and the tests
+test: $(DEV)     ## lint, types and import contracts, beside the tests
+	$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+pytest: $(DEV)
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 setup: $(DEV)    ## make .venv with everything that the other targets need
