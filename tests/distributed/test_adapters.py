@@ -178,6 +178,7 @@ def undisturbed(workspace, base):
     return workspace / "lora-alone" / "checkpoints" / f"step-{STEPS:08}"
 
 
+@soak  # test_preferences.py does the same to an adapter with another objective
 def test_killed_and_resumed_on_other_ranks_it_is_the_same_adapter(
     workspace, undisturbed, base, start, train, monkeypatch
 ):

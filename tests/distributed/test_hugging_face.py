@@ -205,7 +205,7 @@ def test_a_model_that_chats_still_does(workspace, train, instruct):
     data = ("data={sources: [{path: spoken}], seq_len: 32}", "run.dir=chat", "run.steps=2")
     assert "note:" not in train(1, *start, *data)
     checkpoint = workspace / "chat" / "checkpoints" / "step-00000002"
-    export(checkpoint, workspace / "exported", dtype="bf16")
+    export(checkpoint, workspace / "chat-exported", dtype="bf16")
     talk = [{"role": "user", "content": "to be?"}]
     theirs = AutoTokenizer.from_pretrained(instruct)
     expected = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
@@ -214,7 +214,7 @@ def test_a_model_that_chats_still_does(workspace, train, instruct):
     names -= {*LEFT, "model.safetensors", "config.json"}
     names |= {*CARRIED}
     assert {"chat_template.jinja", "generation_config.json"} < names
-    for folder in (checkpoint, workspace / "exported"):
+    for folder in (checkpoint, workspace / "chat-exported"):
         for name in names:
             assert (folder / name).read_bytes() == (instruct / name).read_bytes(), name
         assert not any((folder / name).exists() for name in LEFT)
