@@ -80,7 +80,7 @@ def _rank(rank: int, folder: str, ranks: int, size: int, rounds: int) -> None:
         step.record.files,
     )
     targets = {name: torch.empty_like(tensor) for name, tensor in model.items()}
-    (specs,) = Ranks(group).specs(targets)
+    (specs,) = Ranks(group).specs(lambda: [targets])
     everyone = tuple(range(ranks))
     ways = {"together": (everyone,), "each by itself": tuple((one,) for one in everyone)}
     figures: dict[str, Any] = {way: {"cold": [], "warm": [], "bytes": []} for way in ways}

@@ -135,20 +135,26 @@ class Ranks:
         """Whether this is the first rank of all."""
         return self.place == 0
 
-    def specs(self, *sections: Mapping[str, Tensor]) -> list[dict[str, TensorSpec]]:
+    def specs(
+        self, sections: Callable[[], Sequence[Mapping[str, Tensor]]]
+    ) -> list[dict[str, TensorSpec]]:
         """What all ranks together hold of each collection of tensors; without a group, what this
         one sees of it. One digest a rank tells whether there is anything to exchange: where every
         rank sees all, there is not.
 
+        Args:
+            sections: gives the collections of this rank; called once.
+
         Raises:
-            RankError: a tensor cannot be stored, or the ranks contradict each other.
+            RankError: `sections` failed, a tensor cannot be stored, or the ranks contradict each
+                other.
         """
         specs: list[dict[str, TensorSpec]] = []
         alone = self.group is None and dist.is_initialized()
         known = range(dist.get_world_size()) if alone else self.all
 
         def digest() -> str:
-            specs.extend(specs_of(tensors, known) for tensors in sections)
+            specs.extend(specs_of(tensors, known) for tensors in sections())
             return " ".join(map(specs_digest, specs))
 
         if len(set(self.together(digest))) == 1:

@@ -32,6 +32,7 @@ from checkpointing.load.restore import (
     find_memory,
     load_memory,
     load_step,
+    look_at,
     newest_step,
     survey_all,
 )
@@ -405,14 +406,10 @@ class TensorCheckpointer:
 
         def aim(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> Goal:
             if callable(optimizer) or not goals:
-                found = (
-                    self._ranks.each(lambda: optimizer(saved, metas))
-                    if callable(optimizer)
-                    else optimizer
+                targets, described = self._planner.describe(
+                    lambda: (model, optimizer(saved, metas) if callable(optimizer) else optimizer)
                 )
-                targets = model, found
-                described = self._planner.describe(signatures(*targets), *targets)
-                goals.append(Goal(targets, described, _checked(finite, found)))
+                goals.append(Goal(targets, described, _checked(finite, targets[1])))
             return goals[-1]
 
         with ExitStack() as held:
@@ -454,11 +451,11 @@ class TensorCheckpointer:
                 memory = find_memory(self._ranks, self.directory, aim, held)
                 if memory and len(self._ranks.nodes()) > 1:  # parts of it may be elsewhere
                     self._start()
-                if found := memory:
-                    self._ranks.on_main(lambda: refuse(found.state))
+                kept = look_at(self._ranks, memory, refuse, holds) if memory else None
                 pull = Puller(self._addresses, self._link.secret if self._link else b"")
                 try:
-                    if memory and load_memory(self._ranks, memory, pull, holds):
+                    if memory and kept is not None:
+                        load_memory(self._ranks, memory, pull, kept)
                         self.loaded_from = "memory"
                         self.newer_than_storage = memory.step != memory.newest
                         self._superseded = not self.newer_than_storage

@@ -77,16 +77,34 @@ def read_tensors(
     ranks = Ranks(group)
     with failing_alike():
         nodes = nodes or ranks.nodes()
-        load = _Load(files, specs, tensors, ranks, nodes, finite, step_bytes, threads)
-        try:
-            windows = dict(zip(ranks.all, ranks.together(load.prepare), strict=True))
-            if any(path for path, _ in windows.values()):
-                ranks.together(lambda: load.open_window(windows))
-        finally:
-            load.remove_window()
-        ranks.together(load.read)
-        load.check()  # first: damage may make a number look like no number
-        ranks.together(load.refuse_not_finite)
+        read_together(ranks, files, specs, tensors, nodes, finite, step_bytes, threads)
+
+
+def read_together(
+    ranks: Ranks,
+    files: Files,
+    specs: Mapping[str, TensorSpec],
+    tensors: Mapping[str, Tensor],
+    nodes: Nodes,
+    finite: Collection[str] = (),
+    step_bytes: int = STEP_BYTES,
+    threads: int | None = None,
+) -> None:
+    """What `read_tensors` does, for ranks that act together.
+
+    Raises:
+        RankError: on all ranks; of the kind that `read_tensors` raises.
+    """
+    load = _Load(files, specs, tensors, ranks, nodes, finite, step_bytes, threads)
+    try:
+        windows = dict(zip(ranks.all, ranks.together(load.prepare), strict=True))
+        if any(path for path, _ in windows.values()):
+            ranks.together(lambda: load.open_window(windows))
+    finally:
+        load.remove_window()
+    ranks.together(load.read)
+    if load.has_checksums:  # else a collective less, while a job stands still
+        ranks.together(load.check)
 
 
 class _Load:
@@ -204,7 +222,8 @@ class _Load:
     # --- reading -----------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read everything that is this rank's to read."""
+        """Read everything that is this rank's to read; without checksums also require numbers
+        that are finite."""
         pinned = any(target.local.is_cuda for target in self._targets.values())
         with ExitStack() as stack:
             readers: SimpleQueue[Reader] = SimpleQueue()
@@ -234,6 +253,8 @@ class _Load:
                 run(self._own)
             else:
                 self._read_with_others(self._window, run)
+        if not self.has_checksums:
+            self.refuse_not_finite()
 
     @torch.no_grad()
     def _read_with_others(
@@ -263,14 +284,18 @@ class _Load:
 
     # --- after reading -----------------------------------------------------------------------
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there is anything to compare what is read with. Equal on all ranks."""
+        return bool(self._records)
+
     def check(self) -> None:
-        """Compare the checksums of all blocks. After all ranks have read.
+        """Compare the checksums of all blocks, and require numbers that are finite. After all
+        ranks have read.
 
         Raises:
-            DamagedCheckpoint: names file and block; on all ranks.
+            DamagedCheckpoint: names file and block, or tensors.
         """
-        if not self._records:
-            return
         mine = np.bitwise_xor.reduce([sums.contribution() for sums in self._sums])
         total = torch.from_numpy(mine.astype(np.int64))
         if self._ranks.group is not None:
@@ -283,6 +308,7 @@ class _Load:
                 f"{self._files.where / file}: checksum of block {block} (from byte "
                 f"{block * BLOCK_BYTES} on) is wrong{more}; the file was changed after it was saved"
             )
+        self.refuse_not_finite()  # afterwards: damage may make a number look like no number
 
     def refuse_not_finite(self) -> None:
         """Require that the numbers are finite that this rank has read.

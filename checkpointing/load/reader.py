@@ -76,7 +76,7 @@ def load_model(
     tied = {**copies, **(tied or {})}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
     with failing_alike():
-        (specs,) = ranks.specs(tensors)
+        (specs,) = ranks.specs(lambda: [tensors])
 
         def fit(stored: Mapping[str, StoredTensor], read: ReadPieces) -> dict[str, StoredTensor]:
             return _fit(path, stored, specs, optional, tied, read)

@@ -21,7 +21,7 @@ from checkpointing.format.layout import (
     sections_of,
 )
 from checkpointing.format.sections import by_section, stored_by_name
-from checkpointing.load.fill import read_tensors
+from checkpointing.load.fill import read_together
 from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts, survey, token
 from checkpointing.load.reader import refuse_differences
 from checkpointing.load.segments import Files
@@ -105,20 +105,18 @@ def load_step(
         record, (model, optimizer), state = ranks.on_main(look)
         goal = aim(state, {name: tensor.meta for name, tensor in optimizer.items()})
         ranks.on_main(compare)
-        ranks.together(
-            lambda: read_tensors(
-                Files(
-                    path,
-                    lambda name: storage_of(path).open(path / name),
-                    by_section(model, optimizer),
-                    record.files if verify else {},
-                ),
-                by_section(*goal.described.specs),
-                by_section(*goal.targets),
-                ranks.group,
-                ranks.nodes(),
-                finite=goal.finite,
-            )
+        read_together(
+            ranks,
+            Files(
+                path,
+                lambda name: storage_of(path).open(path / name),
+                by_section(model, optimizer),
+                record.files if verify else {},
+            ),
+            by_section(*goal.described.specs),
+            by_section(*goal.targets),
+            ranks.nodes(),
+            goal.finite,
         )
     return state
 
@@ -186,63 +184,86 @@ def survey_all(ranks: Ranks, directory: Place, run: str, held: ExitStack) -> lis
     return [part for of_rank in ranks.together(look) for part in of_rank]
 
 
-def load_memory(
+def look_at(
     ranks: Ranks,
     memory: Memory,
-    pull: Pull,
+    refuse: Callable[[Mapping[str, Any]], None],
     holds: Callable[[Mapping[str, Any]], bool],
-) -> bool:
-    """Load what `find_memory` found; False, and the targets are as they were, if it is not what was
-    left there. On all ranks. A rank that `holds` what was saved with the state reads buffers alone.
+) -> dict[int, bool] | None:
+    """Compare what `find_memory` found with its checksums. On all ranks.
+
+    Args:
+        ranks: who loads.
+        memory: what was found.
+        refuse: raises WrongModel if the state does not fit; on rank 0.
+        holds: on each rank, whether its targets are what was saved with the state, but for buffers.
+
+    Returns:
+        What `holds` says, by rank; None if it is not what was left there.
+
+    Raises:
+        RankError: on all ranks: `refuse` did.
+    """
+
+    def look() -> bool:
+        if ranks.is_main:
+            refuse(memory.state)
+        for part in memory.parts:
+            if ranks.first_of_node and part.home == ranks.node:
+                check(part, memory.run)
+        return holds(memory.state)
+
+    try:
+        return dict(zip(ranks.all, ranks.together(look), strict=True))
+    except RankError as failed:
+        if issubclass(failed.kind, WrongModel):
+            raise
+        if ranks.is_main:
+            logger.warning("memory of step %d is not used: %s", memory.step, failed.message)
+        return None
+
+
+def load_memory(ranks: Ranks, memory: Memory, pull: Pull, kept: Mapping[int, bool]) -> None:
+    """Load what `look_at` found good. On all ranks.
+
+    Args:
+        ranks: who loads.
+        memory: what is loaded.
+        pull: fetches from other nodes.
+        kept: by rank, whether its targets are what was saved: such a rank reads buffers alone.
 
     Raises:
         RankError: on all ranks: some was loaded, and the rest cannot be.
     """
-
-    def check_mine() -> None:
-        for part in memory.parts:
-            if ranks.first_of_node and part.home == ranks.node:
-                check(part, memory.run)
-
-    try:
-        ranks.together(check_mine)
-        there = dict(zip(ranks.all, ranks.together(lambda: holds(memory.state)), strict=True))
-    except RankError as failed:
-        if ranks.is_main:
-            logger.warning("memory of step %d is not used: %s", memory.step, failed.message)
-        return False
     specs, targets = by_section(*memory.goal.described.specs), by_section(*memory.goal.targets)
-    if there[ranks.rank]:
+    if kept[ranks.rank]:
         read = unguarded(*memory.goal.targets)
         specs = {name: spec for name, spec in specs.items() if name in read}
         targets = {name: target for name, target in targets.items() if name in read}
-    # Each of these reads by itself: the others of its node read more.
-    nodes = [tuple(rank for rank in node if not there[rank]) for node in ranks.nodes()]
-    nodes += [(rank,) for rank, kept in there.items() if kept]
-    ranks.together(
-        lambda: read_tensors(
-            Files(
-                Path("memory"),
-                lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
-                memory.stored,
-                {},
-            ),
-            specs,
-            targets,
-            ranks.group,
-            tuple(filter(None, nodes)),
-            finite=memory.goal.finite,
-        )
+    # Each of those that read little reads by itself: the others of its node read more.
+    nodes = [tuple(rank for rank in node if not kept[rank]) for node in ranks.nodes()]
+    nodes += [(rank,) for rank, keeps in kept.items() if keeps]
+    read_together(
+        ranks,
+        Files(
+            Path("memory"),
+            lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
+            memory.stored,
+            {},
+        ),
+        specs,
+        targets,
+        tuple(filter(None, nodes)),
+        memory.goal.finite,
     )
     if ranks.is_main:
-        kept = sum(there.values())
+        keep = sum(kept.values())
         logger.warning(
             "restored step %d from memory%s; storage has %s",
             memory.step,
-            f", {kept} of {len(there)} ranks by what they have kept" if kept else "",
+            f", {keep} of {len(kept)} ranks by what they have kept" if keep else "",
             "it too" if memory.newest == memory.step else memory.newest or "none",
         )
-    return True
 
 
 def newest_step(paths: Sequence[Place]) -> int | None:

@@ -1,7 +1,7 @@
 """What a rank contributes to a save: planned once, and again when its tensors are others."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,8 @@ from checkpointing.format.sections import (
 from checkpointing.ranks import Ranks, specs_digest
 
 Signature = tuple[tuple[Any, ...], tuple[Any, ...]]
+Tensors = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+"""Those of a model, and those of its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,25 @@ class Planner:
         self._described: Described | None = None
         """The tensors that were loaded or planned for last."""
 
-    def describe(
-        self, signature: Signature, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-    ) -> Described:
-        """What all ranks hold of these tensors.
+    def describe(self, tensors: Callable[[], Tensors]) -> tuple[Tensors, Described]:
+        """The tensors of this rank, and what all ranks hold of them.
+
+        Args:
+            tensors: gives those of model and optimizer; called once.
 
         Raises:
-            RankError: a tensor cannot be stored.
+            RankError: `tensors` failed, or one cannot be stored.
         """
-        ours, theirs = self._ranks.specs(model, optimizer)
+        held: list[Tensors] = []
+
+        def hold() -> Tensors:
+            held.append(tensors())
+            return held[0]
+
+        ours, theirs = self._ranks.specs(hold)
         limits = self._max_shard_bytes, self._of_model
-        self._described = Described(signature, (ours, theirs), *limits)
-        return self._described
+        self._described = Described(signatures(*held[0]), (ours, theirs), *limits)
+        return held[0], self._described
 
     def plan(
         self, signature: Signature, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
@@ -106,7 +115,7 @@ class Planner:
         # What was loaded is mostly what is saved, and known then.
         if self._described is None or not all(self._ranks.together(make)):
             made.clear()
-            self.describe(signature, model, optimizer)
+            self.describe(lambda: (model, optimizer))
             self._ranks.together(make)
         return made[0]
 

@@ -158,7 +158,7 @@ class Written:
         return storage_of(self.folder).open(self.folder / name)
 
     def load(self, tensors, group, nodes=None, open_it=None, records=None, **options) -> None:
-        (specs,) = Ranks(group).specs(tensors)
+        (specs,) = Ranks(group).specs(lambda: [tensors])
         records = self.records if records is None else records
         with patch.object(fill, "BLOCK_BYTES", self.block):
             files = Files(self.folder, open_it or self.open, self.stored, records)
@@ -394,7 +394,7 @@ def test_without_a_group_a_rank_checks_the_blocks_of_its_rows_and_no_others(tmp_
     def work(rank):
         counting = Counting(written)
         targets = zeros(spread({"a": big_state()["a"]}, "rows-2"))
-        (specs,) = Ranks(None).specs(targets)
+        (specs,) = Ranks(None).specs(lambda: [targets])
         with patch.object(fill, "BLOCK_BYTES", written.block):
             files = Files(tmp_path, counting, {"a": at}, written.records)
             read_tensors(files, specs, targets, None)
