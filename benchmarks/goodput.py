@@ -395,7 +395,7 @@ def _print_assumptions(
         "systems have spares that take a lost node's place at once."
     )
     say(
-        "Both save as elastic/record/interval.py has it (SaveClock, from the failures seen so "
+        "Both save as elastic/record/reliability.py has it (SaveClock, from the failures seen so "
         "far): this trainer by what holds it up, as it does; DCP by all that a save costs, which "
         f"is better for it. {days} days, {runs} runs each: mean (least-most)."
     )

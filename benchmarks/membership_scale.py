@@ -41,9 +41,9 @@ import torch.distributed as dist
 
 from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.processes import cpu_seconds
+from elastic.group.job_secret import Secret
 from elastic.group.member import Member
 from elastic.group.membership import Ask, Limits, Membership, room
-from elastic.group.secret import Secret
 from elastic.group.store import LOST, StoreClient, StoreLostError
 from lab.local_nodes import free_port
 

@@ -19,14 +19,12 @@ if TYPE_CHECKING:
         EXIT_WRONG_INPUT,
     )
     from elastic.job import Job, join
-    from elastic.node.notice import watch_signals
-    from elastic.node.progress import PAUSE_TO_LEAVE, Pulse
+    from elastic.node.progress import PAUSE_TO_LEAVE, Pulse, watch_signals
     from elastic.options import ElasticOptions
     from elastic.process import die_with_parent, usable_cores
-    from elastic.record.goodput import reliability
     from elastic.record.history import LedgerError, describe_failure, read_history
-    from elastic.record.interval import SaveClock, expected_mtbf
     from elastic.record.ledger import LEDGER, Ledger, Start
+    from elastic.record.reliability import SaveClock, expected_mtbf, reliability
     from elastic.world import (
         World,
         join_world,
@@ -42,13 +40,11 @@ _NAMES = {
         "EXIT_PEER_GONE EXIT_REQUEUE EXIT_WRONG_INPUT"
     ),
     "options": "ElasticOptions",
-    "record.interval": "SaveClock expected_mtbf",
     "record.history": "describe_failure read_history LedgerError",
-    "record.goodput": "reliability",
+    "record.reliability": "SaveClock expected_mtbf reliability",
     "record.ledger": "LEDGER Ledger Start",
-    "node.notice": "watch_signals",
     "process": "die_with_parent usable_cores",
-    "node.progress": "PAUSE_TO_LEAVE Pulse",
+    "node.progress": "PAUSE_TO_LEAVE Pulse watch_signals",
     "job": "Job join",
     "world": "World join_world leave_world read_environment refuse_stale_store supervised",
 }

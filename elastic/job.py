@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from elastic.node.progress import Pulse
-from elastic.node.script import execute, stand_in_for, stands_in, this_program
+from elastic.node.progress import Pulse, pause_code, watch_signals
+from elastic.node.standin import execute, stand_in_for, stands_in, this_program
 from elastic.process import die_with_parent, outlive
 
 if TYPE_CHECKING:  # torch, which a process that only stands in does without
@@ -55,7 +55,6 @@ class Job:
         comes after the loop is done before all steps are.
         """
         from elastic.node.exchange import Sum
-        from elastic.node.notice import pause_code
 
         for step in range(done + 1, total + 1):
             self._pulse.safe = False
@@ -157,7 +156,6 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
         )
     if stands_in():
         stand_in_for(this_program())
-    from elastic.node.notice import watch_signals
     from elastic.world import join_world, refuse_stale_store
 
     if stale := refuse_stale_store():

@@ -46,9 +46,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, heeded, leaving_code
-from elastic.group.claim import NO_MARK, claim
 from elastic.group.cloud import Notice, parse_sources, watch
 from elastic.group.health import HealthProblem, check_folders, check_node
+from elastic.group.job_claim import NO_MARK, claim
+from elastic.group.job_secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
     Ask,
@@ -59,14 +60,13 @@ from elastic.group.membership import (
     ranks_of,
     room,
 )
-from elastic.group.place import own_place, tell
 from elastic.group.sealed import SealedStore
-from elastic.group.secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
+from elastic.group.topology import own_place, tell
 from elastic.node.agent import Node
-from elastic.node.facts import Facts, differences, digest, torchrun_program
 from elastic.node.occupancy import Occupancy, OccupiedError
-from elastic.node.warm import start_early
+from elastic.node.program import Facts, differences, digest, torchrun_program
+from elastic.node.zygote import start_early
 from elastic.process import outlive
 from elastic.world import PLACES, ROUND
 

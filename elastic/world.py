@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.exits import EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE
+from elastic.group.job_secret import Secret
 from elastic.group.sealed import SealedStore
-from elastic.group.secret import Secret
 
 logger = logging.getLogger(__name__)
 

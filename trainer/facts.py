@@ -1,4 +1,4 @@
-"""What this node would train, told to its agent before it joins: see elastic/node/facts.py."""
+"""What this node would train, told to its agent before it joins: see elastic/node/program.py."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ def folders(arguments: tuple[str, ...]) -> dict[str, str]:
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """The fields of `elastic.node.facts.Facts` for a recipe and its overrides, on a node of so many
-    ranks."""
+    """The fields of `elastic.node.program.Facts` for a recipe and its overrides, on a node with
+    `ranks` ranks."""
     try:
         recipe, _, _, identity = prepare(arguments)
         mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)

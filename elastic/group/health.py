@@ -14,6 +14,7 @@ process, and a thread that waits for a dead server is left alone as well.
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -25,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic.group.mounts import look_at, mount_of
 from elastic.group.network import network_problems
 from elastic.process import die_with_parent, search_path
 
@@ -299,6 +299,59 @@ def main(arguments: list[str]) -> None:
         return
     for at, problem in check_gpus() if arguments == ["gpu"] else check_compute():
         print(json.dumps({"at": at, "problem": problem}), flush=True)
+
+
+HARMLESS = (FileNotFoundError, NotADirectoryError, PermissionError)
+"""Errors that say nothing of a mount: whoever needs the path tells of them."""
+
+
+def look_at(path: Path) -> None:
+    """List a folder, or read a byte of a file; of a path that is not there its nearest parent.
+
+    Raises:
+        OSError: the filesystem does not do it.
+    """
+    try:
+        while True:
+            try:
+                mode = os.stat(path).st_mode
+                break
+            except FileNotFoundError:
+                if path == path.parent:
+                    return
+                path = path.parent
+        if stat.S_ISDIR(mode):
+            with os.scandir(path) as entries:
+                next(entries, None)
+        else:
+            with open(path, "rb") as file:
+                file.read(1)
+    except HARMLESS:
+        return
+
+
+def mount_of(path: Path, root: Path = Path("/")) -> str:
+    """Where a path is mounted from, for people: ` (nfs4 server:/export on /mnt)`; empty if it is on
+    the filesystem of `/`, or that is not known. Asks no filesystem but /proc.
+
+    Args:
+        path: absolute.
+        root: folder with `proc` in it; `/` but in tests.
+    """
+    try:
+        lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    depth, shown = 0, ""
+    for line in lines.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, filesystem = before.split(), after.split()
+        if len(fields) < 5 or len(filesystem) < 2:
+            continue
+        point = Path(fields[4].replace("\\040", " "))
+        if point in (path, *path.parents) and len(point.parts) > max(depth, 1):
+            depth, shown = len(point.parts), f" ({filesystem[0]} {filesystem[1]} on {point})"
+    return shown
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from elastic.exits import EXIT_WRONG_INPUT
-from elastic.group.claim import NO_MARK, Claim, claim_key
+from elastic.group.job_claim import NO_MARK, Claim, claim_key
+from elastic.group.job_secret import Secret
 from elastic.group.membership import (
     OBSERVERS,
     Ask,
@@ -42,7 +43,6 @@ from elastic.group.membership import (
     strange,
     watched,
 )
-from elastic.group.secret import Secret
 from elastic.group.store import StoreClient, StoreLostError
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
-from elastic.group.place import common, grouped, is_place, levels, natural
+from elastic.group.topology import common, grouped, is_place, levels, natural
 
 BEAT_SECONDS = 0.2
 """How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic.group.secret import Secret
+from elastic.group.job_secret import Secret
 from elastic.group.store import call_stores
 
 logger = logging.getLogger(__name__)

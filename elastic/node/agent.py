@@ -40,15 +40,13 @@ from elastic.exits import (
 from elastic.group.member import Member
 from elastic.group.membership import Ask, Closed, Failure, Membership, over
 from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, part_with
-from elastic.node.facts import Facts, Program
-from elastic.node.hangs import HangWatch
-from elastic.node.oom import oom_kills
+from elastic.node.program import Facts, Program
 from elastic.node.progress import PROGRESS
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
-from elastic.node.warm import Zygote, first_zygote
-from elastic.node.watchdog import SAVE_SECONDS, take_dumps
-from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram
+from elastic.node.vitals import oom_kills, take_dumps
+from elastic.node.watchdog import SAVE_SECONDS, HangWatch
+from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram, Zygote, first_zygote
 from elastic.process import lost
 from elastic.world import CAUSE, GENERATION, ROUND
 

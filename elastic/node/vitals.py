@@ -1,18 +1,15 @@
-"""What the kernel tells of a rank that has been where it is for long: whether it is stopped, works,
-or waits for a core. Linux; where /proc does not tell, nothing is assumed.
+"""VITALS"""
 
-[Note: own time] On a machine with more to do than it has cores a healthy rank takes many times as
-long as usual. The kernel counts for every thread how long it was ready to run and did not get a
-core (the second number of schedstat), and how long the hypervisor ran somebody else (steal). A rank
-is judged by the time without these: its own. That of a rank that sleeps, waits for ever or is
-stopped is all its own, however busy the machine is; and so is a tenth of anybody's, so that who
-spins for ever is found, too.
-"""
-
+import faulthandler
 import os
-from collections.abc import Mapping
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from elastic.node.progress import Progress
 
@@ -155,3 +152,185 @@ def _read(path: str) -> str:
         return os.read(descriptor, 4096).decode(errors="replace")
     finally:
         os.close(descriptor)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def oom_kills() -> int:
+    """Processes killed in the cgroup of this one, and in those inside it; on the machine, where
+    the cgroup does not count."""
+    for path in (_cgroup() / "memory.events", Path("/proc/vmstat")):
+        with suppress(OSError, ValueError):
+            for line in path.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
+
+
+def _cgroup() -> Path:
+    """The folder of the cgroup of this process (version 2)."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return CGROUPS / line.removeprefix("0::").strip("/")
+    return CGROUPS
+
+
+# --- stack dumps -----------------------------------------------------------------------------
+
+Where = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
+"""What a rank does, by the kernel or its dump; the more suspicious first."""
+
+DUMP_SIGNAL = signal.SIGUSR2
+STILL = 0.1
+"""A dump that has not grown for so many seconds is complete."""
+SILENT_SECONDS = 1.0
+"""After which a rank that has not answered is called silent."""
+
+
+def register_dumps(path: Path) -> None:
+    """Have SIGUSR2 append the Python stacks of all threads to a file. By a rank, once.
+
+    Args:
+        path: on a local disk or in memory: the dump must not wait for what the rank hangs on.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
+    """Stack dumps of ranks of this node, empty for one that does not answer. By the agent.
+
+    Args:
+        ranks: by rank, its process id and the path it gave to `register_dumps`.
+
+    It takes 0.1 s, and SILENT_SECONDS where a rank does not answer. A rank that has not registered
+    yet, which the signal would kill, or has ended, is left out of the result; and so is one that
+    would answer, but gets no core to do it.
+    """
+    asked = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
+    sizes = {rank: path.stat().st_size for rank, path in asked.items()}
+    for rank in asked:
+        with suppress(ProcessLookupError):  # it ended this moment; its agent hears of that anyway
+            os.kill(ranks[rank][0], DUMP_SIGNAL)
+    dumps = dict.fromkeys(asked, "")
+    grown = dict.fromkeys(asked, time.monotonic())
+    deadline = time.monotonic() + SILENT_SECONDS
+    while True:
+        time.sleep(STILL / 5)
+        now = time.monotonic()
+        for rank, path in asked.items():
+            dump = read_dump(path, sizes[rank])
+            if dump != dumps[rank]:
+                dumps[rank], grown[rank] = dump, now
+        if now > deadline or all(dumps[rank] and now - grown[rank] >= STILL for rank in asked):
+            return {rank: dump for rank, dump in dumps.items() if dump or not _runs(ranks[rank][0])}
+
+
+def read_dump(path: Path, start: int = 0) -> str:
+    """What was appended to a file of dumps after its first `start` bytes."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def _ready(pid: int) -> bool:
+    """Whether a process runs, or is stopped, and has a handler for the signal."""
+    fields = _status(pid)
+    if fields["State"].split()[0] in "ZX":  # it ended, though its handlers are still told
+        return False
+    return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has a core, or would take one."""
+    return _status(pid)["State"].split()[0] == "R"
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return {"State": "X"}
+    return dict(line.split(":", 1) for line in status.splitlines())
+
+
+FORWARDING = (
+    "/torch/_ops.py",
+    "/torch/utils/_contextlib.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/autograd/function.py",
+)
+"""Frames that only pass a call on."""
+COLLECTIVES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/nn/functional.py",
+    "/torch/distributed/fsdp/",
+    "/torch/distributed/tensor/_collective_utils.py",
+    "/torch/distributed/tensor/_redistribute.py",
+    "/torch/distributed/utils.py",
+    "/torch/nn/parallel/distributed.py",
+    "/elastic/node/exchange.py",
+)
+"""Where ranks wait for each other. FSDP's hooks call the user's modules from outside: the innermost
+frame is one of FSDP's only while it gathers, scatters, or waits for either."""
+UNCLEAR = (
+    "/torch/autograd/",  # backward in C++: DDP waits for its buckets here, but kernels hang too
+    "/torchinductor_",  # compiled code, with and without collectives
+)
+
+COMPILING = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/graph.py",  # also of a backward pass, which is compiled on first use
+    "/torch/_inductor/async_compile.py",
+    "/triton/compiler/",
+)
+"""What is on the stack of a rank that compiles, or waits for processes that do it: at any step, if
+a shape is new."""
+
+_FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
+
+
+def in_collective(dump: str) -> bool | None:
+    """Whether the main thread waits for other ranks; None if its stack does not tell.
+
+    Args:
+        dump: of all threads, as faulthandler writes it: innermost frame first, and the main thread,
+            which is the oldest, last.
+
+    Judged by the innermost Python frame that does not only pass the call on: time spent in C++ is
+    seen as time in the Python function that called it.
+    """
+    files = _main_thread(dump)
+    innermost = next((file for file in files if not _within(file, FORWARDING)), None)
+    if innermost is None or _within(innermost, UNCLEAR):
+        return None
+    return _within(innermost, COLLECTIVES)
+
+
+def compiles(dump: str) -> bool:
+    """Whether the main thread compiles."""
+    return any(_within(file, COMPILING) for file in _main_thread(dump))
+
+
+def _main_thread(dump: str) -> list[str]:
+    """Files of the frames of the main thread, the innermost first."""
+    main_thread = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
+    return _FRAME.findall(main_thread)
+
+
+def where(dump: str) -> Where:
+    """What a dump says of a rank; an empty one, that it is silent."""
+    if not dump:
+        return "silent"
+    waits = in_collective(dump)
+    if waits is None:
+        return "unclear"
+    return "collective" if waits else "elsewhere"
+
+
+def _within(file: str, places: Iterable[str]) -> bool:
+    return any(place in file for place in places)

@@ -15,21 +15,33 @@ minutes. And time in which it was ready to run and got no core does not count ag
 against those that may have waited for it.
 """
 
-import faulthandler
-import os
-import re
-import signal
+import json
+import logging
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Protocol, get_args
 
-from elastic.node.progress import Progress
-from elastic.node.vitals import MOST, NO_SIGNS, Signs
+from elastic.group.member import Member
+from elastic.group.membership import Membership, calm, lose, over, raise_alarm, ranks_of, suspect
+from elastic.node.progress import Progress, ProgressPage
+from elastic.node.vitals import (
+    MOST,
+    NO_SIGNS,
+    Signs,
+    Vigil,
+    Where,
+    compiles,
+    take_dumps,
+    where,
+)
+
+logger = logging.getLogger(__name__)
 
 ORDER = (
     "failed", "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update",
@@ -68,9 +80,6 @@ KEPT = 200
 """Latest durations of a phase that count."""
 AWAY = 1.0
 """Seconds between two looks after which we, and so perhaps the ranks, must have been stopped."""
-
-Where = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
-"""What a rank does, by the kernel or its dump; the more suspicious first."""
 
 
 class PhaseTimes:
@@ -302,156 +311,160 @@ def _describe(standings: Sequence[Standing]) -> str:
     )
 
 
-# --- stack dumps -----------------------------------------------------------------------------
-
-DUMP_SIGNAL = signal.SIGUSR2
-STILL = 0.1
-"""A dump that has not grown for so many seconds is complete."""
-SILENT_SECONDS = 1.0
-"""After which a rank that has not answered is called silent."""
+LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE, LOOK_AGAIN_MOST = 1.0, 0.25, 30.0
+"""After an alarm for which nobody was to blame yet: at least, as a share of how long a rank has
+waited by then, at most. Each alarm has all ranks of the job dump their stacks."""
+MISSING_SECONDS = 5.0
+"""Beyond its limit that a rank waits for one without a process, before the node of that is lost."""
 
 
-def register_dumps(path: Path) -> None:
-    """Have SIGUSR2 append the Python stacks of all threads to a file. By a rank, once.
+class Running(Protocol):
+    """A training process of a rank."""
 
-    Args:
-        path: on a local disk or in memory: the dump must not wait for what the rank hangs on.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
+    pid: int
+    local_rank: int
+    dumps: int
+    """File in memory for its stack dumps."""
 
 
-def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Stack dumps of ranks of this node, empty for one that does not answer. By the agent.
+class HangWatch:
+    """What a node knows of its ranks, from look to look.
 
     Args:
-        ranks: by rank, its process id and the path it gave to `register_dumps`.
-
-    It takes 0.1 s, and SILENT_SECONDS where a rank does not answer. A rank that has not registered
-    yet, which the signal would kill, or has ended, is left out of the result; and so is one that
-    would answer, but gets no core to do it.
+        group: the membership.
+        page: where the ranks say how far they are.
     """
-    asked = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
-    sizes = {rank: path.stat().st_size for rank, path in asked.items()}
-    for rank in asked:
-        with suppress(ProcessLookupError):  # it ended this moment; its agent hears of that anyway
-            os.kill(ranks[rank][0], DUMP_SIGNAL)
-    dumps = dict.fromkeys(asked, "")
-    grown = dict.fromkeys(asked, time.monotonic())
-    deadline = time.monotonic() + SILENT_SECONDS
-    while True:
-        time.sleep(STILL / 5)
+
+    def __init__(self, group: Member, page: ProgressPage) -> None:
+        self.times = PhaseTimes()
+        self._group, self._page, self._vigil = group, page, Vigil()
+        self._stood: dict[int, Progress] | None = None
+        """What the ranks had said when this node told where they stand, since the alarm."""
+        self._summed = 0
+        """The last alarm of which this node has summed up the standings."""
+        self._judged = 0
+        """The last alarm whose suspects this node has looked at."""
+        self._quiet_until = 0.0
+        """No alarm before."""
+        self._last_dumps: dict[int, str] = {}
+
+    def look(
+        self,
+        state: Membership,
+        generation: tuple[int, int],
+        running: Mapping[int, Running],
+        done: Mapping[int, int] = MappingProxyType({}),
+    ) -> list[int]:
+        """Take the next step; returns the ranks that are to be ended now.
+
+        Args:
+            state: of the membership.
+            generation: (round, generation) that the ranks of this node are in.
+            running: the processes of this node, by rank.
+            done: local ranks of this node whose process has ended well, by rank.
+        """
+        progress = {rank: self._page.read(one.local_rank) for rank, one in running.items()}
         now = time.monotonic()
-        for rank, path in asked.items():
-            dump = read_dump(path, sizes[rank])
-            if dump != dumps[rank]:
-                dumps[rank], grown[rank] = dump, now
-        if now > deadline or all(dumps[rank] and now - grown[rank] >= STILL for rank in asked):
-            return {rank: dump for rank, dump in dumps.items() if dump or not _runs(ranks[rank][0])}
+        self.times.follow(progress, now)
+        signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
+        if (state.round, state.generation) != generation or over(state):
+            return []
+        if not state.alarm:
+            late = overdue(progress, now, self.times, signs)
+            longest = max((one.seconds for one in late), default=0.0)
+            quiet = min(max(LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE * longest), LOOK_AGAIN_MOST)
+            if self._stood is not None:
+                self._stood, self._quiet_until = None, now + quiet
+            self._quiet_until = min(self._quiet_until, now + quiet)  # who was late has gone on
+            stopped = any(one.where == "stopped" for one in late)
+            if late and (stopped or now > self._quiet_until):
+                self._group.change(lambda state: raise_alarm(state, *generation))
+        elif self._stood is None:
+            self._stood = {}
+            self._stand(state.alarm, running, done, now, signs)
+        elif state.suspicion:
+            return self._judge(state, progress)
+        elif state.alarm != self._summed:
+            self._sum(state)
+        return []
 
+    def _stand(
+        self,
+        alarm: int,
+        running: Mapping[int, Running],
+        done: Mapping[int, int],
+        now: float,
+        signs: Mapping[int, Signs],
+    ) -> None:
+        """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
+        ranks = {
+            number: (one.pid, Path(f"/proc/self/fd/{one.dumps}"))
+            for number, one in running.items()
+            if not signs[number].stopped
+        }
 
-def read_dump(path: Path, start: int = 0) -> str:
-    """What was appended to a file of dumps after its first `start` bytes."""
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode(errors="replace")
+        def work() -> None:
+            self._last_dumps = take_dumps(ranks)
+            # Who has gone on meanwhile does not hang.
+            self._stood = {rank: self._page.read(one.local_rank) for rank, one in running.items()}
+            ours = standings(self._stood, now, self.times, self._last_dumps, signs)
+            for rank, local_rank in done.items():  # it is ahead of all that still run
+                ours.append(Standing(rank, self._page.read(local_rank).step, "end", 0.0, PATIENCE))
+            self._group.stand(alarm, json.dumps([asdict(one) for one in ours]))
 
+        threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
-def _ready(pid: int) -> bool:
-    """Whether a process runs, or is stopped, and has a handler for the signal."""
-    fields = _status(pid)
-    if fields["State"].split()[0] in "ZX":  # it ended, though its handlers are still told
-        return False
-    return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
+    def _sum(self, state: Membership) -> None:
+        """On the first node: once all have told where their ranks stand, find the one that the
+        others wait for. Nobody is blamed while a rank of the job has no process: the others may
+        wait for that one, which its own node starts, or reports. A node that does neither is lost.
+        """
+        alarm, texts = state.alarm, self._group.standings(state.alarm)
+        if texts is None:
+            return
+        self._summed = alarm
+        by_node = [[Standing(**one) for one in json.loads(text)] for text in texts]
+        everyone = [one for ones in by_node for one in ones]
+        missing = [
+            node
+            for node, ones in zip(state.members, by_node, strict=False)
+            if len(ones) < ranks_of(state, node)
+        ]
+        if missing:
+            late = max((one.seconds - one.starved - one.limit for one in everyone), default=0.0)
+            why = f"no process of a rank for {MISSING_SECONDS:.0f} s, for which the others wait"
+            gone = late > MISSING_SECONDS
+            if gone:
+                logger.warning("node %s is lost: %s", missing[0], why)
+            self._group.change(
+                lambda state: (
+                    lose(calm(state), missing[0], time.time(), why)
+                    if gone and state.alarm == alarm
+                    else calm(state)
+                )
+            )
+            return
+        found = blame(everyone) if everyone else None
+        if found:
+            ranks, reason = found.ranks, found.reason
+            self._group.change(lambda state: suspect(state, alarm, ranks, reason))
+        else:
+            self._group.change(calm)
 
-
-def _runs(pid: int) -> bool:
-    """Whether a process has a core, or would take one."""
-    return _status(pid)["State"].split()[0] == "R"
-
-
-def _status(pid: int) -> dict[str, str]:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return {"State": "X"}
-    return dict(line.split(":", 1) for line in status.splitlines())
-
-
-FORWARDING = (
-    "/torch/_ops.py",
-    "/torch/utils/_contextlib.py",
-    "/torch/distributed/c10d_logger.py",
-    "/torch/autograd/function.py",
-)
-"""Frames that only pass a call on."""
-COLLECTIVES = (
-    "/torch/distributed/distributed_c10d.py",
-    "/torch/distributed/_functional_collectives.py",
-    "/torch/distributed/nn/functional.py",
-    "/torch/distributed/fsdp/",
-    "/torch/distributed/tensor/_collective_utils.py",
-    "/torch/distributed/tensor/_redistribute.py",
-    "/torch/distributed/utils.py",
-    "/torch/nn/parallel/distributed.py",
-    "/elastic/node/exchange.py",
-)
-"""Where ranks wait for each other. FSDP's hooks call the user's modules from outside: the innermost
-frame is one of FSDP's only while it gathers, scatters, or waits for either."""
-UNCLEAR = (
-    "/torch/autograd/",  # backward in C++: DDP waits for its buckets here, but kernels hang too
-    "/torchinductor_",  # compiled code, with and without collectives
-)
-
-COMPILING = (
-    "/torch/_dynamo/convert_frame.py",
-    "/torch/_inductor/graph.py",  # also of a backward pass, which is compiled on first use
-    "/torch/_inductor/async_compile.py",
-    "/triton/compiler/",
-)
-"""What is on the stack of a rank that compiles, or waits for processes that do it: at any step, if
-a shape is new."""
-
-_FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
-
-
-def in_collective(dump: str) -> bool | None:
-    """Whether the main thread waits for other ranks; None if its stack does not tell.
-
-    Args:
-        dump: of all threads, as faulthandler writes it: innermost frame first, and the main thread,
-            which is the oldest, last.
-
-    Judged by the innermost Python frame that does not only pass the call on: time spent in C++ is
-    seen as time in the Python function that called it.
-    """
-    files = _main_thread(dump)
-    innermost = next((file for file in files if not _within(file, FORWARDING)), None)
-    if innermost is None or _within(innermost, UNCLEAR):
-        return None
-    return _within(innermost, COLLECTIVES)
-
-
-def compiles(dump: str) -> bool:
-    """Whether the main thread compiles."""
-    return any(_within(file, COMPILING) for file in _main_thread(dump))
-
-
-def _main_thread(dump: str) -> list[str]:
-    """Files of the frames of the main thread, the innermost first."""
-    main_thread = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
-    return _FRAME.findall(main_thread)
-
-
-def where(dump: str) -> Where:
-    """What a dump says of a rank; an empty one, that it is silent."""
-    if not dump:
-        return "silent"
-    waits = in_collective(dump)
-    if waits is None:
-        return "unclear"
-    return "collective" if waits else "elsewhere"
-
-
-def _within(file: str, places: Iterable[str]) -> bool:
-    return any(place in file for place in places)
+    def _judge(self, state: Membership, progress: Mapping[int, Progress]) -> list[int]:
+        """The rank that the others wait for, if it is here; of ranks that all wait for each other,
+        the first node's first."""
+        self._quiet_until = time.monotonic() + LOOK_AGAIN_SECONDS
+        if self._judged == state.alarm:
+            return []
+        self._judged = state.alarm
+        first = sorted(progress)[:1] if self._group.name in state.members[:1] else []
+        mine = [rank for rank in state.suspects or first if rank in progress]
+        stood = self._stood or {}
+        if any(progress[rank] != stood.get(rank) for rank in mine):
+            self._group.change(calm)  # it has gone on after all
+            return []
+        logger.warning("a hang: %s", state.suspicion)
+        for rank in mine:
+            logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
+        return mine

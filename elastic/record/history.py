@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
-from elastic.record.checked import WrongValueError, read_line
 from elastic.record.ledger import LEDGER, Start
+from elastic.record.lines import WrongValueError, read_line
 
 UNRECORDED_STEPS = 3
 """A process that is killed may have done a step and not have written its line."""

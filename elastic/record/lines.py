@@ -1,11 +1,15 @@
 """A file that lines are added to, by a process that a full disk must not end."""
 
+import json
 import logging
+import math
 import os
+import re
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any, NoReturn
 
 from elastic.node.files import open_to_append
 
@@ -111,3 +115,172 @@ def _ends_well(file: int) -> bool:
     """Whether the file is empty or its last line is whole."""
     size = os.fstat(file).st_size
     return size == 0 or os.pread(file, 1, size - 1) == b"\n"
+
+
+_MAX_NESTING = 16
+_MAX_WHOLE = 2**63
+_YEAR_9999 = 250_000_000_000
+_HEXADECIMAL = re.compile(r"-?0x[01](\.[0-9a-f]{1,13})?p[+-]\d{1,4}|-?inf|nan")
+_DIGEST = re.compile(r"[0-9a-f]{9,128}")
+
+
+class WrongValueError(ValueError):
+    """A line that is whole, and none that a run writes."""
+
+
+def read_line(line: bytes | str) -> dict[str, Any]:
+    """The values of a line of a ledger. Those that a reader computes with have their types.
+
+    Raises:
+        WrongValueError: a value is none that a run writes; says which.
+        ValueError: the line is torn, or no object of a ledger.
+    """
+    values = _object(line)
+    kind = values.get("kind")
+    if not isinstance(kind, str):
+        raise ValueError("no kind")
+    for name, fits in _FIELDS.get(kind, {}).items():
+        if name in values and not fits(values[name]):
+            raise WrongValueError(f"a {kind} whose {name} is none")
+    return values
+
+
+def read_record(line: bytes | str) -> dict[str, Any] | None:
+    """A record of metrics.jsonl: `step`, `time`, `event` (text) and metrics (numbers, null: not
+    finite). Anything else in it is left out. None: the line is torn, or no record."""
+    try:
+        values = _object(line)
+    except ValueError:
+        return None
+    if not (_whole(values.get("step")) and _moment(values.get("time"))):
+        return None
+    return {
+        name: value
+        for name, value in values.items()
+        if (isinstance(value, str) if name == "event" else value is None or _number(value))
+    }
+
+
+def _object(line: bytes | str) -> dict[str, Any]:
+    try:
+        found = json.loads(line, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    level: list[Any] = [found]
+    for _ in range(_MAX_NESTING):
+        inner = [one for value in level for one in _inside(value)]
+        if any(isinstance(one, int) and abs(one) > _MAX_WHOLE for one in inner):
+            raise ValueError("a whole number that no run writes")
+        if any(isinstance(one, float) and not math.isfinite(one) for one in inner):
+            raise ValueError("a number without an end")  # Python reads 1e999 as infinity
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            return found
+    raise ValueError("nested too deep")
+
+
+def _inside(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _seconds(value: Any) -> bool:
+    return _number(value) and 0 <= value <= _YEAR_9999
+
+
+def _moment(value: Any) -> bool:
+    """Unix time that a calendar has."""
+    return _seconds(value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _name(value: Any) -> bool:
+    """What may be the name of a file."""
+    return isinstance(value, str) and bool(re.fullmatch(r"\w*", value))
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+def _of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _cause(value: Any) -> bool:
+    return isinstance(value, dict) and (value.get("at") is None or _seconds(value["at"]))
+
+
+def _integer(value: Any) -> bool:
+    """A count or a cursor. What is below 0 is for the proof to name."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_integer, value))
+
+
+_LATER: Mapping[str, Callable[[Any], bool]] = {"attempt": _text, "after": _seconds, "step": _whole}
+_COUNTERS: Mapping[str, Callable[[Any], bool]] = {"skipped": _integer, "rollbacks": _integer}
+_FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "start": {
+        **dict.fromkeys(("step", "global_batch", "world_size", "nodes"), _whole),
+        **dict.fromkeys(("round", "generation", "pid"), _whole),
+        **dict.fromkeys(("data", "source", "boot", "attempt"), _text),
+        **dict.fromkeys(("at", "monotonic"), _seconds),
+        "sequences": _integer,
+        "cause": _or_null(_cause),
+        "phases": _of(_number),
+        "parent": _or_null(_text),
+        **dict.fromkeys(("skipped", "rollbacks"), _or_null(_integer)),
+        "steps": _or_null(_whole),
+        "records": lambda value: isinstance(value, list) and all(map(_text, value)),
+        "recipe": _name,
+        "directory": _text,
+        "computed_by": _of(_text),
+        "changed": _of(lambda value: isinstance(value, list) and len(value) == 2),
+    },
+    "phases": {**_LATER, "phases": _of(_number)},
+    "step": {
+        **_LATER,
+        "sequences": _range,
+        "seconds": _seconds,
+        "loss": _or_null(_number),
+        "norm": lambda value: _text(value) and bool(_HEXADECIMAL.fullmatch(value)),
+        "skipped": _flag,
+        "consumed": lambda value: _text(value) and bool(_DIGEST.fullmatch(value)),
+    },
+    "validation": {**_LATER, "values": _of(_or_null(_number))},
+    "save": {
+        **_LATER,
+        "ok": _flag,
+        "seconds": _seconds,
+        "stall": _or_null(_seconds),
+        **dict.fromkeys(("error", "weights", "moments"), _or_null(_text)),
+        **_COUNTERS,
+    },
+    "rollback": {**_LATER, "to": _whole, "source": _text},
+    "notice": _LATER,
+    "event": _LATER,
+    "end": {**_LATER, "code": _number, "reason": _text, **_COUNTERS},
+}

@@ -18,9 +18,9 @@ from checkpointing.storage.place import location
 from checkpointing.storage.source import TensorReader, open_source
 from checkpointing.tools.inspect import find_checkpoint, table
 from elastic.process import remaining
-from elastic.record.goodput import goodput
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
+from elastic.record.reliability import goodput
 from lab import container
 from lab.chaos.faults import (
     MARK,

@@ -3,7 +3,7 @@
 import json
 
 from elastic.node.agent import Node
-from elastic.node.facts import Program
+from elastic.node.program import Program
 from elastic.node.progress import Progress
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until

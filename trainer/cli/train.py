@@ -16,9 +16,9 @@ from elastic.exits import (
     heeded,
     leave_at_once,
 )
+from elastic.group.job_secret import SECRET_FILE
 from elastic.group.membership import Limits
-from elastic.group.secret import SECRET_FILE
-from elastic.node.warm import start_early
+from elastic.node.zygote import start_early
 from elastic.process import usable_cores
 from trainer.cli.parser import Commands, add_command, add_recipe
 from trainer.recipe import RecipeError, dump_recipe, load_recipe

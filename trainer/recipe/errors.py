@@ -13,7 +13,7 @@ _HOMES = {
     "DataError": "trainer.data.shards",
     "CheckpointError": "checkpointing.errors",
     "LedgerError": "elastic.record.history",
-    "SecretError": "elastic.group.secret",
+    "SecretError": "elastic.group.job_secret",
     "GenerateError": "trainer.tools.generate",
 }
 

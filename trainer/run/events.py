@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.record.checked import read_line
 from elastic.record.history import describe_failure
+from elastic.record.lines import read_line
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from checkpointing.format.layout import COMMIT_RECORD, DCP_METADATA
 from checkpointing.format.untrusted import MAX_JSON_BYTES
 from checkpointing.ranks import exchange
 from checkpointing.storage.steps import hugging_face_tensors
-from elastic.node.facts import differences, digest
 from elastic.node.files import read_bytes
+from elastic.node.program import differences, digest
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.factory import look_here_too
 

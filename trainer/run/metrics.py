@@ -22,9 +22,8 @@ from elastic import LEDGER, Ledger, Start
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
 from elastic.process import lost
-from elastic.record.checked import read_record
 from elastic.record.ledger import clock
-from elastic.record.lines import Lines
+from elastic.record.lines import Lines, read_record
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.sinks import wandb_mode

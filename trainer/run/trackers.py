@@ -21,8 +21,8 @@ from typing import Any
 
 from elastic.exits import SIGNALS
 from elastic.node.files import open_to_read, read_text, write_whole
-from elastic.record.checked import read_record
 from elastic.record.ledger import LEDGER
+from elastic.record.lines import read_record
 from trainer.run.events import Reader
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
 

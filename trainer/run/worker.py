@@ -36,8 +36,8 @@ from elastic import (
     watch_signals,
 )
 from elastic.group.batch_plan import plan_batch
-from elastic.node.notice import pause_code
 from elastic.node.occupancy import Occupancy, OccupiedError
+from elastic.node.progress import pause_code
 from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name

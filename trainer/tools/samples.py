@@ -15,8 +15,7 @@ from checkpointing.storage.steps import list_steps, open_step, reading_lock
 from elastic import LEDGER
 from elastic.exits import EXIT_DONE
 from elastic.node.files import open_to_read
-from elastic.record.checked import read_line
-from elastic.record.lines import Lines
+from elastic.record.lines import Lines, read_line
 from trainer.tools.generate import GenerateError, Sampling, continuations
 
 LOOK_SECONDS = 1.0

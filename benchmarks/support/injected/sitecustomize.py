@@ -14,7 +14,7 @@ TIMED = {
     "checkpointing.save.channel": ("_mac",),
     "checkpointing.save.manifest": ("_mac",),
     "checkpointing.load.memory": ("check",),
-    "elastic.group.secret": ("read_secret", "_keyed"),
+    "elastic.group.job_secret": ("read_secret", "_keyed"),
     "elastic.node.agent": ("descends",),
     "trainer.run.identity": ("check_agreement",),
 }

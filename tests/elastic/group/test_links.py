@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.group.health import check_folders
-from elastic.group.mounts import mount_of
+from elastic.group.health import check_folders, mount_of
 from elastic.group.network import network_problems
 from elastic.group.nvml import GpuLinks, ask_links, domain_of, link_problems
 

@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from elastic.group.job_secret import Secret
 from elastic.group.member import Member
 from elastic.group.membership import (
     OBSERVERS,
@@ -19,7 +20,6 @@ from elastic.group.membership import (
     room,
     strange,
 )
-from elastic.group.secret import Secret
 from elastic.group.store import StoreClient, host_store
 from tests.distributed.jobs import soak
 

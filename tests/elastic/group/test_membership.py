@@ -31,7 +31,7 @@ from elastic.group.membership import (
     watched,
 )
 from elastic.group.membership import begin as newcomer
-from elastic.group.place import grouped, levels
+from elastic.group.topology import grouped, levels
 
 LIMITS = Limits(minimum=2, maximum=3)
 

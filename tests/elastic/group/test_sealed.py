@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.group.job_secret import Secret
 from elastic.group.sealed import SealedStore
-from elastic.group.secret import Secret
 from elastic.group.store import _end_calls as end_calls
 
 SECRET = Secret(b"of the round")
@@ -169,7 +169,7 @@ def test_a_process_that_has_set_values_ends_well_at_any_moment(host):
     program = (
         "import sys, time; from functools import partial; import torch.distributed as dist\n"
         "from elastic.group import sealed; sealed.FIRST_LOOK_SECONDS = sealed.LOOK_SECONDS = 0.0\n"
-        "from elastic.group.secret import Secret\n"
+        "from elastic.group.job_secret import Secret\n"
         "connect = partial(dist.TCPStore, '127.0.0.1', int(sys.argv[1]), is_master=False)\n"
         "sealed.MOST_LOOK_SECONDS = 0.0\n"
         "store = sealed.SealedStore(connect, Secret(b'x'), 'generation 0')\n"

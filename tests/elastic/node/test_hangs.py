@@ -7,10 +7,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from elastic.group.membership import Membership, raise_alarm
-from elastic.node import hangs
-from elastic.node.hangs import HangWatch
+from elastic.node import watchdog
 from elastic.node.progress import ProgressPage
-from elastic.node.watchdog import Standing
+from elastic.node.watchdog import HangWatch, Standing
 from tests.checkpointing.faults import until
 
 WAITING = Standing(0, 7, "reduce", 4.0, 3.5, "collective")
@@ -43,8 +42,8 @@ def judged(monkeypatch):
 
     def judged(ours, theirs):
         group = Group(theirs)
-        monkeypatch.setattr(hangs, "take_dumps", lambda ranks: {})
-        monkeypatch.setattr(hangs, "standings", lambda *_: ours)
+        monkeypatch.setattr(watchdog, "take_dumps", lambda ranks: {})
+        monkeypatch.setattr(watchdog, "standings", lambda *_: ours)
         watch, alarm = HangWatch(group, ProgressPage.make()), group.state.alarm
 
         def seen():
@@ -67,7 +66,7 @@ def test_who_waits_for_a_rank_without_a_process_is_not_blamed(judged):
 
 
 def test_a_node_that_never_starts_its_rank_is_lost(judged):
-    state = judged([replace(WAITING, seconds=3.5 + hangs.MISSING_SECONDS + 0.1)], [])
+    state = judged([replace(WAITING, seconds=3.5 + watchdog.MISSING_SECONDS + 0.1)], [])
     assert (state.members, state.lost.node) == (("a",), "b")
     assert state.lost.why.startswith("no process of a rank for 5 s")
     assert state.lost.at == pytest.approx(time.time(), abs=5)

@@ -19,7 +19,7 @@ import elastic.world
 from benchmarks.support import python_path
 from elastic.group.membership import Failure, Membership
 from elastic.node.agent import Node
-from elastic.node.facts import Program
+from elastic.node.program import Program
 from elastic.node.recall import Recall
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.zygote import MAX_MESSAGE

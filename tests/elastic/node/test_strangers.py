@@ -12,7 +12,7 @@ import pytest
 from benchmarks.support import python_path
 from elastic.group.membership import Membership
 from elastic.node.agent import Node
-from elastic.node.facts import Program
+from elastic.node.program import Program
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until
 

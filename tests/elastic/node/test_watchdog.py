@@ -22,20 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing.options import CheckpointOptions
 from elastic.node.exchange import received
 from elastic.node.progress import PHASES, Progress, ProgressPage, Pulse
-from elastic.node.vitals import Signs
+from elastic.node.vitals import Signs, compiles, in_collective, register_dumps, take_dumps, where
 from elastic.node.watchdog import (
     FLOOR,
     ORDER,
     PhaseTimes,
     Standing,
     blame,
-    compiles,
-    in_collective,
     overdue,
-    register_dumps,
     standings,
-    take_dumps,
-    where,
 )
 from tests.checkpointing.faults import Job, until
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from elastic.record.goodput import goodput, goodput_curve, idle_spans, reliability
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import Ledger, Start
+from elastic.record.reliability import goodput, goodput_curve, idle_spans, reliability
 
 BATCH = 8
 COUNTERS = ("skipped", "rollbacks")

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from elastic.record.goodput import goodput, goodput_curve, idle_spans, reliability
 from elastic.record.history import History, read_history
+from elastic.record.reliability import goodput, goodput_curve, idle_spans, reliability
 from trainer.tools.report.report import check, clock, read_metrics, report, unit_of
 from trainer.tools.svg import line, tag, text, ticks
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic.node.files import open_to_read
-from elastic.record.checked import read_record
-from elastic.record.goodput import Goodput, Reliability, goodput, reliability
 from elastic.record.history import Attempt, History, read_history
+from elastic.record.lines import read_record
+from elastic.record.reliability import Goodput, Reliability, goodput, reliability
 from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.text import table
 

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic.group import claim as claims
-from elastic.group.claim import Claim, claim, claim_key
+from elastic.group import job_claim as claims
+from elastic.group.job_claim import Claim, claim, claim_key
+from elastic.group.job_secret import Secret, SecretError
 from elastic.group.member import Member
 from elastic.group.membership import Ask, Limits
-from elastic.group.secret import Secret, SecretError
 from elastic.group.store import StoreClient, host_store
 
 SECRETS = [Secret(b"of the one" * 4), Secret(b"of another" * 4)]

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.group.secret import SECRET_FILE, Secret, SecretError
+from elastic.group.job_secret import SECRET_FILE, Secret, SecretError
 from elastic.group.store import StoreClient
 
 STILL_SECONDS = 3.0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.group.place import grouped, is_place, levels, natural, own_place, tell
+from elastic.group.topology import grouped, is_place, levels, natural, own_place, tell
 
 SWITCHES = {"SLURM_TOPOLOGY_ADDR": "s0.s3.n17", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
 

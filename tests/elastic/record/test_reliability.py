@@ -4,7 +4,7 @@ from math import exp
 
 import pytest
 
-from elastic.record.interval import SaveClock, best_interval, expected_mtbf
+from elastic.record.reliability import SaveClock, best_interval, expected_mtbf
 
 
 def lost(interval, stall, mtbf):

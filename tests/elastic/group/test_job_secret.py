@@ -8,10 +8,10 @@ import pytest
 
 from checkpointing import StorageError
 from checkpointing.save.secret import job_secret
-from elastic.group.claim import claim_key
+from elastic.group.job_claim import claim_key
+from elastic.group.job_secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.group.member import Member, key_prefix
 from elastic.group.membership import Ask, Closed, Limits, Membership, heed
-from elastic.group.secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.group.store import StoreClient, host_store
 
 SECRET = Secret(b"of the job" * 4)
