@@ -35,9 +35,9 @@ def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
     `-m trainer` is looked at under any rendezvous."""
     if _is_torchrun() and ("-m", "trainer") in zip(sys.argv, sys.argv[1:], strict=False):
         _leave_if(foreign())
-        from elastic.node.program import in_the_way
+        from elastic.node.program import shadowing_error
 
-        _leave_if(in_the_way("trainer"))
+        _leave_if(shadowing_error("trainer"))
     from elastic.handler import torchrun_handler as handler
 
     return handler()

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.support import ROOT, arguments, heading, print_table, write_json
 from elastic import SaveClock, expected_mtbf
 from elastic.group.membership import MISSED_BEATS, beat_seconds, lease_seconds
-from elastic.node.watchdog import FACTOR, FLOOR
+from elastic.node.watchdog import MIN_SECONDS, TIMEOUT_FACTOR
 
 GPUS = (1024, 2048, 4096, 8192, 16384)
 PER_NODE = 8
@@ -156,7 +156,7 @@ def perdure(gpus: int, recovery: Mapping[str, Any], engines: Sequence[Any]) -> S
     }
     lease = lease_seconds(beat_seconds(nodes), True) - lease_seconds(beat_seconds(2), True)
     from_memory, from_neighbour = own / HOST_LINK, own * PER_NODE / NODE_LINK
-    patience = max(0.0, FACTOR * STEP_SECONDS - FLOOR)
+    patience = max(0.0, TIMEOUT_FACTOR * STEP_SECONDS - MIN_SECONDS)
     restart = {
         "process": measured["process"] + from_memory,
         "hang": measured["hang"] + patience + from_memory,
@@ -382,7 +382,7 @@ def _print_assumptions(
     say(
         "Scaled up: a save by the bytes of a rank; the time until a node is taken for lost by this "
         f"trainer's rule ({MISSED_BEATS} beats, of {beat_seconds(2048):.1f} s at 2,048 nodes); "
-        f"until a rank is taken for hung by the watchdog's ({FACTOR} steps)."
+        f"until a rank is taken for hung by the watchdog's ({TIMEOUT_FACTOR} steps)."
     )
     say(
         f"Assumed: Llama-3.1-405B, {BYTES_PER_PARAMETER} bytes a parameter; steps of "

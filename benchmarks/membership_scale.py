@@ -43,8 +43,8 @@ from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.processes import cpu_seconds
 from elastic.group.job_secret import Secret
 from elastic.group.member import Member
-from elastic.group.membership import Ask, Limits, Membership, room
-from elastic.group.store import LOST, StoreClient, StoreLostError
+from elastic.group.membership import Limits, Membership, NodeRequest, admissible
+from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError
 from lab.local_nodes import free_port
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class DirectClient(StoreClient):
                 )
                 self.connections += 1
             return action(self._store)
-        except LOST as error:
+        except STORE_ERRORS as error:
             self._store = None
             raise StoreLostError(str(error)) from error
 
@@ -107,7 +107,7 @@ class Node:
         self.member = Member(self.client, RUN, name, limits, self._changed, None)
         self._news = news
         self._attempts = 0
-        self.member.trust(SECRET)
+        self.member.use_secret(SECRET)
         self._come(after=0)
 
     def look(self) -> float:
@@ -130,14 +130,14 @@ class Node:
 
     def _come(self, after: int) -> None:
         self._after = after
-        self.member.ask(Ask(after=after))
+        self.member.request(NodeRequest(after=after))
 
     def _changed(self) -> None:
         state, name = self.member.state, self.member.name
         for event in events(state, self.member.limits):
             self._news(event)
         if state.round > self._after and name in state.members:
-            self.member.ask(None)
+            self.member.request(None)
 
 
 class Nodes:
@@ -208,7 +208,7 @@ def events(state: Membership, limits: Limits) -> list[str]:
     found = [f"round {state.round}"]
     if len(state.members) < state.size:
         found.append(f"lost in {state.round}")
-    elif len(state.arrived) == 1 and room(state, limits):
+    elif len(state.arrived) == 1 and admissible(state, limits):
         found.append(f"room in {state.round}")
     return found
 

@@ -36,7 +36,7 @@ from benchmarks.support.elastic_job import Job, Recovery
 from benchmarks.support.faults import SCENARIOS, Scenario, join
 from checkpointing.storage.folders import run_id
 from elastic.group.job_secret import SECRET_FILE, make_secret, read_secret
-from elastic.group.member import key_prefix
+from elastic.group.sealed import key_prefix
 from lab.local_nodes import LocalNodes
 from trainer.data.prepare.prepare import prepare
 

@@ -1,4 +1,4 @@
-"""What keeps a job alive: membership, batch plan, the verdict on bad steps. Imports no trainer.
+"""Membership of nodes, supervision of ranks, batch plan and ledger of an elastic job.
 
 Public names load on first use, so that `elastic.options` is read without importing torch.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from elastic.options import ElasticOptions
     from elastic.process import die_with_parent, usable_cores
     from elastic.record.history import LedgerError, describe_failure, read_history
-    from elastic.record.ledger import LEDGER, Ledger, Start
+    from elastic.record.ledger import LEDGER, Ledger, StartLine
     from elastic.record.reliability import SaveClock, expected_mtbf, reliability
     from elastic.world import (
         World,
@@ -42,7 +42,7 @@ _NAMES = {
     "options": "ElasticOptions",
     "record.history": "describe_failure read_history LedgerError",
     "record.reliability": "SaveClock expected_mtbf reliability",
-    "record.ledger": "LEDGER Ledger Start",
+    "record.ledger": "LEDGER Ledger StartLine",
     "process": "die_with_parent usable_cores",
     "node.progress": "PAUSE_TO_LEAVE Pulse watch_signals",
     "job": "Job join",

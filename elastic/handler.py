@@ -1,7 +1,7 @@
-"""What the entry point of `torchrun --rdzv-backend perdure` (perdure.py) returns.
+"""The entry point of `torchrun --rdzv-backend perdure` (see perdure.py).
 
-torch loads every entry point of its group while its own rendezvous is imported, be that by
-rendezvous.py. So this imports nothing before a handler is asked for.
+torch loads every entry point of the group `torchrun.handlers` while it imports its own rendezvous,
+which elastic/rendezvous.py imports. So this module imports that one only when a handler is created.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """What torch registers under the name `perdure`."""
+    """Return the function that torch registers under the name `perdure`."""
     return create_handler
 
 
 def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """Make the handler of this node; connects to the store, or hosts it."""
+    """Create the rendezvous handler of this node; connects to the store, or hosts it."""
     from elastic import rendezvous
 
     return rendezvous.create_handler(parameters)

@@ -1,11 +1,12 @@
-"""Processes that end when the one that started them does, what they may use, and whom they start.
+"""Child processes that end with their parent, and output that may lose its reader.
 
-`python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in such a process.
+`python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, which ends with its
+parent.
 
-[Note: output] The reader of a pipe ends, a terminal is closed, the disk that holds the log is full:
-then a write fails, and Python raises an error where a program only wanted to print. Each process of
-ours calls `outlive` when it starts. What it cannot write from then on is dropped, and it goes on.
-Nothing else changes: the same process writes, at once, to the same file.
+[Note: output] When the reader of a pipe ends, a terminal is closed or the log's disk is full, a
+write fails, and Python raises an error where a program only wanted to print. Each process of ours
+calls `tolerate_lost_output` when it starts. From then on, output that cannot be written is dropped,
+and the process continues. Everything else stays: the same process writes to the same file at once.
 """
 
 import ctypes
@@ -24,43 +25,40 @@ from typing import Any, TextIO
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the one that started it dies (on Linux).
+    """Have the kernel kill this process when its parent, process `parent`, dies. Linux only.
 
-    `parent` is its process id, where that is known: it may have died before this call.
-
-    torchrun puts each rank into a session of its own, so a launcher that is killed with SIGKILL
-    leaves ranks behind that train on, and write where the restarted run writes.
+    torchrun puts each rank into a session of its own. Ranks of a launcher that is killed with
+    SIGKILL would train on, and write where the restarted run writes.
     """
     if sys.platform != "linux":
         return
     parent = parent or os.getppid()
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died just before
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 
 
 def set_name(name: str) -> None:
-    """Show this process under a name, besides its command line, in /proc, `ps -o comm` and
-    `top`."""
+    """Name this process in /proc, `ps -o comm` and `top`. Its command line stays."""
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, f"perdure-{name}".encode())
 
 
 def search_path() -> list[str]:
-    """Where a process that this one starts is to look for modules: where this one does, but for the
-    working directory that `python -m` puts first. A folder there that is called like a module of
-    ours, of torch's or of Python's would be taken for it. Goes with `python -P`."""
-    found = list(sys.path)
-    if not sys.flags.safe_path and found[:1] in ([""], [os.getcwd()]):
-        del found[0]
+    """Module search path for a child process, to be used with `python -P`: this process's path
+    without the working directory that `python -m` puts first. A folder there with the name of a
+    module of ours, torch's or Python's would be imported instead of it."""
+    result = list(sys.path)
+    if not sys.flags.safe_path and result[:1] in ([""], [os.getcwd()]):
+        del result[0]
     home = str(Path(__file__).parents[1])
-    return [*filter(None, found), *([] if home in found else [home])]
+    return [*filter(None, result), *([] if home in result else [home])]
 
 
 def boot_id() -> str:
-    """Names this boot of this machine; "" where the system does not tell."""
+    """Identifies this boot of this machine; "" where the system has no boot id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -68,8 +66,7 @@ def boot_id() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, which Slurm and cpusets make fewer than the machine
-    has."""
+    """Cores that this process may run on; Slurm and cpusets may limit them."""
     return len(os.sched_getaffinity(0))
 
 
@@ -78,25 +75,36 @@ def usable_cores() -> int:
 
 def children(pid: int) -> list[int]:
     """Process ids of the children of all threads of a process, oldest first."""
-    found: list[int] = []
+    result: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return sorted(found)
+            result += map(int, path.read_text().split())
+    return sorted(result)
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of the children of a process, of their children, and so on; parents first."""
-    found, todo = [], [pid]
+    """Process ids of all descendants of a process, parents before children."""
+    result, todo = [], [pid]
     while todo:
         more = children(todo.pop())
-        found += more
+        result += more
         todo += more
-    return found
+    return result
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether a living process is a descendant of another."""
+    while pid > 1 and pid != ancestor:
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:  # it has ended
+            return False
+        pid = int(status.rpartition(")")[2].split()[1])
+    return pid == ancestor
 
 
 def signal_family(pid: int, number: int) -> list[int]:
-    """Send a signal to a process and its descendants; returns their process ids."""
+    """Send signal `number` to a process and its descendants; returns their process ids."""
     family = [pid, *descendants(pid)]
     for member in family:
         with suppress(ProcessLookupError):
@@ -105,33 +113,33 @@ def signal_family(pid: int, number: int) -> list[int]:
 
 
 def remaining(find: Callable[[], list[str]], seconds: float) -> list[str]:
-    """What `find` still returns after `seconds`; an empty list as soon as it returns one."""
+    """Poll `find` for up to `seconds` until it returns an empty list; returns its last result."""
     deadline = time.monotonic() + seconds
-    while (found := find()) and time.monotonic() < deadline:
+    while (result := find()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return result
 
 
 # --- output ----------------------------------------------------------------------------------
 
 PATIENCE_SECONDS = 5.0
-"""How long a reader that is there but does not read may hold a process up, once."""
-NAMES = {"stdout": "standard output", "stderr": "standard error"}
+"""How long a reader that does not read may block a process, once."""
+STREAM_NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
-class _Outliving(io.FileIO):
-    """A descriptor that every write to succeeds."""
+class _LossyOutput(io.FileIO):
+    """A descriptor on which every write succeeds: what cannot be written is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew: the descriptor may be another file's now."""
+        """Reset the state: the descriptor may belong to another file now."""
         self.why = ""
-        """Why the last write failed that did; empty: none has."""
+        """Reason of the last failed write; empty: none has failed."""
         self._missing = 0
-        """Bytes dropped since the last write that succeeded."""
+        """Bytes dropped since the last successful write."""
         self._mid_line = False
 
     def write(self, data: Any) -> int:
@@ -140,8 +148,8 @@ class _Outliving(io.FileIO):
         size = len(left)
         try:
             if self._missing and left:
-                lost = f"[{self._missing} bytes of output are missing here: {self.why}]\n".encode()
-                self._put(b"\n" + lost if self._mid_line else lost)
+                gap = f"[{self._missing} bytes of output are missing here: {self.why}]\n".encode()
+                self._put(b"\n" + gap if self._mid_line else gap)
                 self._missing, self._mid_line = 0, False
             while left:
                 count = self._put(left[: select.PIPE_BUF])
@@ -153,61 +161,61 @@ class _Outliving(io.FileIO):
         return size
 
     def _put(self, data: bytes | memoryview) -> int:
-        """Write what the file takes now, at least a byte; returns how many bytes.
+        """Write at least one byte, as many as the file takes now; returns the count.
 
         Raises:
-            OSError: it takes nothing.
+            OSError: the file takes nothing.
         """
         poll, milliseconds = select.poll(), 0 if self._missing else int(1e3 * PATIENCE_SECONDS)
         poll.register(self.fileno(), select.POLLOUT)
-        # A pipe that is ready takes PIPE_BUF bytes without waiting for its reader.
+        # A pipe that poll() calls ready takes PIPE_BUF bytes without blocking.
         count = super().write(data) if poll.poll(milliseconds) else None
         if not count:
             raise BlockingIOError(0, "nobody reads it")
         return count
 
 
-def outlive() -> None:
-    """Have sys.stdout and sys.stderr of this process, and of those that it forks, drop what they
-    cannot write. A stream that the program has replaced stays as it is. To be called again where
-    the descriptors have become those of other files.
+def tolerate_lost_output() -> None:
+    """Make sys.stdout and sys.stderr drop what they cannot write, in this process and its forks. A
+    stream that the program has replaced stays as it is. Call it again after replacing descriptors.
 
-    Descriptors 0 to 2 that are closed become the null device: the next file opened would take their
-    place, and get the output of the processes that this one starts.
+    Closed descriptors 0 to 2 are opened on the null device. Otherwise the next file opened would
+    take their place, and receive the output of child processes.
     """
     closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
-    for _ in closed:  # each takes the lowest free number
+    for _ in closed:  # open() returns the lowest free number
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    for descriptor, name in enumerate(NAMES, 1):
+    for descriptor, name in enumerate(STREAM_NAMES, 1):
         stream: TextIO | None = getattr(sys, f"__{name}__")
         raw = _raw(stream)
-        if isinstance(raw, _Outliving):
+        if isinstance(raw, _LossyOutput):
             raw.begin()
             continue
         replaced = getattr(sys, name) is not stream
         if replaced or (stream is None and descriptor not in closed):
             continue
-        outliving = _over(descriptor, stream)
+        outliving = _lossy_stream(descriptor, stream)
         setattr(sys, name, outliving)
         setattr(sys, f"__{name}__", outliving)
 
 
-def plain(error: object) -> str:
-    """The text of an error, without the place in gloo's source and the advice that gloo adds to it:
-    whoever reads it looks for what happened to this run."""
+def plain_text(error: object) -> str:
+    """The text of an error without gloo's source location and its general advice."""
     text = re.sub(r"^\[\S+\.cc:\d+\] ", "", str(error))
     return re.sub(r"\. This is typically caused by .*", "", text)
 
 
-def lost() -> str:
-    """Where output of this process was dropped, and why; empty if none was."""
-    return ", ".join(f"{NAMES[name]}: {raw.why}" for name, raw in _outliving() if raw.why)
+def lost_output() -> str:
+    """Which streams of this process dropped output, and why; empty: none did."""
+    return ", ".join(
+        f"{STREAM_NAMES[name]}: {raw.why}" for name, raw in _lossy_streams() if raw.why
+    )
 
 
-def _over(descriptor: int, stream: TextIO | None) -> TextIO:
-    """A stream like another, over a descriptor that may fail."""
-    raw = _Outliving(descriptor)
-    if not isinstance(stream, io.TextIOWrapper):  # it was closed when this process started
+def _lossy_stream(descriptor: int, stream: TextIO | None) -> TextIO:
+    """A text stream like `stream` over a descriptor whose writes cannot fail."""
+    raw = _LossyOutput(descriptor)
+    if not isinstance(stream, io.TextIOWrapper):  # the stream was closed when this process started
         return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
     with suppress(OSError):
         stream.flush()
@@ -229,20 +237,20 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _raw(stream: TextIO | None) -> object:
-    """The file under a stream."""
+    """The raw file under a text stream."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 
 
-def _outliving() -> Iterator[tuple[str, _Outliving]]:
-    for name in NAMES:
+def _lossy_streams() -> Iterator[tuple[str, _LossyOutput]]:
+    for name in STREAM_NAMES:
         raw = _raw(getattr(sys, f"__{name}__"))
-        if isinstance(raw, _Outliving):
+        if isinstance(raw, _LossyOutput):
             yield name, raw
 
 
 if __name__ == "__main__":
     die_with_parent()
-    outlive()
+    tolerate_lost_output()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,18 +1,21 @@
-"""The rendezvous handler `perdure` of torchrun: `torchrun --rdzv-backend perdure …`.
+"""The rendezvous handler of `torchrun --rdzv-backend perdure …`.
 
-It is registered through torch's entry point group `torchrun.handlers`, implements torch's public
-`RendezvousHandler`, and uses no private class. torch's own handlers reuse the workers' store over
-rounds (restarted ranks read the addresses of dead ones), learn of lost nodes only when somebody
-re-joins, and cannot let a node in without ending the job; here every round has a store of its own,
-and membership.py says who is in it.
+It is registered through torch's entry point group `torchrun.handlers`, and implements torch's
+public `RendezvousHandler`. torch's own handlers reuse the workers' store over rounds (restarted
+ranks read the addresses of dead ones), notice lost nodes only when somebody re-joins, and cannot
+let a node in without ending the job. Here every round has a store of its own, and membership.py
+decides its nodes.
 
-`--rdzv-conf` takes: is_host (0 or 1: host the store here; default: if the endpoint is an address of
-this machine and nobody hosts one there), join_timeout (seconds, default 600; a job that was trained
-before waits an hour), first_call (seconds, default 3), lease (seconds, default 1.2),
-restarts (failures of one hour that are answered by a new generation, default 30), unit (ranks of
-which each round has a multiple, default what the program says of itself, or 1), secret (file with
-the secret of the job; see secret.py). Nodes that stand together get ranks next to each other; see
-place.py.
+`--rdzv-conf` takes:
+
+    is_host       0 or 1: host the store here; default: if the endpoint is an address of this
+                  machine and nobody hosts a store there
+    join_timeout  seconds, default 600; a node that has trained before waits an hour
+    first_call    seconds, default 3; see `Limits`
+    lease         seconds, default 1.2
+    restarts      failures of one hour that lead to a new generation, default 30
+    unit          ranks of which each round has a multiple, default from the program's facts, or 1
+    secret        file with the secret of the job; see job_secret.py
 """
 
 import atexit
@@ -45,57 +48,59 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, heeded, leaving_code
+from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, handled_signals, leaving_code
 from elastic.group.cloud import Notice, parse_sources, watch
 from elastic.group.health import HealthProblem, check_folders, check_node
 from elastic.group.job_claim import NO_MARK, claim
 from elastic.group.job_secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
-    Ask,
-    Closed,
+    JobEnd,
     Limits,
     Membership,
-    over,
+    NodeRequest,
+    admissible,
+    close,
     ranks_of,
-    room,
+    round_over,
+    set_address,
 )
 from elastic.group.sealed import SealedStore
-from elastic.group.store import LOST, StoreClient, StoreLostError, host_store
-from elastic.group.topology import own_place, tell
+from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError, host_store
+from elastic.group.topology import describe_places, own_place
 from elastic.node.agent import Node
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.program import Facts, differences, digest, torchrun_program
 from elastic.node.zygote import start_early
-from elastic.process import outlive
+from elastic.process import tolerate_lost_output
 from elastic.world import PLACES, ROUND
 
 logger = logging.getLogger(__name__)
 
 TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Environment variable: the signals that torchrun takes, from when it has started its workers."""
+"""Environment variable: signals that torchrun handles, once it has started its workers."""
 NOTICES = "PERDURE_NOTICES"
-"""Environment variable: where to look for notices that this machine will be taken away: auto
-(default), or some of aws, gcp, azure, file:PATH; empty for nowhere. See cloud.py."""
+"""Environment variable: sources of notices that this machine will be taken away: auto (default), or
+some of aws, gcp, azure, file:PATH; empty for none. See cloud.py."""
 REJOIN_SECONDS = 3600.0
 LOOPBACK = "127.0.0.1"
-TELL_SECONDS = 10.0
+WARN_SECONDS = 10.0
 MEET_SECONDS = 3600.0
-"""How long a store that is away may keep a round from beginning."""
+"""Longest time that an unreachable store may keep a round from beginning."""
 STORE_PATIENCE = 5.0
 TORCH_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
 )
 LOG_LEVEL = "LOGLEVEL"
-"""Environment variable of torch's: level of its TORCH_LOGGERS."""
+"""torch's environment variable for the level of TORCH_LOGGERS."""
 RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
-"""Before a node that was sent away is checked and may come back; doubled each time."""
+"""Time before a node that was sent away is checked again; doubled each time up to the maximum."""
 
 
 def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
-    """Make the handler of this node; connects to the store, or hosts it."""
-    outlive()
+    """Create the handler of this node; connects to the store, or hosts it."""
+    tolerate_lost_output()
     start_early()
     host, _, port = parameters.endpoint.rpartition(":")
     if not host:
@@ -103,7 +108,7 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
     alone = parameters.max_nodes == 1
     hosted = _host_if_ours(host, int(port), parameters.get_as_bool("is_host"), alone)
     if hosted and alone:
-        host = LOOPBACK
+        host = LOOPBACK  # no other machine needs to reach the store
     limits = Limits(
         parameters.min_nodes,
         parameters.max_nodes,
@@ -111,119 +116,108 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
         restarts=int(parameters.get("restarts", Limits.restarts)),
         unit=int(parameters.get("unit", Limits.unit)),
     )
-    return PerdureRendezvous(
-        run_id=parameters.run_id,
-        client=StoreClient(host, hosted.port if hosted else int(port), STORE_PATIENCE),
-        hosted=hosted,
-        secret_file=parameters.get("secret"),
-        limits=limits,
-        local_address=LOOPBACK
-        if alone
-        else parameters.local_addr or _reachable(host, parameters.max_nodes),
-        join_timeout=float(parameters.get("join_timeout", 600)),
-        lease=float(parameters.get("lease", 0)) or None,
-    )
+    address = LOOPBACK if alone else parameters.local_addr or _reachable(host, parameters.max_nodes)
+    client = StoreClient(host, hosted.port if hosted else int(port), STORE_PATIENCE)
+    return PerdureRendezvous(parameters, client, hosted, limits, address)
 
 
 class JobClosed(SystemExit):
-    """There will be no next round for this node: ends torchrun with the exit code of the job, which
-    its own errors would turn into 1 and a traceback.
+    """Ends torchrun with the exit code of the job, as there is no next round for this node.
+    torchrun would turn other exceptions into exit code 1 and a traceback.
 
     Args:
-        closed: how the job ended.
+        end: how the job ended.
     """
 
-    def __init__(self, closed: Closed) -> None:
-        super().__init__(closed.code)
-        self.closed = closed
-        if closed.code != EXIT_WRONG_INPUT:  # there the rank has said what is wrong
-            print(closed.reason, file=sys.stderr, flush=True)
+    def __init__(self, end: JobEnd) -> None:
+        super().__init__(end.code)
+        self.end = end
+        if end.code != EXIT_WRONG_INPUT:  # the rank has printed what is wrong
+            print(end.reason, file=sys.stderr, flush=True)
 
 
 class PerdureRendezvous(RendezvousHandler):
-    """See the module. Made by `create_handler`, in the agent's main thread."""
+    """torch's interface to this node's `Member` and `Node`. Created in the agent's main thread."""
 
     def __init__(
         self,
-        *,
-        run_id: str,
+        parameters: RendezvousParameters,
         client: StoreClient,
         hosted: dist.TCPStore | None,
-        secret_file: str | None,
         limits: Limits,
-        local_address: str,
-        join_timeout: float,
-        lease: float | None,
+        address: str,
     ) -> None:
-        self._run_id, self._hosted, self._secret_file = run_id, hosted, secret_file
+        self._run_id, self._hosted, self._address = parameters.run_id, hosted, address
+        self._secret_file: str | None = parameters.get("secret")
+        self._timeout = float(parameters.get("join_timeout", 600))
         self._store_address = client.host, client.port
-        self._address, self._timeout = local_address, join_timeout
         self._round, self._identity, self._secret = 0, "", Secret(b"")
         try:
             self._place = own_place(os.environ)
         except ValueError as error:
-            raise self._refused(str(error)) from error
+            raise self._refusal(str(error)) from error
         self._mark = NO_MARK
         self._paused = -1
-        """Generation in which all ranks of this node have paused, before it comes again."""
+        """Generation in which all ranks of this node have paused for the next round; -1: none."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._occupancy: Occupancy | None = None
         self._stopped = self._interrupted = False
-        name = node_name(local_address)
-        self._member = Member(client, run_id, name, limits, self._wake_node, lease)
+        lease = float(parameters.get("lease", 0)) or None
+        name = node_name(address)
+        self._member = Member(client, self._run_id, name, limits, self._wake_node, lease)
         self._node = Node(self._member, torchrun_program())
         self._node.start()
         self._end = threading.Event()
         if LOG_LEVEL not in os.environ:
-            # How stand-ins end says nothing of the ranks, of which the node's agent tells.
+            # The end of a stand-in says nothing about its rank; the node's agent logs that.
             for logger_name in TORCH_LOGGERS:
                 logging.getLogger(logger_name).setLevel(logging.CRITICAL)
         if threading.current_thread() is threading.main_thread():
-            # torchrun would answer with a traceback and exit code 1, and save nothing.
+            # torchrun would answer a signal with a traceback and exit code 1, and save nothing.
             os.environ[TORCHRUN_SIGNALS] = "SIGQUIT"
-            for number in heeded():
-                signal.signal(number, self._told)
-        watch(parse_sources(os.environ.get(NOTICES, "auto")), self._noticed, self._end)
+            for number in handled_signals():
+                signal.signal(number, self._on_signal)
+        watch(parse_sources(os.environ.get(NOTICES, "auto")), self._on_notice, self._end)
         atexit.register(self.shutdown)
 
-    def _told(self, number: int, _: FrameType | None) -> None:
-        """A signal: the first is a notice, the second Ctrl-C ends all at once."""
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Signal handler: the first signal is a notice, a second Ctrl-C ends everything at once."""
         if self._interrupted and number == signal.SIGINT:
-            os._exit(EXIT_INTERRUPTED)  # the kernel ends what this process has started
+            os._exit(EXIT_INTERRUPTED)  # the kernel ends the processes that this one has started
         self._interrupted = self._interrupted or number == signal.SIGINT
         idle = not self._node.busy and not self._member.state.closed
         how = "Ctrl-C; the next one ends it at once" if self._interrupted else ""
-        self._node.told_to_go(how or signal.Signals(number).name, leaving_code(number))
+        self._node.leave(how or signal.Signals(number).name, leaving_code(number))
         if idle:
-            raise self._gone()
+            raise self._left()
 
-    def _gone(self) -> "JobClosed":
-        return JobClosed(Closed(self._node.leaving, "this node has left; the same command resumes"))
+    def _left(self) -> "JobClosed":
+        return JobClosed(JobEnd(self._node.leaving, "this node has left; the same command resumes"))
 
-    def _noticed(self, notice: Notice) -> None:
-        """The cloud says that this machine will be taken away, or may be."""
+    def _on_notice(self, notice: Notice) -> None:
         left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
-        if notice.what == "rebalance":  # a risk, which may last for days
+        if notice.what == "rebalance":  # a raised risk, which may last for days
             logger.warning("%s: this machine may be taken away soon", notice.source)
         else:
-            self._node.told_to_go(f"{notice.source}: {notice.what}{left}")
+            self._node.leave(f"{notice.source}: {notice.what}{left}")
 
     def _wake_node(self) -> None:
         self._node.wake()
 
     def get_backend(self) -> str:
-        """See RendezvousHandler."""
         return "perdure"
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet in the store of their round, which the agent of group rank 0 hosts."""
+        """True: workers meet in the store of their round, which the agent of group rank 0 hosts."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round that this node is in. See RendezvousHandler."""
-        if not self._round:  # others pause when we arrive: only once we can start
+        """Wait for the next round that this node is in."""
+        # before arriving, as the members pause for an arrival: only a node that can start may cause
+        # that
+        if not self._round:
             self._check_health()
             self._secret = self._read_facts()
             self._member.start(self._secret, self._mark)
@@ -238,13 +232,12 @@ class PerdureRendezvous(RendezvousHandler):
             if info:
                 places = dict(state.places)
                 nodes = [(places.get(node, ""), ranks_of(state, node)) for node in state.members]
-                os.environ |= {ROUND: str(state.round), PLACES: tell(nodes)}
+                os.environ |= {ROUND: str(state.round), PLACES: describe_places(nodes)}
                 return info
 
     def _read_facts(self) -> Secret:
-        """Wait until our zygote is warm, and knows what this node is going to train; returns the
-        secret of the job."""
-        # First, as the zygote reads them for the facts, and may wait for ever.
+        """Wait for the facts of this node's program, and apply them; returns the job's secret."""
+        # Before the facts: the zygote may block on a folder while it reads them.
         deadline = time.monotonic() + self._timeout
         self._refuse(check_folders(self._node.folders(self._timeout)))
         facts = self._node.facts(max(0.0, deadline - time.monotonic()))
@@ -254,7 +247,7 @@ class PerdureRendezvous(RendezvousHandler):
                 f"{self._timeout:.0f} s on this node (--rdzv-conf join_timeout)"
             )
         if facts.error:
-            raise self._refused(facts.error)
+            raise self._refusal(facts.error)
         member = self._member
         member.limits = replace(
             member.limits, most_ranks=facts.most_ranks, unit=facts.unit or member.limits.unit
@@ -263,31 +256,31 @@ class PerdureRendezvous(RendezvousHandler):
         if facts.identity:
             self._identity = digest(facts.identity)
             key, text = self._identity_key(self._identity), json.dumps(facts.identity).encode()
-            with suppress(StoreLostError):  # it only helps to tell what differs
+            with suppress(StoreLostError):  # only an error message would use it
                 client = StoreClient(*self._store_address, STORE_PATIENCE)
                 client.set(key, secret.seal(key, text))
         return secret
 
     def _identity_key(self, identity: str) -> str:
-        """Where the store holds what a digest of `Facts.identity` stands for."""
+        """Key of the store for the `Facts.identity` behind a digest."""
         return f"perdure/{self._run_id}/identity/{identity}"
 
-    def _strange(self) -> "JobClosed":
-        """This node would train something else than the job."""
-        theirs, key = None, self._identity_key(self._member.state.identity)
+    def _foreign_job(self) -> "JobClosed":
+        """The error of a node that would train something else than the job."""
+        identity, key = None, self._identity_key(self._member.state.identity)
         with suppress(StoreLostError):
             client = StoreClient(*self._store_address, STORE_PATIENCE)
-            theirs = self._secret.open(key, client.get(key) or b"")
+            identity = self._secret.open(key, client.get(key) or b"")
         facts = self._node.facts(0) or Facts()
-        differing = differences(facts.identity, json.loads(theirs or b"{}"))
-        return self._refused(
+        differing = differences(facts.identity, json.loads(identity or b"{}"))
+        return self._refusal(
             f"this node does not join job {self._run_id!r}, as it would train something else: "
             f"{differing}; give it the same recipe, code and data, or another --rdzv-id"
         )
 
-    def _refused(self, why: str) -> "JobClosed":
+    def _refusal(self, why: str) -> "JobClosed":
         print(f"error: {why}", file=sys.stderr, flush=True)
-        return JobClosed(Closed(EXIT_WRONG_INPUT, why))
+        return JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
         """Refuse to join with a machine that would fail the others."""
@@ -295,13 +288,13 @@ class PerdureRendezvous(RendezvousHandler):
         def round_trip() -> float:
             client, times = StoreClient(*self._store_address, STORE_PATIENCE), []
             client.get("health")  # connects
-            for _ in range(5):  # the best of them, as this machine has imports to do now
+            for _ in range(5):  # the best of several, as this machine is busy importing
                 started = time.monotonic()
                 client.get("health")
                 times.append(time.monotonic() - started)
             return min(times)
 
-        try:  # a store that is away just now, to be started again, is no fault of this machine
+        try:  # a store that is restarting is no fault of this machine
             StoreClient(*self._store_address, self._timeout).get("health")
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
@@ -312,7 +305,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._refuse(health.problems)
 
     def _refuse(self, problems: Sequence[HealthProblem]) -> None:
-        """Tell of problems of this machine; refuses to join with one that others would wait for."""
+        """Log problems of this machine; raise if others would wait for it."""
         for problem in problems:
             logger.warning("health check: %s", problem)
         if any(problem.refuses for problem in problems):
@@ -321,9 +314,9 @@ class PerdureRendezvous(RendezvousHandler):
             )
 
     def _find_secret(self, facts: Facts) -> Secret:
-        """The secret of the job; refuses to be a second job beside the one that was meant."""
+        """The secret of the job; raises rather than begin a second job beside the intended one."""
         if self._hosted and self._member.limits.maximum == 1 and not self._secret_file:
-            return Secret(os.urandom(32))  # nobody else is to know it
+            return Secret(os.urandom(32))  # no other process needs it
         try:
             secret = find_secret(self._secret_file, facts.directory)
             client = StoreClient(*self._store_address, self._timeout)
@@ -332,17 +325,17 @@ class PerdureRendezvous(RendezvousHandler):
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
         except SecretError as error:
-            raise self._refused(str(error)) from error
+            raise self._refusal(str(error)) from error
         return secret
 
     def _sent_away(self) -> bool:
-        """Whether this node is out for its failures."""
+        """Whether this node was removed for its failures."""
         state, name = self._member.state, self._member.name
-        struck = any(one.node == name for one in state.struck)
+        struck = any(report.node == name for report in state.struck)
         return struck and name not in state.members and not state.closed
 
     def _recover(self) -> None:
-        """Wait, and then until this node is found healthy: it failed too often."""
+        """Wait until this node, which failed too often, passes its checks."""
         why = "this node was sent away for its failures"
         while True:
             logger.warning("%s; checking it in %.0f s", why, self._recover_seconds)
@@ -359,26 +352,26 @@ class PerdureRendezvous(RendezvousHandler):
                 why = str(error)
 
     def _next_round(self, before: int, timeout: float, deadline: float) -> Membership:
-        """Wait for a round after `before`."""
+        """Wait for a round after `before` that includes this node."""
         member, name = self._member, self._member.name
         if self._node.leaving:
-            raise self._gone()
+            raise self._left()
 
         def in_next(state: Membership) -> bool:
             return state.round > before and name in state.members
 
-        here, ended, spare = bool(before), None, False
+        present, ended, spare = bool(before), None, False
         ranks = self._node.program.ranks
-        member.ask(Ask(False, before, self._paused, ranks, self._identity, self._place))
+        member.request(NodeRequest(False, before, self._paused, ranks, self._identity, self._place))
         while True:
             if member.wait_for(in_next, 0.5):
-                member.ask(None)
+                member.request(None)
                 return member.state
             state = member.state
             if member.refused():
-                raise self._strange()
-            here = here or name in state.arrived
-            if state.closed and here:
+                raise self._foreign_job()
+            present = present or name in state.arrived
+            if state.closed and present:
                 raise JobClosed(state.closed)
             if state.closed and not ended:
                 ended = state.closed
@@ -387,14 +380,14 @@ class PerdureRendezvous(RendezvousHandler):
                     "have left", self._run_id, ended.reason,
                 )  # fmt: skip
             if self._node.leaving:
-                raise self._gone()
+                raise self._left()
             limits, waits = member.limits, name in state.arrived and name not in state.members
-            if waits and state.members and not room(state, limits):
+            if waits and state.members and not admissible(state, limits):
                 deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
                 if not spare:
                     spare = True
                     why = "there is no room or no work for more"
-                    if room(state, replace(limits, unit=1)):
+                    if admissible(state, replace(limits, unit=1)):
                         why = f"a replica of the model takes {limits.unit} ranks"
                     logger.warning(
                         "%d node(s) train, and %s: this node waits as a spare",
@@ -402,7 +395,7 @@ class PerdureRendezvous(RendezvousHandler):
                     )  # fmt: skip
             if time.monotonic() < deadline:
                 continue
-            if ended:  # it came late, and alone
+            if ended:  # this node came late, and alone
                 raise JobClosed(ended)
             of_replicas = f", in replicas of {limits.unit} ranks" if limits.unit > 1 else ""
             raise RendezvousTimeoutError(
@@ -412,22 +405,22 @@ class PerdureRendezvous(RendezvousHandler):
             )
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:
-        """Meet the other nodes of a round in its store; None if one was lost meanwhile."""
-        member, place = self._member, state.members.index(self._member.name)
-        self._occupy(state.job if place == 0 else None)
-        if place == 0:
+        """Meet the other nodes of a round in its store; None if the round ended meanwhile."""
+        member, group_rank = self._member, state.members.index(self._member.name)
+        # the first node answers for the whole launch
+        self._occupy(state.job if group_rank == 0 else None)
+        if group_rank == 0:
             self._round_store = host_store(self._address, 0)
             address = f"{self._address}:{self._round_store.port}"
-            member.change(
-                lambda now: replace(now, address=address) if now.round == state.round else now
-            )
+            member.change(partial(set_address, round=state.round, address=address))
 
         def ended(now: Membership) -> bool:
-            return bool(now.closed) or now.round != state.round or over(now)
+            return bool(now.closed) or now.round != state.round or round_over(now)
 
         member.wait_for(lambda now: bool(now.address) or ended(now), MEET_SECONDS)
-        tell_at = time.monotonic() + TELL_SECONDS
+        warn_at = time.monotonic() + WARN_SECONDS
         secret = self._secret.derive(f"round {state.round} of job {state.job}")
+        # ranks must not be able to write as agents
         self._node.page.share_secret(secret.derive("ranks").key)
         while not ended(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
@@ -441,28 +434,25 @@ class PerdureRendezvous(RendezvousHandler):
             )
             try:
                 store = SealedStore(connect, secret, "agents")
-                # Twice, as torch now has the agents wait for each other without a way out: one that
-                # dies between the two is noticed here.
+                # Twice, as torch makes the agents wait for each other next, without a way out: an
+                # agent that dies between the two is noticed here.
                 for word in ("here", "all here"):
-                    store.set(f"{word} {place}", b"")
-                    # The first node looks at every other, all others at one key of its.
-                    said = [f"{word} {other}" for other in range(state.size)] if not place else []
-                    while not store.check(said or [word]) and not ended(member.state):
+                    store.set(f"{word} {group_rank}", b"")
+                    # The first node waits for a key of every node, the others for one of its own.
+                    nodes = range(state.size) if group_rank == 0 else ()
+                    keys = [f"{word} {node}" for node in nodes]
+                    while not store.check(keys or [word]) and not ended(member.state):
                         time.sleep(0.01)
-                    if said:
+                    if keys:
                         store.set(word, b"")
                 if ended(member.state):
                     return None
-                return RendezvousInfo(
-                    store,
-                    place,
-                    state.size,
-                    RendezvousStoreInfo(host, int(port)),
-                )
-            except LOST:
-                time.sleep(0.1)  # its host is dead, which the leases tell in a moment
-                if time.monotonic() > tell_at:
-                    tell_at = math.inf
+                address_info = RendezvousStoreInfo(host, int(port))
+                return RendezvousInfo(store, group_rank, state.size, address_info)
+            except STORE_ERRORS:
+                time.sleep(0.1)  # the host is dead, and its lease ends soon
+                if time.monotonic() > warn_at:
+                    warn_at = math.inf
                     logger.warning(
                         "%s, where the nodes of round %d meet, cannot be reached from here; going "
                         "on trying (--local-addr names the address of a node)",
@@ -471,62 +461,56 @@ class PerdureRendezvous(RendezvousHandler):
         return None
 
     def _occupy(self, job: str | None) -> None:
-        """Hold the folder of the run for a job, or for none."""
+        """Hold the run directory for a job; None: release it."""
         facts = self._node.facts(0)
         if job and not self._occupancy and facts and facts.directory:
             try:
                 self._occupancy = Occupancy(Path(facts.directory), job)
             except OccupiedError as occupied:
-                refused = self._refused(str(occupied))
-                self._member.change(
-                    lambda state: replace(state, closed=state.closed or refused.closed)
-                )
+                refused = self._refusal(str(occupied))
+                self._member.change(partial(close, end=refused.end))
                 raise refused from occupied
         elif not job and self._occupancy:
             self._occupancy.release()
             self._occupancy = None
 
     def num_nodes_waiting(self) -> int:
-        """Whether torchrun is to end its workers and come to the next round: 1 for yes.
+        """Return 1 to make torchrun end its workers and come to the next round.
 
-        Nodes that are lost, or have left, are a reason at once. For nodes that have come, the ranks
-        are asked to pause, and are ended when they have.
+        A node that is lost or has left is a reason at once. For nodes that have arrived, the ranks
+        are asked to pause first.
         """
         state = self._member.state
-        ours = state.round == self._round and self._member.name in state.members
+        in_round = state.round == self._round and self._member.name in state.members
         if state.closed:
             return 0
         paused = self._node.paused()
-        if not ours or over(state) or paused is not None:
+        if not in_round or round_over(state) or paused is not None:
             if self._node.leaving:
-                return 0  # this node goes, and its stand-ins end by themselves
+                return 0  # this node leaves, and its stand-ins end by themselves
             self._paused = -1 if paused is None else paused
-            self._node.expect_stop()
+            self._node.expect_stop()  # the SIGTERM that follows is torchrun's, and no notice
             return 1
-        if room(state, self._member.limits):
-            self._node.pause()
+        if admissible(state, self._member.limits):
+            self._node.pause()  # once all have paused, the next call returns 1
         return 0
 
     def is_closed(self) -> bool:
-        """See RendezvousHandler."""
         return self._member.state.closed is not None
 
     def set_closed(self) -> None:
-        """See RendezvousHandler."""
-        closed = Closed(1, "the job was closed")
-        self._member.change(lambda state: replace(state, closed=state.closed or closed))
+        self._member.change(partial(close, end=JobEnd(1, "the job was closed")))
 
     @property
-    def verdict(self) -> Closed | None:
-        """How the job ended, None while it goes on."""
+    def verdict(self) -> JobEnd | None:
+        """How the job ended; None while it runs."""
         return self._member.state.closed
 
     def get_run_id(self) -> str:
-        """See RendezvousHandler."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave. The job goes on without this node.
+        """Leave the job, which continues without this node.
 
         Raises:
             JobClosed: torchrun is about to report that its workers failed. They are stand-ins, and
@@ -534,23 +518,23 @@ class PerdureRendezvous(RendezvousHandler):
         """
         if not self._stopped:
             self._stopped = True
-            self._end.set()
+            self._end.set()  # ends the thread that polls the cloud
             self._node.stop()
             self._occupy(None)
             self._member.stop(timeout=2.0)
             if threading.current_thread() is threading.main_thread():
-                for number in SIGNALS:  # Python gives them back their default action as it ends
+                for number in SIGNALS:  # Python restores their default action as it exits
                     signal.signal(number, signal.SIG_IGN)
             if isinstance(sys.exc_info()[1], ChildFailedError):
                 if self._node.leaving:
-                    raise self._gone()
+                    raise self._left()
                 if closed := self._member.state.closed:
                     raise JobClosed(closed)
         return True
 
 
 def _host_if_ours(host: str, port: int, wanted: bool | None, alone: bool) -> dist.TCPStore | None:
-    """Host the store, if it is for this node to do; `alone`: for nobody else."""
+    """Host the store if it belongs on this node; else None; `alone`: for this machine only."""
     if wanted is False:
         return None
     if wanted is None and port and (not _is_ours(host) or _answers(host, port)):
@@ -575,17 +559,17 @@ def _is_ours(host: str) -> bool:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
+            probe.bind((address[0], 0))  # works only for an address of this machine
         return True
     except OSError:
         return False
 
 
 def _reachable(host: str, most_nodes: int) -> str:
-    """The address of this machine for the others."""
+    """The address of this machine for other nodes, chosen by the way to `host`."""
     address = _address_towards(host)
-    here = host in ("localhost", address)
-    if most_nodes > 1 and ip_address(address).is_loopback and not here:
+    present = host in ("localhost", address)
+    if most_nodes > 1 and ip_address(address).is_loopback and not present:
         raise RendezvousConnectionError(
             f"--rdzv-endpoint: {host} is {address} on this machine, where other nodes cannot reach "
             "it (see /etc/hosts); give its address instead of its name, or --local-addr"
@@ -598,7 +582,7 @@ def _address_towards(host: str) -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
+            probe.connect(address)  # sends nothing over UDP: it only picks the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise RendezvousConnectionError(f"--rdzv-endpoint: no way to {host}: {error}") from error

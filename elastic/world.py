@@ -1,4 +1,4 @@
-"""The ranks of a run: a frozen `World`, read from the environment once; joining and leaving."""
+"""The `World` of a rank, read from the environment once; joining and leaving the process group."""
 
 import gc
 import json
@@ -24,59 +24,57 @@ from elastic.group.sealed import SealedStore
 logger = logging.getLogger(__name__)
 
 ROUND = "PERDURE_ROUND"
-"""Environment variable: the round of the membership that this rank belongs to."""
+"""Environment variable: the membership round of this rank."""
 PLACES = "PERDURE_PLACES"
-"""Environment variable: which ranks of that round stand where, in words; empty: not stated."""
+"""Environment variable: which ranks of the round are in which rack or NVLink domain, in words."""
 GENERATION = "PERDURE_GENERATION"
-"""Environment variable: which generation of training processes of that round this one is of."""
+"""Environment variable: this process's generation within its round."""
 CAUSE = "PERDURE_CAUSE"
-"""Environment variable: the failure because of which this process was started, as JSON."""
+"""Environment variable: the failure that made this start necessary, as JSON."""
 
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables: where torch's process groups listen."""
+"""Environment variables: interfaces on which gloo and NCCL listen."""
 
 FREED_SECONDS, STILL_SECONDS = 10.0, 3.0
-"""How long a rank waits for the memory of a device that a killed one had: in all, and while the
-driver frees none. A device that is not free by then is used by others."""
+"""Longest wait for the device memory of a killed rank: in total, and without any memory being
+freed. A device that is still occupied then is in use by others."""
 FREED_SLACK = 1 << 30
-"""Bytes that others may have taken meanwhile."""
+"""Bytes that other processes may have allocated since."""
 
-# A rank that goes on in place leaves a process group as garbage. What it forks (workers that read
-# data) has none of its threads, and would wait for their end, or abort, when it collects garbage.
+# A rank that is recalled leaves a process group as garbage. A data worker forked from it has none
+# of the group's threads, and would hang or abort when it collects that garbage.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process and its peers."""
+    """One process and its place among its peers."""
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    """Ranks on this node."""
     nodes: int
     round: int
-    """Which set of nodes this is, counted from 1; 0 without an agent of ours."""
+    """Membership round, counted from 1; 0 without an agent of ours."""
     generation: int
-    """How often the training processes of this round were started again."""
+    """Restarts of the training processes within this round."""
     cause: Mapping[str, Any] | None
-    """The failure that made this start necessary: rank, node, step, why, at; None for others."""
+    """The failure that made this start necessary: rank, node, step, why, at; else None."""
     device: torch.device
     free: int = 0
-    """Most bytes of the GPU that have been free when a rank of this place joined."""
+    """Most bytes that this rank's GPU has had free at a join."""
     places: str = ""
-    """Which ranks stand in which rack or NVLink domain, in words; empty: no node has stated it."""
+    """Which ranks are in which rack or NVLink domain, in words; empty: unknown."""
 
     @property
     def is_main(self) -> bool:
-        """Rank 0: prints, and decides for all."""
+        """Whether this is rank 0, which prints and decides for all."""
         return self.rank == 0
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """(rank, local_rank, world_size, local_world_size) as torchrun set them; one process without
-    torchrun is a world of one."""
+    """(rank, local_rank, world_size, local_world_size) from torchrun, else (0, 0, 1, 1)."""
     read = os.environ.get
     return (
         int(read("RANK", "0")),
@@ -87,7 +85,7 @@ def read_environment() -> tuple[int, int, int, int]:
 
 
 _sealed: list[SealedStore] = []
-"""The store of the process groups of this process; see `SealedStore`."""
+"""Keeps the store of this process's groups alive; torch holds no reference to its Python part."""
 
 
 def join_world(
@@ -97,10 +95,10 @@ def join_world(
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
-        timeout_seconds: how long a collective may wait for a missing rank.
-        secret: of this round (`Pulse.secret`), under which ranks tell each other their addresses;
-            empty: none.
-        most_free: bytes that this place's GPU had free when a rank joined before; 0: not known.
+        timeout_seconds: how long a collective waits for a missing rank.
+        secret: of this round (`Pulse.secret`); seals the addresses that ranks exchange. Empty:
+            none.
+        most_free: bytes that this rank's GPU had free at an earlier join; 0: not known.
 
     The default group carries CUDA tensors over NCCL and CPU tensors over gloo.
     """
@@ -110,16 +108,16 @@ def join_world(
     place, free = torch.device("cpu"), 0
     if device == "cuda":
         place = torch.device("cuda", local_rank)
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(place)  # first: any other call would open a context on GPU 0
         free = wait_until_freed(place, most_free)
     if local_world_size == world_size:
-        for variable in INTERFACES:  # nobody on other machines needs to reach these ranks
+        for variable in INTERFACES:  # all ranks are on this machine: do not listen on its network
             os.environ.setdefault(variable, "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_seconds),
         device_id=place if device == "cuda" else None,
-        store=_store(secret),
+        store=_address_store(secret),
         rank=rank,
         world_size=world_size,
     )
@@ -144,23 +142,21 @@ _set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_
 
 
 def limit_waits(timeout_seconds: float) -> None:
-    """Have the collectives of all groups of this rank wait for a missing one as long as those of
-    the default group: to others torch gives 10 or 30 minutes, whatever was said of that."""
+    """Give the collectives of all groups of this rank the same time-out. torch gives groups other
+    than the default one 10 or 30 minutes, whatever init_process_group was called with."""
     for group in list(distributed_c10d._world.pg_map):
         _set_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def wait_until_freed(place: torch.device, most: int) -> int:
-    """Wait until a GPU has the memory again that a killed rank had: the driver may free it seconds
-    after its process has ended.
+    """Wait until a GPU has as much free memory as before a rank on it was killed. The driver may
+    free it seconds after the process has ended.
 
     Args:
-        place: which.
-        most: bytes that were free when a rank of this place last joined; 0: not known, so that
-            nothing is waited for.
+        most: bytes that were free when a rank of this GPU last joined; 0: not known, no wait.
 
     Returns:
-        Bytes that are free now, or are this process's own.
+        Bytes that are free now, or reserved by this process.
     """
 
     def free() -> int:
@@ -178,11 +174,11 @@ def wait_until_freed(place: torch.device, most: int) -> int:
     return now
 
 
-def _store(secret: bytes) -> dist.Store | None:
-    """Where ranks meet; None leaves it to torch."""
+def _address_store(secret: bytes) -> dist.Store | None:
+    """The store in which ranks exchange addresses; None: torch creates it."""
     read = os.environ.get
     if "RANK" not in os.environ:
-        return dist.HashStore()  # nobody to meet
+        return dist.HashStore()  # a world of one rank
     if not secret and read("RANK") == "0" and read("WORLD_SIZE") != "1":
         logger.warning(
             "torch's own rendezvous shares no secret: whoever reaches port %s of %s may put "
@@ -194,7 +190,7 @@ def _store(secret: bytes) -> dist.Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     connect = partial(dist.TCPStore, host, port, is_master=False)
-    if secret:  # the store is new in every round; generations share it
+    if secret:  # the store is new in every round; generations of a round share it
         _sealed[:] = [SealedStore(connect, Secret(secret), f"generation {read(GENERATION, '0')}")]
         return _sealed[0]
     store = connect()
@@ -205,34 +201,35 @@ def _store(secret: bytes) -> dist.Store | None:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Whether an error only says that another rank, or the store's host, is gone."""
-    gone = ["Connection reset by peer", "Connection closed by peer", "Broken pipe"]
+    signs = ["Connection reset by peer", "Connection closed by peer", "Broken pipe"]
     if isinstance(error, dist.DistBackendError):
-        # Any failure of NCCL, such as two ranks on a GPU or too small a /dev/shm; its explanations
-        # speak of sockets and of remote peers there as well.
-        gone += ["ncclRemoteError", "Connection closed by remote peer", "Connection refused"]
-        gone += ["Connection timed out", "failed to recv", "communicator was aborted", "timeout"]
-    elif isinstance(error, dist.DistError):  # of the store, or on the way to it
+        # DistBackendError is any failure of NCCL, such as two ranks on one GPU or too small a
+        # /dev/shm. NCCL's explanations of those speak of sockets and remote peers too, so only
+        # phrases that appear for a lost peer count.
+        signs += ["ncclRemoteError", "Connection closed by remote peer", "Connection refused"]
+        signs += ["Connection timed out", "failed to recv", "communicator was aborted", "timeout"]
+    elif isinstance(error, dist.DistError):  # errors of the store and of connections to it
         return True
-    return any(sign in str(error) for sign in gone)
+    return any(sign in str(error) for sign in signs)
 
 
 def drop_world() -> None:
-    """Let go of the process groups of an attempt that is over. On each rank by itself."""
+    """Destroy the process groups of an attempt that is over. Each rank calls it by itself."""
     if dist.is_initialized():
-        with suppress(RuntimeError):  # some were aborted, and others had peers that are gone
+        with suppress(RuntimeError):  # some groups were aborted, others have lost peers
             dist.destroy_process_group()
 
 
 def supervised() -> bool:
-    """Whether this process was started by an agent of ours, which restarts it."""
+    """Whether an agent of ours started this process, and restarts it."""
     return ROUND in os.environ
 
 
 def refuse_stale_store() -> str | None:
-    """Why this launch must not go on, None if it may.
+    """Why this launch must not continue, in a line; None if it may.
 
-    On several nodes torchrun's own rendezvous gives restarted ranks a stale store, and they count
-    their restarts differently, so that nothing tells the attempts apart.
+    On several nodes torchrun's own rendezvous gives restarted ranks a stale store. The nodes count
+    their restarts differently, so no number tells the attempts apart.
     """
     read = os.environ.get
     shared = read("TORCHELASTIC_USE_AGENT_STORE") == "True" and ROUND not in os.environ
@@ -246,16 +243,19 @@ def refuse_stale_store() -> str | None:
 
 
 def leave_world(code: int) -> NoReturn:
-    """End this rank: with all others after the last step or when they pause, else alone.
+    """End this rank with exit code `code`. Called on all ranks after the last step and at a pause;
+    otherwise each rank calls it by itself.
 
-    gloo's threads sometimes abort a process while the interpreter shuts down, after all work is
-    done, and torchrun then calls the job failed. So: meet, flush, and leave without a shutdown. A
-    rank that leaves alone does not destroy the group, for which NCCL waits for the others.
+    A rank that leaves alone does not destroy the group, for which NCCL waits for the others.
     """
     if dist.is_initialized() and code in (EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE):
+        # A rank that destroys its group early looks like a lost peer to those still in the last
+        # step.
         if code == EXIT_DONE:
             dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+    # No interpreter shutdown: gloo's threads sometimes abort a process there, after all work is
+    # done, and torchrun then calls the job failed.
     os._exit(code)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from elastic.node.progress import RANKS, Progress, ProgressPage
+from elastic.node.progress import RANKS, ProgressPage, RankProgress
 from elastic.process import children, descendants, signal_family
 from lab.container import Container
 
@@ -97,7 +97,7 @@ class LocalNode:
         # One that is in no place is in reserve, or about to say which.
         return [one.pid for one in told if one and one.pid in found]
 
-    def progress(self, local_rank: int) -> Progress | None:
+    def progress(self, local_rank: int) -> RankProgress | None:
         """How far a rank is; None if the agent is not there, or not ready."""
         pid = self.process.pid
         try:

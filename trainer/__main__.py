@@ -20,15 +20,15 @@ def main(arguments: list[str]) -> NoReturn:
         home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         if home not in sys.path:  # of a checkout that is not installed
             sys.path.append(home)
-    from elastic.exits import heeded, leave_at_once
+    from elastic.exits import handled_signals, leave_at_once
     from elastic.node.standin import NODE_SOCKET, stand_in
-    from elastic.process import outlive
+    from elastic.process import tolerate_lost_output
 
-    outlive()
+    tolerate_lost_output()
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
         stand_in("trainer.run.worker:main", "trainer.run.worker:prepare", arguments)
     if "RANK" not in os.environ:  # else torchrun decides
-        for number in heeded():
+        for number in handled_signals():
             signal.signal(number, leave_at_once)
     from trainer.run.worker import main as work
 

@@ -1,12 +1,11 @@
-"""(global batch, data-parallel size, micro-batch limit) → who computes which sequences. Pure.
+"""Which rank computes which sequences of a global batch. Pure functions.
 
-The global batch is the same at every world size. A share that does not divide evenly gives ranks
+The global batch is the same at every world size. Where it does not divide evenly, ranks have
 different numbers of sequences but the same number of forward and backward passes, so that their
-collectives match; a rank that has nothing left to compute runs one sequence with weight 0.
+collectives match. A rank with nothing left to compute runs one sequence with weight 0.
 
-A plan is balanced or fixed. Balanced: ranks share the sequences as evenly as possible. Fixed: the
-global batch is cut into numbered micro-batches, the same ones at every world size, and ranks share
-these.
+In a balanced plan, ranks share the sequences as evenly as possible. In a fixed plan, the global
+batch is cut into micro-batches that are the same at every world size, and ranks share these.
 """
 
 from collections.abc import Iterator
@@ -15,13 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of one forward and backward pass on one rank."""
-
     positions: tuple[int, ...]
     """Positions in the global order of sequences."""
 
     real: bool
-    """False when the pass only keeps collectives in step: its loss has weight 0."""
+    """False: the pass only keeps collectives matched, and its loss has weight 0."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +27,29 @@ class BatchPlan:
 
     global_batch: int
     world_size: int
-    """Number of data-parallel ranks."""
     passes: int
-    """Forward and backward passes that every rank runs per optimizer step."""
+    """Forward and backward passes of every rank per optimizer step."""
     micro_batch: int
-    """Sequences in the largest of these passes."""
+    """Sequences in the largest pass."""
     fixed: bool = False
     """Whether micro-batches are the same at every world size."""
 
     @property
     def efficiency(self) -> float:
-        """Share of the sequence slots that carry a sequence, in (0, 1]: the busiest rank sets the
-        pace, and the others wait for it."""
+        """Share of the sequence slots that carry a sequence, in (0, 1]."""
+        # The busiest rank sets the pace; the others wait for it in the collectives.
         busiest = -(-self.global_batch // self.world_size)
-        if self.fixed:  # the first rank, which has the last micro-batch if all others have fewer
+        # the first rank; it also has the last micro-batch where the others have one fewer
+        if self.fixed:
             rounds, rest = divmod(self.global_batch, self.world_size * self.micro_batch)
             busiest = rounds * self.micro_batch + min(rest, self.micro_batch)
         return self.global_batch / (self.world_size * busiest)
 
     def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:
-        """The passes of `rank` for the global batch whose first sequence has position `start`.
+        """Yield the passes of `rank` for the global batch that begins at sequence `start`.
 
-        Ranks take every world_size-th sequence, so that each sees the same mixture of sources; in
-        a fixed plan every world_size-th micro-batch.
+        A rank takes every world_size-th sequence, so that all ranks see the same mixture of
+        sources. In a fixed plan it takes every world_size-th micro-batch.
         """
         if self.fixed:
             size, end = self.micro_batch, start + self.global_batch
@@ -61,16 +58,17 @@ class BatchPlan:
                 positions = tuple(range(first, min(first + size, end)))
                 yield MicroBatch(positions or (start,), real=bool(positions))
             return
-        mine = range(start + rank, start + self.global_batch, self.world_size)
-        whole, extra = divmod(len(mine), self.passes)
-        taken = 0
+        own = range(start + rank, start + self.global_batch, self.world_size)
+        whole, extra = divmod(len(own), self.passes)
+        used = 0
         for number in range(self.passes):
             size = whole + (number < extra)
             if size:
-                yield MicroBatch(tuple(mine[taken : taken + size]), real=True)
+                yield MicroBatch(tuple(own[used : used + size]), real=True)
             else:
+                # Any sequence will do: its gradient is multiplied by 0.
                 yield MicroBatch((start,), real=False)
-            taken += size
+            used += size
 
     def __str__(self) -> str:
         size = "fixed micro-batches of" if self.fixed else "up to"
@@ -87,7 +85,7 @@ class BatchPlan:
 
 
 def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> int:
-    """Data-parallel ranks that have work; the arguments are those of `plan_batch`."""
+    """Data-parallel ranks for which there is work; arguments as for `plan_batch`."""
     return -(-global_batch // micro_batch) if fixed else global_batch
 
 
@@ -98,10 +96,10 @@ def plan_batch(
 
     Args:
         global_batch: sequences per optimizer step, over all ranks.
-        world_size: number of data-parallel ranks.
-        micro_batch: most sequences one rank may hold in one forward pass; in a fixed plan, those
-            of every pass (the last micro-batch of a global batch takes what is left).
-        fixed: cut the global batch alike at every world size.
+        world_size: data-parallel ranks.
+        micro_batch: most sequences of a rank in one pass. In a fixed plan, the sequences of every
+            pass but perhaps the last of a global batch.
+        fixed: use the same micro-batches at every world size.
 
     Raises:
         ValueError: fewer sequences (fixed: micro-batches) than ranks, or a number below 1.

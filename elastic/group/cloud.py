@@ -1,7 +1,8 @@
-"""Notices of the cloud that this machine will be taken away, and a trigger file for all others.
+"""Notices of the cloud that this machine will be taken away, and a trigger file for other systems.
 
-A cloud tells through its metadata service, an HTTP server that only the machine itself reaches. One
-thread per node asks it every few seconds; on a machine that is in no known cloud nothing is asked.
+A cloud announces this through its metadata service, an HTTP server that only the machine itself
+reaches. One thread per node polls it every few seconds. Outside of the known clouds nothing is
+polled.
 
     AWS    2 min ahead, recommends to leave sooner
            docs.aws.amazon.com/AWSEC2/latest/UserGuide: spot-instance-termination-notices.html,
@@ -27,46 +28,45 @@ ADDRESS = "http://169.254.169.254"
 """Address of the metadata service, the same in all three clouds."""
 DMI = Path("/sys/class/dmi/id")
 AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
-"""The vendor and product of an Azure machine are those of any Hyper-V guest; this is not."""
+"""Identifies an Azure machine; its vendor and product are those of any Hyper-V guest."""
 
 POLL_SECONDS = 2.0
-"""Two of the three clouds tell only 30 s ahead; a question takes a few milliseconds."""
+"""Two of the three clouds give 30 s of notice; a request takes a few milliseconds."""
 REQUEST_SECONDS = 2.0
-"""For each wait for the service."""
 MAX_ANSWER = 1 << 16
 
-# No handlers for proxies and redirects: the service is next to this machine, or it is not the
-# service. None for errors: each status is an answer.
+# No handlers for proxies and redirects: the metadata service is reached directly or not at all.
+# None for errors: every HTTP status is an answer here.
 _opener = urllib.request.OpenerDirector()
 _opener.add_handler(urllib.request.HTTPHandler())
 
 
 @dataclass(frozen=True)
 class Notice:
-    """This machine is going to be taken away."""
+    """An announcement that this machine is going to be taken away."""
 
     source: str
-    """Who says so: "aws", "gcp", "azure" or "file:<path>"."""
+    """"aws", "gcp", "azure" or "file:<path>"."""
     what: str
-    """AWS: "terminate", "stop", "hibernate", or "rebalance" (it may be taken soon). GCP: "preempt".
-    Azure: "preempt" or "terminate". A file: "trigger"."""
+    """AWS: "terminate", "stop", "hibernate", or "rebalance" (a raised risk). GCP: "preempt". Azure:
+    "preempt" or "terminate". A file: "trigger"."""
     seconds: float | None
-    """Until it is taken, by this machine's clock; None if that was not said."""
+    """Seconds until the machine is taken away; None if the source gives no time."""
 
 
 class NoticeSource(Protocol):
-    """Something that may have a notice."""
+    """A service or file that may announce a `Notice`."""
 
     name: str
 
     def look(self) -> Notice | None:
-        """The notice that stands now, None if there is none. Blocks for a few seconds at most when
-        the service is slow; raises anything when it cannot be asked or answers nonsense."""
+        """Return the current notice, None if there is none. May block for a few seconds where the
+        service is slow, and raises any exception where it fails."""
 
 
 @dataclass
 class TriggerFile:
-    """A notice once a file exists."""
+    """A notice that stands as soon as a file exists."""
 
     path: Path
 
@@ -101,19 +101,19 @@ class Aws:
         return None
 
     def _get(self, path: str) -> str | None:
-        """None when it is not there, which is how the service says that there is no notice."""
+        """The text at `path`; None for status 404, which means no notice."""
         url = f"{self.address}/latest/meta-data/{path}"
-        status, answer = _ask(url, self._token_header())
+        status, answer = _request(url, self._token_header())
         if status not in (200, 404):
-            self._token = ""  # 401: it has expired; with others it may never have been one
-            status, answer = _ask(url, self._token_header())
+            self._token = ""  # 401: the token has expired; other statuses may come from a bad token
+            status, answer = _request(url, self._token_header())
         return None if status == 404 else _expect_ok(url, status, answer)
 
     def _token_header(self) -> dict[str, str]:
         if not self._token:
             url = f"{self.address}/latest/api/token"
             longest = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
-            self._token = _expect_ok(url, *_ask(url, longest, "PUT")).strip()
+            self._token = _expect_ok(url, *_request(url, longest, "PUT")).strip()
         return {"X-aws-ec2-metadata-token": self._token}
 
 
@@ -126,10 +126,10 @@ class Gcp:
 
     def look(self) -> Notice | None:
         url = f"{self.address}/computeMetadata/v1/instance/preempted"
-        answer = _expect_ok(url, *_ask(url, {"Metadata-Flavor": "Google"})).strip()
+        answer = _expect_ok(url, *_request(url, {"Metadata-Flavor": "Google"})).strip()
         if answer not in ("TRUE", "FALSE"):
             raise ValueError(f"instance/preempted is {answer[:80]!r}")
-        # The service says no time. The machine is stopped 30 s after the answer becomes TRUE.
+        # The service gives no time. The machine is stopped 30 s after the answer becomes TRUE.
         return Notice(self.name, "preempt", 30.0) if answer == "TRUE" else None
 
 
@@ -150,29 +150,29 @@ class Azure:
         return None
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
-        """A machine hears of the events of its whole scale set."""
+        """Whether an event names this machine: the service lists those of its whole scale set."""
         machine = self._get("instance/compute/name?api-version=2021-02-01&format=text")
         return machine.strip().lower() in [str(name).lower() for name in event["Resources"]]
 
     def _get(self, path: str) -> str:
         url = f"{self.address}/metadata/{path}"
-        return _expect_ok(url, *_ask(url, {"Metadata": "true"}))
+        return _expect_ok(url, *_request(url, {"Metadata": "true"}))
 
 
 CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
 def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
-    """The sources that a recipe names. Asks none of them.
+    """Create the notice sources that a recipe names. Contacts none of them.
 
     Args:
         text: "aws", "gcp", "azure", "file:<path>" and "auto", separated by commas; may be empty.
-            "auto" is the cloud that this machine is in, or nothing if it is in none of the three.
+            "auto" is the cloud that this machine is in, if it is one of the three.
         address: of the metadata service.
-        dmi: folder with what the firmware says of the machine.
+        dmi: folder with the firmware's description of the machine.
 
     Raises:
-        ValueError: another word.
+        ValueError: `text` has another word.
     """
     sources: dict[str, NoticeSource] = {}
     for word in (part.strip() for part in text.split(",")):
@@ -192,7 +192,7 @@ def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[No
 
 
 def guess_cloud(dmi: Path = DMI) -> str | None:
-    """The cloud that this machine is in, by what its firmware says; None if it is none of ours."""
+    """Name of the cloud that this machine is in, by its firmware; None: another one."""
 
     def read(name: str) -> str:
         try:
@@ -212,58 +212,52 @@ def guess_cloud(dmi: Path = DMI) -> str | None:
 
 def watch(
     sources: Sequence[NoticeSource],
-    tell: Callable[[Notice], None],
+    notify: Callable[[Notice], None],
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,
 ) -> threading.Thread | None:
-    """Look at the sources until `stop` is set, in a daemon thread. Once per node, not per rank.
-
-    A source that cannot be asked is logged once, and asked again at each turn.
+    """Poll the sources in a daemon thread until `stop` is set. Called once per node.
 
     Args:
-        sources: as of `parse_sources`.
-        tell: called in the thread, once for each `what` of a source. Must not raise.
-        stop: ends the thread, after the question that it is in.
-        poll_seconds: between two turns.
+        sources: from `parse_sources`. A source that fails is logged once, and polled again.
+        notify: called in the thread, once for each `what` of a source. Must not raise.
+        stop: ends the thread, after its current request.
+        poll_seconds: pause between two polls of all sources.
 
     Returns:
-        The thread; None if there are no sources, and so nothing to do.
+        The thread; None without sources.
     """
     if not sources:
         return None
-    thread = threading.Thread(
-        target=_watch, args=(sources, tell, stop, poll_seconds), name="perdure-cloud", daemon=True
-    )
+    reported: set[tuple[str, str]] = set()
+    failing: set[str] = set()
+
+    def look(source: NoticeSource) -> None:
+        try:
+            notice = source.look()
+        except Exception as error:  # one source's failure must not stop the others
+            if source.name not in failing:
+                failing.add(source.name)
+                reason = f"{type(error).__name__}: {error}"
+                logger.warning("no notices from %s now, still trying: %s", source.name, reason)
+            return
+        if notice and (notice.source, notice.what) not in reported:
+            reported.add((notice.source, notice.what))
+            notify(notice)
+
+    def work() -> None:
+        while not stop.is_set():
+            for source in sources:
+                look(source)
+            stop.wait(poll_seconds)
+
+    thread = threading.Thread(target=work, name="perdure-cloud", daemon=True)
     thread.start()
     return thread
 
 
-def _watch(
-    sources: Sequence[NoticeSource],
-    tell: Callable[[Notice], None],
-    stop: threading.Event,
-    poll_seconds: float,
-) -> None:
-    told: set[tuple[str, str]] = set()
-    complained: set[str] = set()
-    while not stop.is_set():
-        for source in sources:
-            try:
-                notice = source.look()
-            except Exception as error:  # whatever a service does, it must not cost us the others
-                if source.name not in complained:
-                    complained.add(source.name)
-                    reason = f"{type(error).__name__}: {error}"
-                    logger.warning("no notices from %s now, still trying: %s", source.name, reason)
-                continue
-            if notice and (notice.source, notice.what) not in told:
-                told.add((notice.source, notice.what))
-                tell(notice)
-        stop.wait(poll_seconds)
-
-
-def _ask(url: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
-    """Status and text of an answer."""
+def _request(url: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
+    """(status, text) of an HTTP response."""
     request = urllib.request.Request(url, headers=headers, method=method)
     with _opener.open(request, timeout=REQUEST_SECONDS) as response:
         return response.status, response.read(MAX_ANSWER).decode()
@@ -276,14 +270,14 @@ def _expect_ok(url: str, status: int, answer: str) -> str:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    parsed = json.loads(text)
+    if not isinstance(parsed, dict):
         raise ValueError(f"{text[:80]!r} is no JSON object")
-    return found
+    return parsed
 
 
 def _seconds_until(parse: Callable[[str], datetime], text: object) -> float | None:
-    """None for a time that cannot be read: the notice counts nevertheless."""
+    """Seconds from now to the time in `text`, at least 0; None where it cannot be parsed."""
     try:
         when = parse(str(text))
     except ValueError:

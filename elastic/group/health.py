@@ -1,12 +1,12 @@
-"""Whether a node is fit to join: checks before its first round.
+"""Checks of a machine before its node joins.
 
-[Note: checks] Each check runs in a process of its own, because what it looks for may hang for ever
-(a GPU), kill the process (a broken driver), or spoil it (the agent, which forks, must never
-initialise CUDA). The process says what it is about to do before it does it, so that a check
-that never ends still has a name. All checks run at the same time, and each has a time-out.
+[Note: checks] The checks of cores, GPUs and links each run in a process of their own: a GPU may
+hang for ever, a broken driver may kill the process, and the agent, which forks, must never
+initialise CUDA. The process names each part before it checks it, so that a check that never ends
+still has a name. All checks run at the same time, each with a time-out.
 
-A folder is read, and Linux is asked for its network, in a thread: both cost too little for a
-process, and a thread that waits for a dead server is left alone as well.
+Folders and the network are checked in threads: that costs too little for a process, and a thread
+that waits for a dead server can be abandoned as well.
 
     python -m elastic.group.health compute | gpu | nvlink
 """
@@ -30,27 +30,25 @@ from elastic.group.network import network_problems
 from elastic.process import die_with_parent, search_path
 
 SECONDS = 60.0
-"""A healthy machine answers in a fraction of one, unless it imports all else at the same time."""
+"""Time-out of a check. A healthy machine needs less than a second, unless it is busy importing."""
 GPU_SECONDS = 120.0
-"""Importing torch from a cold disk and making a CUDA context takes many."""
+"""Time-out of the GPU checks, which import torch from a cold disk and create CUDA contexts."""
 ROUND_TRIP_SECONDS = 1.0
-"""A store slower than that does not carry leases, which are about as long."""
+"""Slowest store on which leases, which last about as long, can be kept."""
 GPU_BYTES = 256 << 20
-ONLY_TOLD = ("gpu", "nvlink", "network")
-"""Checks whose problems keep no node out: what is slow, or cannot be asked, may still train."""
+WARNING_ONLY = ("gpu", "nvlink", "network")
+"""Checks whose problems are only logged: a slow or unreadable device may still train."""
 
 
 @dataclass(frozen=True)
 class HealthProblem:
-    """Something that is wrong with this machine."""
-
     check: str
     what: str
 
     @property
     def refuses(self) -> bool:
-        """Whether it is a reason not to join."""
-        return self.check not in ONLY_TOLD
+        """Whether the node must not join."""
+        return self.check not in WARNING_ONLY
 
     def __str__(self) -> str:
         return f"{self.check}: {self.what}"
@@ -58,8 +56,6 @@ class HealthProblem:
 
 @dataclass(frozen=True)
 class Health:
-    """What is known of this machine once it is checked."""
-
     problems: Sequence[HealthProblem]
     domain: str
     """The NVLink domain of its GPUs; empty if they reach no other node."""
@@ -74,24 +70,24 @@ def check_node(
     seconds: float = SECONDS,
     gpu_seconds: float = GPU_SECONDS,
 ) -> Health:
-    """Check this machine: its cores, the GPUs of an NVIDIA driver and their links, its network, and
-    its way to the store and to folders. Takes at most the longest time-out.
+    """Check this machine: cores, NVIDIA GPUs and their links, network, the way to the store, and
+    folders. Takes at most the longest time-out.
 
     Args:
-        store_round_trip: asks the store for something and returns the seconds that took.
-        folders: paths that the ranks need, by the key that names them.
-        network: whether the job has other nodes, which are reached over it.
-        root: folder with `sys` in it; `/` but in tests.
+        store_round_trip: makes a request to the store and returns the seconds that it took.
+        folders: paths that the ranks need, by the recipe key that names each.
+        network: whether the job has other nodes.
+        root: folder that contains `sys`; `/` outside of tests.
         seconds: time-out of each check.
         gpu_seconds: time-out of the check of all GPUs.
     """
     checks = [
         _Check("compute", seconds, _Check.run_child),
-        _Check("store", seconds, partial(_time_store, store_round_trip)),
+        _Check("store", seconds, partial(_check_store, store_round_trip)),
         *_folder_checks(folders or {}, seconds),
     ]
     if network:
-        checks.append(_Check("network", seconds, partial(_look_at_network, root)))
+        checks.append(_Check("network", seconds, partial(_check_network, root)))
     if Path("/dev/nvidiactl").exists():
         checks.append(_Check("gpu", gpu_seconds, _Check.run_child))
         checks.append(_Check("nvlink", gpu_seconds, _Check.run_child))
@@ -101,8 +97,8 @@ def check_node(
 def check_folders(
     folders: Mapping[str, str], *, seconds: float = SECONDS
 ) -> Sequence[HealthProblem]:
-    """Whether what is mounted answers where these paths lie, by the key that names each. A path
-    that is not there is no problem of its mount."""
+    """Problems of the filesystems under `folders`, which maps recipe keys to paths. A missing path
+    is no problem of its filesystem."""
     return _run(_folder_checks(folders, seconds))
 
 
@@ -110,20 +106,19 @@ def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]
     checks = []
     for key, folder in folders.items():
         path = Path(folder).absolute()
-        advice = f" from {path}{mount_of(path)}; mend or remount it, or name another path"
-        checks.append(_Check(key, seconds, partial(_look_at_folder, path), advice))
+        advice = f" from {path}{describe_mount(path)}; mend or remount it, or name another path"
+        checks.append(_Check(key, seconds, partial(_check_folder, path), advice))
     return checks
 
 
 def _run(checks: Sequence["_Check"]) -> list[HealthProblem]:
-    """Run checks at the same time."""
     for check in checks:
         check.start()
     return [problem for check in checks for problem in check.result()]
 
 
 class _Check:
-    """A check in a thread, which is left alone if it does not end in time."""
+    """A check in a thread, which is abandoned if it exceeds its time-out."""
 
     def __init__(
         self, name: str, seconds: float, run: Callable[["_Check"], None], advice: str = ""
@@ -137,32 +132,33 @@ class _Check:
         self._deadline = time.monotonic() + self.seconds
         self._thread.start()
 
-    def found(self, what: str) -> None:
+    def add_problem(self, what: str) -> None:
         self._problems.append(HealthProblem(self.at, what))
 
     def result(self) -> list[HealthProblem]:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.found(f"no answer within {self.seconds:g} s{self.advice}")
+            self.add_problem(f"no answer within {self.seconds:g} s{self.advice}")
             if self._process is not None:
-                # One that waits for a dead driver stays until that answers: not waited for.
+                # A child that waits for a dead driver dies only when that answers: do not wait for
+                # it.
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
         return list(self._problems)
 
     def run_child(self) -> None:
-        """Run the check of this name as a child, and take in what it says."""
+        """Run the check of this name in a child process and collect its findings."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "elastic.group.health", self.at],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            process_group=0,
+            process_group=0,  # so that a hanging check is killed with its forks
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(search_path()),
-                "OMP_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",  # check_compute pins a fork to each core itself
                 "OPENBLAS_NUM_THREADS": "1",
             },
         )
@@ -172,47 +168,47 @@ class _Check:
                 finding = json.loads(line)
                 self.at, self.domain = finding["at"], finding.get("domain", "")
                 if finding["problem"]:
-                    self.found(finding["problem"])
+                    self.add_problem(finding["problem"])
             elif line.strip():
                 last_words = line.strip()
         code = self._process.wait()
         if code:
-            self.found(f"its process ended with code {code}: {last_words}")
+            self.add_problem(f"its process ended with code {code}: {last_words}")
 
     def _work(self) -> None:
         try:
             self._run(self)
-        except Exception as error:  # whatever it is, this check did not succeed
-            self.found(f"{type(error).__name__}: {error}")
+        except Exception as error:  # a check that raises has not succeeded
+            self.add_problem(f"{type(error).__name__}: {error}")
 
 
-def _time_store(round_trip: Callable[[], float], check: _Check) -> None:
+def _check_store(round_trip: Callable[[], float], check: _Check) -> None:
     took = round_trip()
     if took > ROUND_TRIP_SECONDS:
-        check.found(f"a round trip takes {took:.1f} s, more than {ROUND_TRIP_SECONDS:g} s")
+        check.add_problem(f"a round trip takes {took:.1f} s, more than {ROUND_TRIP_SECONDS:g} s")
 
 
-def _look_at_folder(path: Path, check: _Check) -> None:
+def _check_folder(path: Path, check: _Check) -> None:
     try:
-        look_at(path)
+        probe_path(path)
     except OSError as error:
-        check.found(f"{error.strerror}{check.advice}")
+        check.add_problem(f"{error.strerror}{check.advice}")
 
 
-def _look_at_network(root: Path, check: _Check) -> None:
+def _check_network(root: Path, check: _Check) -> None:
     for problem in network_problems(root, os.environ):
-        check.found(problem)
+        check.add_problem(problem)
 
 
 # --- in the child ----------------------------------------------------------------------------
 
 Finding = tuple[str, str | None]
-"""What is about to be checked, and then what is wrong with it."""
+"""(what is checked, None) before a check; (what was checked, problem) after it."""
 
 
 def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
-    """(left, right, row weights, column weights): integer matrices and vectors, as int64 arrays of
-    `module` (numpy or torch).
+    """(left, right, row weights, column weights): int64 matrices of shape (size, size) and vectors
+    of length `size`, as arrays of `module` (numpy or torch).
 
     Values are within ±8, so that every sum in left @ right is an integer below 2^24 in magnitude,
     and no sum is rounded in float32, nor in TF32 with float32 sums.
@@ -227,14 +223,14 @@ def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
 SIZE = 512
 GPU_SIZE = 2048
 GOLDEN = {SIZE: -1139798349, GPU_SIZE: -72314594004}
-"""Row weights @ left @ right @ column weights, by size of `pattern`, from integer arithmetic."""
+"""size → row weights @ left @ right @ column weights of `pattern(size)`, in integer arithmetic."""
 
 
 def check_compute() -> Iterator[Finding]:
-    """Fork, and a multiplication of matrices on every core, whose result is known exactly.
+    """Multiply matrices with a known product in a fork pinned to each core.
 
-    A core that computes wrongly does so without a word (Hochschild et al., Cores that don't count,
-    2021), and spoils the state of all ranks.
+    A core that computes wrongly raises no error (Hochschild et al., Cores that don't count, 2021),
+    and corrupts the state of all ranks.
     """
     yield "compute", None
     import numpy as np
@@ -263,7 +259,7 @@ def check_compute() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Memory that keeps what it is given, and a product of matrices, on every visible GPU."""
+    """Check memory and a matrix product with a known result on every visible GPU."""
     yield "gpu", None
     import torch
 
@@ -276,40 +272,40 @@ def check_gpus() -> Iterator[Finding]:
                 kept = bool((memory == 0x5AA5C33C0FF0).all())
                 left, right, rows, columns = pattern(GPU_SIZE, torch)
             product = (left.float() @ right.float()).double()
-            found = (rows.double() @ product @ columns.double()).item()
+            value = (rows.double() @ product @ columns.double()).item()
         except RuntimeError as error:
             yield name, str(error).splitlines()[0]
             continue
         if not kept:
             yield name, "memory does not keep what is written; take this machine out"
-        if found != GOLDEN[GPU_SIZE]:
+        if value != GOLDEN[GPU_SIZE]:
             yield name, "a multiplication of matrices gave a wrong result; take this machine out"
 
 
 def main(arguments: list[str]) -> None:
-    """One check, one JSON object a line."""
+    """Run one check and print each finding as a line of JSON."""
     die_with_parent()
     if arguments == ["nvlink"]:
-        from elastic.group.nvml import ask_links
+        from elastic.group.nvml import read_links
 
-        problems, domain = ask_links()
+        problems, domain = read_links()
         for problem in [*problems, None]:
-            said = {"at": "nvlink", "problem": problem, "domain": domain}
-            print(json.dumps(said), flush=True)
+            message = {"at": "nvlink", "problem": problem, "domain": domain}
+            print(json.dumps(message), flush=True)
         return
     for at, problem in check_gpus() if arguments == ["gpu"] else check_compute():
         print(json.dumps({"at": at, "problem": problem}), flush=True)
 
 
-HARMLESS = (FileNotFoundError, NotADirectoryError, PermissionError)
-"""Errors that say nothing of a mount: whoever needs the path tells of them."""
+NOT_MOUNT_ERRORS = (FileNotFoundError, NotADirectoryError, PermissionError)
+"""Errors that say nothing about a mount; whoever opens the path reports them."""
 
 
-def look_at(path: Path) -> None:
-    """List a folder, or read a byte of a file; of a path that is not there its nearest parent.
+def probe_path(path: Path) -> None:
+    """List a folder or read one byte of a file; of a missing path, probe its nearest parent.
 
     Raises:
-        OSError: the filesystem does not do it.
+        OSError: the filesystem fails.
     """
     try:
         while True:
@@ -326,17 +322,16 @@ def look_at(path: Path) -> None:
         else:
             with open(path, "rb") as file:
                 file.read(1)
-    except HARMLESS:
+    except NOT_MOUNT_ERRORS:
         return
 
 
-def mount_of(path: Path, root: Path = Path("/")) -> str:
-    """Where a path is mounted from, for people: ` (nfs4 server:/export on /mnt)`; empty if it is on
-    the filesystem of `/`, or that is not known. Asks no filesystem but /proc.
+def describe_mount(path: Path, root: Path = Path("/")) -> str:
+    """Describe the mount that `path` is on, such as ` (nfs4 server:/export on /mnt)`; empty for the
+    root filesystem, or where /proc does not say. Touches no filesystem but /proc.
 
     Args:
-        path: absolute.
-        root: folder with `proc` in it; `/` but in tests.
+        root: folder that contains `proc`; `/` outside of tests.
     """
     try:
         lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")

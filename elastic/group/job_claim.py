@@ -1,16 +1,15 @@
-"""One world of a job: its nodes agree on a secret and a run directory before any of them is in a
-round.
+"""Agreement of a job's nodes on one secret and one run directory, before any of them is in a round.
 
-[Note: claim] A key of the store, under the name of the job, holds the fingerprint of the secret, a
-counter and a mark. The first node of a job makes an empty file in the run directory, named by a
-random mark, and writes the key by compare-and-swap. A node that finds the key there joins if it has
-the same secret, and sees that file in its own run directory. Another node is refused as long as the
-counter rises, for which the first node in the document sees. A key that stands still is of a job
-that has ended, and is taken over.
+[Note: claim] A key of the store, named after the job, holds the fingerprint of the secret, a
+counter and a mark. The first node of a job creates an empty file in the run directory, named by a
+random mark, and writes the key by compare-and-swap. Another node joins if it has the same secret
+and sees that file in its own run directory. Otherwise it is refused while the counter rises; the
+first node of the membership raises it. A key whose counter stands still belongs to a job that has
+ended, and is overwritten.
 
-Anybody can write to the key, so it decides about nodes that start, and never about a job that
-trains. Where the store was restarted empty, another job may take the key before the one that trains
-is back. It ends itself when it sees the key of that one; see `Member`.
+Anybody can write to the key, so it decides only about nodes that start, never about a job that
+trains. After a restart of the store with no data, another job may take the key before the job that
+trains is back. It ends itself when it sees the older job's key; see `Member`.
 """
 
 import os
@@ -24,108 +23,101 @@ from pathlib import Path
 from elastic.group.job_secret import SECRET_FILE, Secret, SecretError
 from elastic.group.store import StoreClient
 
-STILL_SECONDS = 3.0
-"""A key that has not changed for so long is of a job that has ended."""
+STALE_SECONDS = 3.0
+"""A key that has not changed for so long belongs to a job that has ended."""
 VISIBLE_SECONDS = 5.0
-"""Until when a file that another node has made is to be seen here, on a network filesystem."""
+"""Longest time until a file created on another node appears here, on a network filesystem."""
 PREFIX = ".job-"
-KEPT = 8
-"""Marks that stay in a run directory: a job that trains may have the one before the newest."""
+KEPT_MARKS = 8
+"""Marks that stay in a run directory: a job that trains may use the one before the newest."""
 NO_MARK = "-"
-"""Instead of a mark, where the run directory is not known, or cannot be written to."""
+"""Replaces the mark where the run directory is unknown or not writable."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the key of a job says."""
-
     fingerprint: str
-    """Fingerprint of the secret of the job."""
     counter: int
     mark: str
-    """Names the file in the run directory."""
+    """Name of the file in the run directory."""
 
     def encode(self) -> bytes:
-        """As the store has it."""
         return f"{self.fingerprint} {self.counter} {self.mark}".encode()
 
     @staticmethod
     def decode(data: bytes | None) -> "Claim | None":
-        """From the store; None if it is none."""
+        """Parse a value of the store; None if it is no claim."""
         pattern = rb"([0-9a-f]{16}) ([0-9]{1,18}) (-|[0-9a-f]{16})"
-        found = re.fullmatch(pattern, data or b"")
-        if not found:
+        existing = re.fullmatch(pattern, data or b"")
+        if not existing:
             return None
-        fingerprint, counter, mark = found.groups()
+        fingerprint, counter, mark = existing.groups()
         return Claim(fingerprint.decode(), int(counter), mark.decode())
 
     def same_world(self, other: "Claim") -> bool:
-        """Whether both are of one secret and one run directory."""
+        """Whether both have the same secret and run directory."""
         return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
 
 
 def claim_key(run_id: str) -> str:
-    """The key of a job of this name."""
     return f"perdure/{run_id}/secret"
 
 
 def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | None) -> Claim:
-    """Begin the job of this name, or join it; returns what its key says. Takes STILL_SECONDS where
-    the key is of a job that may have ended.
+    """Claim the job for this node, or join the job that holds the claim. Takes STALE_SECONDS where
+    the key may belong to a job that has ended.
 
-    Args:
-        client: of the store.
-        run_id: name of the job.
-        secret: of this node.
-        directory: of the run; None: not known.
+    Returns:
+        The claim of the job that this node belongs to.
 
     Raises:
-        SecretError: another job of this name runs; says what differs, and what to do.
+        SecretError: another job of this name runs. The message says what differs and what to do.
         StoreLostError: the store does not answer.
     """
-    key, made = claim_key(run_id), ""
-    mine: Claim | None = None
+    key, created = claim_key(run_id), ""
+    own: Claim | None = None
     try:
         while True:
             data = client.get(key)
-            found = Claim.decode(data)
-            why = found and _differs(found, run_id, secret, directory)
-            if found and not why:
-                return found
-            if data and (now := _changed(client, key, data)):
+            existing = Claim.decode(data)
+            why = existing and _mismatch(existing, run_id, secret, directory)
+            if existing and not why:
+                return existing
+            if data and (now := _next_value(client, key, data)):
                 after = Claim.decode(now)
-                if why and found and after and after.same_world(found):
+                # The counter rises: the other job runs. A third claim in between is read again.
+                if why and existing and after and after.same_world(existing):
                     raise SecretError(why)
                 continue
-            made = made or _make_mark(directory)
-            wanted = Claim(secret.fingerprint, 0, made or NO_MARK)
-            if client.swap(key, data, wanted.encode()) == wanted.encode():
-                mine = wanted
-                return mine
+            created = created or _make_mark(directory)
+            proposed = Claim(secret.fingerprint, 0, created or NO_MARK)
+            if client.swap(key, data, proposed.encode()) == proposed.encode():
+                own = proposed
+                return own
     finally:
-        if directory and made:
-            _tidy(directory, made, kept=mine is not None)
+        if directory and created:
+            _remove_marks(directory, created, kept=own is not None)
 
 
-def _differs(found: Claim, run_id: str, secret: Secret, directory: str | None) -> str:
-    """Why this node is not of the job that a key tells of; empty if it is."""
-    here = f" ({directory})" if directory else ""
+def _mismatch(existing: Claim, run_id: str, secret: Secret, directory: str | None) -> str:
+    """Why this node does not belong to the job of `existing`; empty if it does."""
+    place = f" ({directory})" if directory else ""
     cure = (
-        f"put run.dir{here} on storage that all nodes of the job share, or give a job of its own "
+        f"put run.dir{place} on storage that all nodes of the job share, or give a job of its own "
         "another name (--rdzv-id)"
     )
-    if found.fingerprint != secret.fingerprint:
+    if existing.fingerprint != secret.fingerprint:
         return (
             f"a job named {run_id!r} runs on this store with another secret than that of "
             f"{os.environ.get(SECRET_FILE, 'this node')}; {cure}; nodes may also be given one file "
             f"by {SECRET_FILE}"
         )
-    if found.mark == NO_MARK or directory is None:
+    if existing.mark == NO_MARK or directory is None:
         return ""
-    path, deadline = _path(directory, found.mark), time.monotonic() + VISIBLE_SECONDS
+    path, deadline = _path(directory, existing.mark), time.monotonic() + VISIBLE_SECONDS
     while not path.exists():
         with suppress(OSError):
-            os.listdir(directory)  # has a network filesystem look again
+            os.listdir(directory)  # makes a network filesystem refresh its cache
         if time.monotonic() > deadline:
             return (
                 f"a job named {run_id!r} runs on this store in another run directory: {path}, "
@@ -135,9 +127,9 @@ def _differs(found: Claim, run_id: str, secret: Secret, directory: str | None) -
     return ""
 
 
-def _changed(client: StoreClient, key: str, data: bytes) -> bytes | None:
-    """The next value of a key; None if it stands still."""
-    deadline = time.monotonic() + STILL_SECONDS
+def _next_value(client: StoreClient, key: str, data: bytes) -> bytes | None:
+    """The next value of a key; None if it stays the same for STALE_SECONDS."""
+    deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
         if (now := client.get(key)) and now != data:
@@ -150,7 +142,7 @@ def _path(directory: str, mark: str) -> Path:
 
 
 def _make_mark(directory: str | None) -> str:
-    """Make a file with a random name; empty if that is not possible, which others tell of."""
+    """Create a mark file in `directory`; returns its random name, empty where that fails."""
     mark = secrets.token_hex(8)
     if directory is None:
         return ""
@@ -158,17 +150,18 @@ def _make_mark(directory: str | None) -> str:
         Path(directory).mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(_path(directory, mark), flags, 0o600))
+    # Others report a run directory that cannot be written to.
     except OSError:
         return ""
     return mark
 
 
-def _tidy(directory: str, made: str, kept: bool) -> None:
-    """Remove the mark that was made in vain, or all but the newest."""
+def _remove_marks(directory: str, created: str, kept: bool) -> None:
+    """Remove the unused mark `created`, or, if it is in use, all but the newest marks."""
     with suppress(OSError):
         if not kept:
-            _path(directory, made).unlink()
+            _path(directory, created).unlink()
             return
         marks = [(path.stat().st_mtime, path) for path in Path(directory).glob(f"{PREFIX}*")]
-        for _, path in sorted(marks)[:-KEPT]:
+        for _, path in sorted(marks)[:-KEPT_MARKS]:
             path.unlink()

@@ -1,11 +1,11 @@
-"""The secret of a job, by which its nodes tell each other from strangers.
+"""The secret by which the nodes of a job recognise each other.
 
-[Note: trust] Whoever reaches the store can write to it. So every value by which a node decides
-something carries a MAC (keyed BLAKE2b, RFC 7693) over the name of its key and its text, under a
-secret that only the user who started the job can read. What does not verify is as if it were not
-there. An old value that is written again does not win: versions and counters only rise, and a new
-job begins at a version that is its time of birth. What strangers can still do is to destroy:
-whoever floods the store, or keeps overwriting its keys, holds up joins and restarts.
+[Note: trust] Whoever reaches the store can write to it. So every value that a node decides by
+carries a MAC (keyed BLAKE2b, RFC 7693) over its key and text, under a secret that only the user who
+started the job can read. A value that does not verify is treated as missing. Replaying an old value
+has no effect: versions and counters only rise, and a new job begins at a version that is its time
+of birth. What strangers can still do is destroy: flooding the store, or overwriting its keys again
+and again, holds up joins and restarts.
 """
 
 import hashlib
@@ -18,42 +18,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECRET_FILE = "PERDURE_SECRET_FILE"
-"""Environment variable: the file with the secret of the job. Agents set it for their ranks."""
+"""Environment variable: path of the file with the job's secret. Agents set it for their ranks."""
 DEFAULT_NAME = ".secret"
-"""The file in a run's directory that is made if no other is named."""
+"""Secret file in the run directory, created if no other is named."""
 MIN_BYTES = 16
 MAC_CHARACTERS = 64
 
 
 class SecretError(Exception):
-    """There is no secret that can be used; says what to do, in one line."""
+    """No usable secret; the message says what to do, in one line."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """What all nodes of a job know, and nobody else."""
+    """Key material that all nodes of a job know, and nobody else."""
 
     key: bytes
 
     def derive(self, purpose: str) -> "Secret":
-        """Another secret, for one purpose; the one is not found out from the other."""
+        """A secret for one purpose, from which this one cannot be computed."""
         return Secret(_keyed(self.key, b"purpose " + purpose.encode()).digest())
 
     @property
     def fingerprint(self) -> str:
-        """By which secrets are told apart; says nothing about them."""
+        """16 hexadecimal digits that distinguish secrets and reveal nothing about them."""
         return self.derive("fingerprint").key[:8].hex()
 
     def seal(self, name: str, text: bytes) -> bytes:
-        """`text` with a MAC that holds under this name only."""
+        """Return `text` preceded by a MAC that holds under `name` only."""
         return self._mac(name, text) + text
 
     def open(self, name: str, sealed: bytes) -> bytes | None:
-        """What was sealed under a name; None if it was not."""
+        """Return the text that was sealed under `name`; None if the MAC does not verify."""
         mac, text = sealed[:MAC_CHARACTERS], sealed[MAC_CHARACTERS:]
+        # comparing must not leak the MAC by its time
         return text if hmac.compare_digest(mac, self._mac(name, text)) else None
 
     def _mac(self, name: str, text: bytes) -> bytes:
+        # keeps a name's end from passing as the text's start
         length = len(name.encode()).to_bytes(4)
         return _keyed(self.key, length + name.encode() + text).hexdigest().encode()
 
@@ -63,12 +65,11 @@ def _keyed(key: bytes, data: bytes) -> "hashlib.blake2b":
 
 
 def find_secret(named: str | None, directory: str | None) -> Secret:
-    """The secret of the job that this agent is for: of the file that is named, or is in the
-    environment, or else of one in the run's directory, made if there is none. Tells the ranks which
-    file it is by the environment.
+    """The secret of this agent's job: from the file `named`, else from $PERDURE_SECRET_FILE, else
+    from a file in the run's `directory`, created if missing. Sets the variable for the ranks.
 
     Raises:
-        SecretError: there is none, or others could know it.
+        SecretError: there is no secret, or others could know it.
     """
     path = named or os.environ.get(SECRET_FILE) or (directory and f"{directory}/{DEFAULT_NAME}")
     if not path:
@@ -83,12 +84,13 @@ def find_secret(named: str | None, directory: str | None) -> Secret:
 
 
 def read_secret(path: Path) -> Secret:
-    """The secret in a file.
+    """Read the secret in a file.
 
     Raises:
-        SecretError: it cannot be read, or somebody else could have read or written it.
+        SecretError: it cannot be read, or another user could have read or written it.
     """
     try:
+        # a pipe must not block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             status, data = os.fstat(descriptor), file.read(4096).strip()
@@ -111,15 +113,15 @@ def read_secret(path: Path) -> Secret:
         raise SecretError(
             f"the secret of the job: {path} has {len(data)} bytes, not {MIN_BYTES}; remove it"
         )
-    return Secret(hashlib.sha256(data).digest())
+    return Secret(hashlib.sha256(data).digest())  # a key of BLAKE2b has at most 64 bytes
 
 
 def make_secret(path: Path) -> None:
-    """Make a secret file that only this user can read, unless there is one: nodes that start at
-    once make one between them.
+    """Create a secret file that only this user can read, unless it exists. Nodes that start at the
+    same time create one between them.
 
     Raises:
-        SecretError: that is not possible.
+        SecretError: the file cannot be created.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -130,7 +132,8 @@ def make_secret(path: Path) -> None:
                 with open(descriptor, "w") as file:
                     file.write(secrets.token_hex(32) + "\n")
                     file.flush()
-                    os.fsync(descriptor)
+                    os.fsync(descriptor)  # no reader may see an empty file after a crash
+                # link() and not rename(): the first of several nodes wins, and all read its secret.
                 with suppress(FileExistsError):  # another node was faster
                     os.link(aside, path)
             finally:

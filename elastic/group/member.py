@@ -1,5 +1,18 @@
-"""A node's part in the membership: a thread that keeps its lease, follows the document of the job
-in the store, and applies this node's changes to it. membership.py says what they mean."""
+"""A node's part in the membership: a thread that keeps its lease, follows the document of the job,
+and applies changes to it. membership.py has the rules.
+
+[Note: loss of a node] The way from a dead node to the next round, in the order of the calls:
+
+  1. Its counter stands still. A node that watches it reads that in `Member._read_beats`, and
+     `Leases.lapsed` names it after its lease.
+  2. `revise` removes it from the document, and `Member._follow` swaps the document in the store.
+  3. Every other node reads the new document and wakes its agent (`Member._adopt`).
+  4. The round has lost a node (`round_over`), so torchrun gets 1 from
+     `PerdureRendezvous.num_nodes_waiting`, and ends its stand-ins. `Node._on_stand_in_gone` keeps
+     the training processes that can be recalled, and ends the others.
+  5. torchrun calls `next_rendezvous`, which requests the next round. `complete` begins it once all
+     remaining members have arrived.
+"""
 
 import json
 import logging
@@ -8,67 +21,152 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from elastic.exits import EXIT_WRONG_INPUT
 from elastic.group.job_claim import NO_MARK, Claim, claim_key
 from elastic.group.job_secret import Secret
 from elastic.group.membership import (
     OBSERVERS,
-    Ask,
+    BeatPace,
     Change,
-    Closed,
-    Failure,
+    FailureReport,
+    JobEnd,
     Leases,
     Limits,
     Membership,
-    Pace,
+    NodeRequest,
+    admissible,
+    all_nodes,
+    apply_requests,
     beat_seconds,
+    close,
     complete,
-    fail,
-    heed_all,
-    inside,
+    differ_only_in_arrivals,
+    is_foreign,
     lease_seconds,
-    look_seconds,
     lose,
     newer,
-    nodes_about,
     observers,
-    over,
+    poll_seconds,
     read_fields,
-    room,
-    same_for_members,
-    strange,
-    watched,
+    record_failure,
+    round_over,
+    spared_nodes,
+    watched_nodes,
 )
+from elastic.group.sealed import JobKeys
 from elastic.group.store import StoreClient, StoreLostError
 
 logger = logging.getLogger(__name__)
 
 ALONE_SECONDS = 0.4
-"""How often a node reads the document where there can only be one."""
+"""Time between two looks at the document of a job that has one node at most."""
 MAX_KNOCKING = 20_000
-"""Names at the door that a node remembers."""
+"""Most names at the door that a node remembers."""
 COUNTS_PER_BEAT = 8
-"""How often the first observer reads all counters in the time of a beat, while nodes come or go."""
+"""While nodes arrive or leave, the first observer reads all counters this often per beat."""
 YOUNG_SECONDS = 30.0
-"""For so long a node that begins a job looks whether one of this name was there before; see
-claim.py."""
+"""Age up to which a job gives way to an older one of its name; see job_claim.py."""
 KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
-"""How often a node leaves its name at the door until it is in the document."""
+"""Time between two knocks of a node outside of the document, and knocks for which it is known."""
+
+
+@dataclass
+class Heartbeat:
+    """This node's beats, and its knocks at the door while it is outside of the document."""
+
+    count: int = 0
+    due: float = 0.0
+    """Time of the next beat."""
+    sent: NodeRequest | None = None
+    """Request in the last beat."""
+    pace: BeatPace = field(default_factory=BeatPace)
+    knocks_since: float = 0.0
+    """Time of its first knock; 0: none pending."""
+    knock_due: float = 0.0
+    """Time of the next knock."""
+
+
+@dataclass
+class Watch:
+    """What this node knows from the beats of others."""
+
+    leases: Leases = field(default_factory=Leases)
+    living: frozenset[str] = frozenset()
+    """Watched nodes whose counter has risen."""
+    requests: dict[str, NodeRequest] = field(default_factory=dict)
+    """Requests of other nodes, where this node observes."""
+    knocking: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Node at the door → (first counter that was read; 0: none yet, time until it is known)."""
+    due: float = 0.0
+    """Time of the next read by an observer while nodes arrive or leave."""
+    connections: int = 0
+    """`StoreClient.connections` at the last read."""
+
+    def remember(self, names: Sequence[str], inside: Sequence[str], now: float) -> None:
+        """Add `names` to the nodes at the door; forget expired ones and those that are `inside`."""
+        for name in names:
+            self.knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
+        self.knocking = {
+            name: (first, until)
+            for name, (first, until) in self.knocking.items()
+            if name not in inside and now < until
+        }
+
+    def note(self, node: str, counter: int, request: Mapping[str, object] | None) -> None:
+        """Take a node's request from its beat, unless the beat may be an old one."""
+        first, until = self.knocking.get(node, (1, 0.0))
+        if not first:
+            self.knocking[node] = counter, until
+        elif node in self.knocking and counter <= first:
+            pass  # perhaps an old beat of a node that is gone
+        elif request and counter >= self.leases.seen.get(node, (0, 0.0))[0]:
+            self.requests[node] = read_fields(NodeRequest, request)
+
+
+@dataclass
+class Announcement:
+    """The version of the document in the store, which nodes compare before they read it all."""
+
+    version: bytes | None = None
+    """As read or written last."""
+    state: Membership | None = None
+    """The document that this node announced last."""
+    due: float = 0.0
+    """Time from which a change of the arrivals alone is announced."""
+
+
+def revise(
+    document: Membership,
+    changes: Sequence[Change],
+    requests: Mapping[str, NodeRequest],
+    lapsed: Sequence[str],
+    now: float,
+) -> tuple[Membership, list[str]]:
+    """Apply a node's changes, the requests of nodes, and the loss of lapsed nodes. `now` is Unix
+    time.
+
+    Returns:
+        (new document, nodes that it has lost).
+    """
+    for change in changes:
+        document = change(document)
+    document = apply_requests(document, requests, now)
+    lost = [node for node in lapsed if node in document.members or node in document.arrived]
+    for node in lost:
+        document = lose(document, node, now)
+    return document, lost
 
 
 class Member:
-    """This node's part in the membership: a thread that keeps its lease, follows the document and
-    applies this node's changes to it.
+    """This node's part in the membership, with a thread of its own from `start` on.
 
     Args:
         client: of the store; used by the thread only.
-        run_id: name of the job.
         name: of this node; unique in the job.
-        limits: of the job.
         changed: called from the thread after the document has changed.
         lease: seconds without a beat after which a node is lost; None: by the number of nodes.
     """
@@ -85,101 +183,80 @@ class Member:
         self.name, self.limits = name, limits
         self.state = Membership()
         self.unreachable_since: float | None = None
-        self.dropped: Counter[str] = Counter()
-        """How often a key held what was not sealed by the job's secret."""
-        self._client, self._changed, self._run_id = client, changed, run_id
-        self._secret = Secret(b"")
+        self.keys = JobKeys(client, run_id, Secret(b""))
+        self.wake = threading.Event()
+        self._run_id, self._changed, self._lease = run_id, changed, lease
         self._mark, self._young_until = NO_MARK, 0.0
-        self._prefix = ""
-        self._lease = lease
         self._known: Membership | None = None
-        self._wanted: list[Change] = []
+        """The document as of the last look."""
+        self._changes: list[Change] = []
+        """Changes that are not in the document yet."""
         self._lock = threading.Lock()
         self._news = threading.Condition()
-        self.wake = threading.Event()
-        """There is something to do at once."""
-        self._leases, self._pace = Leases(), Pace()
-        self._living: frozenset[str] = frozenset()
-        """Those of the watched nodes whose counter was seen to rise."""
-        self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
-        self._beats, self._next_beat, self._end = 0, 0.0, False
-        self._ask: Ask | None = None
+        self._request: NodeRequest | None = None
         self._identity = ""
-        self._told: Ask | None = None
-        """What was asked for by the last beat."""
-        self._asks: dict[str, Ask] = {}
-        """What other nodes ask for, where this one observes."""
-        self._knocking: dict[str, tuple[int, float]] = {}
-        """Nodes at the door: the first counter that was seen of each, and until when it counts."""
-        self._next_knock = 0.0
-        self._at_door = 0.0
-        """Since when this node knocks; 0: it does not."""
-        self._next_count = 0.0
-        """When this observer reads the counters of all again, while nodes come or go."""
-        self._doubts_until = 0.0
-        """Until when a node is likely to be gone."""
-        self._told_state: Membership | None = None
-        self._next_tell = 0.0
-        self._version: bytes | None = None
-        """Version of the document that was read last, as the store tells it."""
-        self._standing: tuple[int, str] | None = None
-        self._standings: tuple[int, list[str]] | None = None
-        self._connections = 0
+        self._heartbeat, self._watch = Heartbeat(), Watch()
+        self._announced = Announcement()
+        self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
+        """The arrivals, and since when they are the same."""
+        self._loss_expected_until = 0.0
+        self._own_status: tuple[int, str] | None = None
+        """(alarm, status of this node's ranks) that is not published yet."""
+        self._statuses: tuple[int, list[str]] | None = None
+        """(alarm, statuses of all nodes), on the first node."""
+        self._end = False
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
     def start(self, secret: Secret, mark: str = NO_MARK) -> None:
-        """Begin to follow the document; what is not sealed by `secret` is dropped. `mark`: of the
-        job's claim."""
+        """Begin to follow the document of the job with `secret`, whose claim has `mark`."""
         self._mark, self._young_until = mark, time.monotonic() + YOUNG_SECONDS
-        self.trust(secret)
+        self.use_secret(secret)
         self._thread.start()
 
-    def trust(self, secret: Secret) -> None:
-        """What is not sealed by `secret` is dropped from now on. Comes before the first `look`."""
-        self._secret = secret.derive("membership")
-        self._fingerprint = secret.fingerprint
-        self._prefix = key_prefix(self._run_id, secret)
+    def use_secret(self, secret: Secret) -> None:
+        """Drop values that are not sealed by `secret`. Called before the first `look`."""
+        self.keys = JobKeys(self.keys.client, self._run_id, secret)
 
     def change(self, change: Change) -> None:
-        """Apply a change to the document soon: again if another node was faster, so it must come to
-        the same whatever was done in between."""
+        """Apply a change to the document soon. It is applied again if another node was faster, so
+        its result must not depend on what was done in between."""
         with self._lock:
-            self._wanted.append(change)
+            self._changes.append(change)
         self.wake.set()
 
-    def report(self, round: int, generation: int, failure: Failure) -> None:
-        """Tell of a training process that failed."""
-        self.change(lambda state: fail(state, round, generation, failure, self.limits))
+    def report(self, round: int, generation: int, failure: FailureReport) -> None:
+        report = partial(record_failure, round=round, generation=generation, failure=failure)
+        self.change(partial(report, limits=self.limits))
 
-    def doubt(self, seconds: float) -> None:
-        """Take it for so long that a node may be gone: its lease is shorter meanwhile."""
-        self._doubts_until = time.monotonic() + seconds
+    def expect_loss(self, seconds: float) -> None:
+        """Shorten leases for `seconds`, as some node is likely to be gone."""
+        self._loss_expected_until = time.monotonic() + seconds
         self.wake.set()
 
-    def ask(self, ask: Ask | None) -> None:
-        """Come or leave, soon; None: nothing more."""
-        if ask and not ask.leaves:
-            self._identity = ask.identity
-        self._ask = ask
+    def request(self, request: NodeRequest | None) -> None:
+        """Request to arrive or to leave; None withdraws the request."""
+        if request and not request.leaves:
+            self._identity = request.identity
+        self._request = request
         self.wake.set()
 
     def refused(self) -> bool:
-        """Whether this node does not get in: nodes that live train something else."""
+        """Whether this node cannot join, as living nodes train something else."""
         state = self.state
-        return strange(state, self.name, self._identity) and not self._living.isdisjoint(
+        return is_foreign(state, self.name, self._identity) and not self._watch.living.isdisjoint(
             observers(state)
         )
 
-    def stand(self, alarm: int, text: str) -> None:
-        """Say where the ranks of this node stand."""
-        self._standing = alarm, text
+    def publish(self, alarm: int, status: str) -> None:
+        """Publish the status of this node's ranks for an alarm."""
+        self._own_status = alarm, status
         self.wake.set()
 
-    def standings(self, alarm: int) -> list[str] | None:
-        """What all nodes have said of an alarm; None as long as one is missing, and on all nodes
-        but the first."""
-        found = self._standings
-        return found[1] if found and found[0] == alarm else None
+    def statuses(self, alarm: int) -> list[str] | None:
+        """The statuses of all nodes for an alarm; None while one is missing, and on other nodes
+        than the first."""
+        statuses = self._statuses
+        return statuses[1] if statuses and statuses[0] == alarm else None
 
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
         """Wait until the document meets a condition; False after `timeout` seconds."""
@@ -187,13 +264,14 @@ class Member:
             return self._news.wait_for(lambda: condition(self.state), timeout)
 
     def stop(self, timeout: float) -> None:
-        """Leave, if the store answers within `timeout` seconds, and end."""
-        self._client.patience = min(self._client.patience, timeout)
-        gone = Ask(leaves=True)
-        self.ask(gone)
+        """Leave, if the store answers within `timeout` seconds, and end the thread."""
+        client = self.keys.client
+        client.patience = min(client.patience, timeout)
+        departure = NodeRequest(leaves=True)
+        self.request(departure)
         deadline = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < deadline:
-            if self._told == gone and not self._wanted:
+            if self._heartbeat.sent == departure and not self._changes:
                 break
             time.sleep(0.01)
         self._end = True
@@ -209,16 +287,16 @@ class Member:
             self.wake.wait(seconds)
 
     def look(self) -> float:
-        """Look at the store once; returns in how many seconds to look again, if `wake` is not set
-        before. Called by the thread only, where there is one."""
-        self.wake.clear()
+        """Look at the store once; returns the seconds until the next look, if `wake` is not set
+        before. Called by the thread only, if there is one."""
+        self.wake.clear()  # before the work, so that requests made meanwhile set it again
         try:
             self._follow()
             if self.unreachable_since is not None:
                 logger.warning("the store answers again")
                 self.unreachable_since = None
         except StoreLostError as lost:
-            self._pace.skip()
+            self._heartbeat.pace.skip()
             if self.unreachable_since is None:
                 self.unreachable_since = time.monotonic()
                 logger.warning("%s; training goes on, joins and restarts wait", lost)
@@ -227,269 +305,237 @@ class Member:
             return 1.0
         if self.limits.maximum == 1:  # nobody else changes the document
             return ALONE_SECONDS
-        seconds = look_seconds(nodes_about(self.state), self._observes(self.state))
-        # At the door a node does not know how many others are there.
-        waited = time.monotonic() - self._at_door if self._at_door else 0.0
+        seconds = poll_seconds(spared_nodes(self.state), self._observes(self.state))
+        # A node at the door does not know how many others are there, so it backs off.
+        since = self._heartbeat.knocks_since
+        waited = time.monotonic() - since if since else 0.0
         return max(seconds, min(waited / 4, KNOCK_SECONDS))
 
     def _observes(self, state: Membership) -> bool:
-        """Whether this node changes the document for others. So does everybody while there are too
-        few, but for those who would train something else."""
+        """Whether this node changes the document for others: as one of the observers, or while
+        there are too few, unless it would train something else."""
         first = observers(state)
-        few = len(first) < OBSERVERS and not strange(state, self.name, self._identity)
+        few = len(first) < OBSERVERS and not is_foreign(state, self.name, self._identity)
         return few or self.name in first
 
     def _follow(self) -> None:
-        """One look at the store."""
-        now = time.monotonic()
-        observes, ask = self._observes(self.state), self._ask
+        """Beat, read the beats of others, and bring the document up to date."""
+        keys, now = self.keys, time.monotonic()
+        observes, request = self._observes(self.state), self._request
         lapsed: list[str] = []
-        beats = now >= self._next_beat
-        if beats or ask != self._told:
-            self._beat(ask)
-        if beats or (observes and now >= self._next_count and self._pending()):
-            lapsed = self._count(now)
-        if self._standing:
-            self._stand(*self._standing)
+        beats = now >= self._heartbeat.due
+        if beats or request != self._heartbeat.sent:
+            self._beat(request)
+        if beats or (observes and now >= self._watch.due and self._nodes_move()):
+            lapsed = self._read_beats(now)
+        if self._own_status:
+            alarm, status = self._own_status
+            keys.put(f"standing/{self.name}", f"{alarm} {status}".encode())
+            self._own_status = None
         with self._lock:
-            wanted = list(self._wanted)
-        version = self._client.get(f"{self._prefix}/version")
-        unchanged = version is not None and version == self._version
-        if unchanged and not (observes or wanted or lapsed) and self._known is not None:
-            if ask and not ask.leaves and self.name not in inside(self._known):
-                self._knock(now)
+            changes = list(self._changes)
+        version = keys.client.get(f"{keys.prefix}/version")
+        unchanged = version is not None and version == self._announced.version
+        if unchanged and not (observes or changes or lapsed) and self._known is not None:
+            if request and not request.leaves and self.name not in all_nodes(self._known):
+                self._knock_at_door(now)
             return
-        self._version = version
-        key = f"{self._prefix}/state"
-        data = self._client.get(key)
-        text = self._open(key, data)
+        self._announced.version = version
+        key = f"{keys.prefix}/state"
+        data = keys.client.get(key)
+        text = keys.open(key, data)
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
-        if self.name not in inside(best):
+        if self.name not in all_nodes(best):
             # Members would have lost these observers by now: if all are silent, no member lives.
-            lapsed = inside(best) if set(observers(best)) <= set(lapsed) else []
-            joins = ask is not None and not ask.leaves
-            if strange(best, self.name, self._identity) and not (lapsed and joins):
-                self._see(best)  # and change nothing in what others train
+            lapsed = all_nodes(best) if set(observers(best)) <= set(lapsed) else []
+            joins = request is not None and not request.leaves
+            if is_foreign(best, self.name, self._identity) and not (lapsed and joins):
+                self._adopt(best)  # and change nothing in what others train
                 return
         observes = self._observes(best)
-        state = best
-        for change in wanted:
-            state = change(state)
+        requests: dict[str, NodeRequest] = {}
         if observes:
-            known = {*inside(best), *self._knocking}  # who was lost since must knock
-            asks = {node: wish for node, wish in self._asks.items() if node in known}
-            if ask:
-                asks[self.name] = ask
-            state = heed_all(state, asks, time.time())
-        for node in lapsed:
-            if node in state.members or node in state.arrived:
-                logger.warning("node %s is lost: no sign of life", node)
-                state = lose(state, node, time.time())
+            # A node that was lost since its beat was read must knock to get in again.
+            known = {*all_nodes(best), *self._watch.knocking}
+            requests = {node: one for node, one in self._watch.requests.items() if node in known}
+            if request:
+                requests[self.name] = request
+        state, lost = revise(best, changes, requests, lapsed, time.time())
+        for node in lost:
+            logger.warning("node %s is lost: no sign of life", node)
         if state.arrived != self._arrivals[0]:
             self._arrivals = state.arrived, now
         if observes and self.name in state.arrived:
             state = complete(state, self.limits, now - self._arrivals[1])
         if state != best or (best != stored and observes):
+            # it must win over every copy
             versions = [copy.version for copy in (best, state, stored) if copy]
             state = replace(state, version=max(versions) + 1)
-            sealed = self._secret.seal(key, state.encode())
-            if self._client.swap(key, data, sealed) != sealed:
-                self.wake.set()  # another was faster
+            sealed = keys.seal(key, state.encode())
+            if keys.client.swap(key, data, sealed) != sealed:
+                self.wake.set()  # another node was faster
                 return
         if observes or state != best:
-            self._tell(state, now, at_once=beats or not observes)
-        self._asks = {}
+            self._announce(state, now, at_once=beats or not observes)
+        self._watch.requests = {}
         with self._lock:
-            del self._wanted[: len(wanted)]
-            if self._wanted:
+            del self._changes[: len(changes)]  # changes made meanwhile stay
+            if self._changes:
                 self.wake.set()
         self._known = state
-        if self._at_door and self.name in inside(state):
-            self._at_door = 0.0
-        self._sum(state)
-        self._see(state)
+        if self._heartbeat.knocks_since and self.name in all_nodes(state):
+            self._heartbeat.knocks_since = 0.0
+        self._collect_statuses(state)
+        self._adopt(state)
 
-    def _see(self, state: Membership) -> None:
-        """Tell of the document, if it is another."""
+    def _adopt(self, state: Membership) -> None:
+        """Make a document the current one, and notify those who wait for a change."""
         if state != self.state:
             if (state.round, state.generation) != (self.state.round, self.state.generation):
-                self._doubts_until = 0.0  # it is known what happened
+                self._loss_expected_until = 0.0  # the cause is known now
             with self._news:
                 self.state = state
                 self._news.notify_all()
             self._changed()
 
-    def _tell(self, state: Membership, now: float, at_once: bool) -> None:
-        """Tell the version to those who only look whether it is another, and then read the whole
-        document. What is nothing to act upon, as in a job whose nodes come one by one, is told no
-        more often than they look. The version decides nothing, so it has no MAC."""
-        before = self._told_state
-        early = before and (state.version == before.version or now < self._next_tell)
-        if early and not at_once and same_for_members(state, before or state):
+    def _announce(self, state: Membership, now: float, at_once: bool) -> None:
+        """Write the version of the document, so that other nodes read all of it. Arrivals that
+        nobody acts upon are announced no more often than nodes look."""
+        before = self._announced.state
+        early = before and (state.version == before.version or now < self._announced.due)
+        if early and not at_once and differ_only_in_arrivals(state, before or state):
             return
-        self._version = str(state.version).encode()
-        self._client.set(f"{self._prefix}/version", self._version)
-        self._told_state = state
-        self._next_tell = now + look_seconds(nodes_about(state), observes=False)
+        # Set first: if the store fails below, the next look reads the document again.
+        self._announced.version = str(state.version).encode()
+        # Nothing is decided by the version, so it carries no MAC.
+        self.keys.client.set(f"{self.keys.prefix}/version", self._announced.version)
+        self._announced.state = state
+        self._announced.due = now + poll_seconds(spared_nodes(state), observes=False)
 
-    def _beat(self, ask: Ask | None) -> None:
-        """Keep our lease, and say what we ask for."""
-        seconds = beat_seconds(nodes_about(self.state))
+    def _beat(self, request: NodeRequest | None) -> None:
+        """Raise this node's counter, and send its request with it."""
+        heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
-        self._next_beat = now + seconds
-        self._pace.beat(now)
-        seconds = self._pace.seconds(seconds, now)
-        self._beats += 1
-        key = f"{self._prefix}/beat/{self.name}"
-        text = json.dumps([self._beats, ask and asdict(ask), seconds]).encode()
-        self._client.set(key, self._secret.seal(key, text))
-        self._told = ask
+        heart.due = now + seconds
+        heart.pace.beat(now)
+        seconds = heart.pace.seconds(seconds, now)
+        heart.count += 1
+        text = json.dumps([heart.count, request and asdict(request), seconds]).encode()
+        self.keys.put(f"beat/{self.name}", text)
+        heart.sent = request
         if self.name in observers(self.state)[:1]:
-            self._keep_claim()
+            self._renew_claim()
 
-    def _keep_claim(self) -> None:
-        """Tell who comes by which secret this job is here. A young job gives way to an older one,
-        which the store had forgotten."""
-        key, ours = claim_key(self._run_id), Claim(self._fingerprint, self._beats, self._mark)
+    def _renew_claim(self) -> None:
+        """Raise the counter of the job's claim, by which other jobs of its name are refused. A
+        young job ends itself if an older one, which the store had forgotten, is back."""
+        key = claim_key(self._run_id)
+        own = Claim(self.keys.fingerprint, self._heartbeat.count, self._mark)
         if time.monotonic() < self._young_until:
-            other = Claim.decode(self._client.get(key))
-            if other and other.fingerprint != ours.fingerprint and other.counter > ours.counter:
+            other = Claim.decode(self.keys.client.get(key))
+            if other and other.fingerprint != own.fingerprint and other.counter > own.counter:
                 reason = (
                     f"a job named {self._run_id!r} was on this store before, with another secret; "
                     "put run.dir on storage that all nodes of the job share, or give a job of its "
                     "own another name (--rdzv-id)"
                 )
                 logger.error("%s", reason)
-                closed = Closed(EXIT_WRONG_INPUT, reason)
-                self.change(lambda state: replace(state, closed=state.closed or closed))
+                self.change(partial(close, end=JobEnd(EXIT_WRONG_INPUT, reason)))
                 return
-        self._client.set(key, ours.encode())
+        self.keys.client.set(key, own.encode())
 
-    def _pending(self) -> bool:
-        """Whether nodes are coming or going, or may be, so that they are looked at more often."""
+    def _nodes_move(self) -> bool:
+        """Whether nodes arrive or leave, or may be lost, so that counters are read more often."""
         state = self.state
-        if time.monotonic() < self._doubts_until:
+        if time.monotonic() < self._loss_expected_until:
             return True
-        ends = over(state) or bool(set(state.members) & set(state.arrived))
-        begins = not state.members or room(state, self.limits) > 0
-        return ends or begins or bool(state.closed or self._knocking)
+        ends = round_over(state) or bool(set(state.members) & set(state.arrived))
+        begins = not state.members or admissible(state, self.limits) > 0
+        return ends or begins or bool(state.closed or self._watch.knocking)
 
-    def _count(self, now: float) -> list[str]:
-        """Read the counters that are ours to watch, and what their nodes ask for; returns the nodes
-        that did not keep their lease."""
-        seconds = self._pace.seconds(beat_seconds(nodes_about(self.state)), now)
+    def _read_beats(self, now: float) -> list[str]:
+        """Read the beats of the nodes that this one watches; returns those whose lease lapsed."""
+        watch, client = self._watch, self.keys.client
+        beat = beat_seconds(spared_nodes(self.state))
+        seconds = self._heartbeat.pace.seconds(beat, now)
+        first = observers(self.state)
         if self._observes(self.state):
-            # The first serves all; the others are there in case it does not.
-            them = observers(self.state)
-            place = them.index(self.name) if self.name in them else OBSERVERS
-            beat = beat_seconds(nodes_about(self.state))
-            self._next_count = now + (1 + place) * beat / COUNTS_PER_BEAT
+            # The first observer reads for all, the others more rarely, in case it does not.
+            position = first.index(self.name) if self.name in first else OBSERVERS
+            watch.due = now + (1 + position) * beat / COUNTS_PER_BEAT
             self._open_door(now)
-        others = watched(self.state, self.name)
-        named = list(dict.fromkeys([*others, *self._knocking]))
-        keys = [f"{self._prefix}/beat/{node}" for node in named]
+        others = watched_nodes(self.state, self.name)
+        named = list(dict.fromkeys([*others, *watch.knocking]))
+        keys = [f"{self.keys.prefix}/beat/{node}" for node in named]
         counters: dict[str, int] = {}
-        beats: dict[str, float] = {}
-        """By node: how often it raises its counter, as it says; not all know of a new size yet."""
-        self._asks = {}
-        for node, key, data in zip(named, keys, self._client.get_all(keys), strict=True):
-            counter, ask, every, *_ = json.loads(self._open(key, data) or b"[0, null, 0]")
-            counters[node], beats[node] = counter, max(every, seconds)
-            first, until = self._knocking.get(node, (1, 0.0))
-            if not first:
-                self._knocking[node] = counter, until
-            elif node in self._knocking and counter <= first:
-                pass  # perhaps an old beat of a node that is gone
-            elif ask and counter >= self._leases.seen.get(node, (0, 0.0))[0]:
-                self._asks[node] = read_fields(Ask, ask)
+        paces: dict[str, float] = {}
+        watch.requests = {}
+        for node, key, data in zip(named, keys, client.get_all(keys), strict=True):
+            text = self.keys.open(key, data) or b"[0, null, 0]"
+            counters[node], request, pace, *_ = json.loads(text)
+            paces[node] = max(pace, seconds)  # a node may not know yet that the job has grown
+            watch.note(node, counters[node], request)
         late = time.monotonic() - now > seconds
-        if self._client.connections != self._connections or late:
-            self._leases.forgive()
-        if self._client.connections != self._connections:
-            self._connections = self._client.connections
-            self._pace.skip()
-        # The observers are first; nodes that are not in the document come last.
-        patience = 1 if self.name in observers(self.state) else 2
-        patience += self.name not in inside(self.state)
+        if client.connections != watch.connections or late:
+            watch.leases.forgive()
+        if client.connections != watch.connections:
+            watch.connections = client.connections
+            self._heartbeat.pace.skip()
+        # Observers act first; nodes outside of the document act last.
+        patience = 1 if self.name in first else 2
+        patience += self.name not in all_nodes(self.state)
         now = time.monotonic()
-        doubted = now < self._doubts_until
+        hurried = now < self._loss_expected_until
         leases = {
-            node: patience * (self._lease or lease_seconds(beats[node], doubted)) for node in others
+            node: patience * (self._lease or lease_seconds(paces[node], hurried)) for node in others
         }
-        seen = self._leases.seen
-        self._living = frozenset(
+        seen = watch.leases.seen
+        watch.living = frozenset(
             node
             for node in others
-            if node in self._living or (node in seen and counters[node] > seen[node][0])
+            if node in watch.living or (node in seen and counters[node] > seen[node][0])
         )
-        lapsed = self._leases.lapsed({node: counters[node] for node in others}, now, leases)
+        lapsed = watch.leases.lapsed({node: counters[node] for node in others}, now, leases)
         for node in lapsed:
-            self._asks.pop(node, None)
+            watch.requests.pop(node, None)
         return lapsed
 
-    def _knock(self, now: float) -> None:
-        """Leave our name at the door."""
-        self._at_door = self._at_door or now
-        self._next_beat = now  # it is to be seen that we live
-        if now < self._next_knock:
+    def _knock_at_door(self, now: float) -> None:
+        """Append this node's name to the door, for the observers to read its beats."""
+        heart = self._heartbeat
+        heart.knocks_since = heart.knocks_since or now
+        heart.due = now  # observers must see the counter rise
+        if now < heart.knock_due:
             return
-        self._next_knock = now + KNOCK_SECONDS
-        self._client.append(f"{self._prefix}/door", f"{self.name}\n".encode())
+        heart.knock_due = now + KNOCK_SECONDS
+        self.keys.client.append(f"{self.keys.prefix}/door", f"{self.name}\n".encode())
 
     def _open_door(self, now: float) -> None:
-        """See who is there."""
-        key, known = f"{self._prefix}/door", inside(self.state)
-        names = self._client.get(key)
-        if names:
-            self._client.swap(key, names, b"")
-            for name in names.decode(errors="replace").splitlines()[:MAX_KNOCKING]:
-                self._knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
-        self._knocking = {
-            name: (first, until)
-            for name, (first, until) in self._knocking.items()
-            if name not in known and now < until
-        }
+        """Read the names at the door, and empty it."""
+        key = f"{self.keys.prefix}/door"
+        data = self.keys.client.get(key) or b""
+        if data:
+            self.keys.client.swap(key, data, b"")
+        names = data.decode(errors="replace").splitlines()[:MAX_KNOCKING]
+        self._watch.remember(names, all_nodes(self.state), now)
 
-    def _stand(self, alarm: int, text: str) -> None:
-        key = f"{self._prefix}/standing/{self.name}"
-        self._client.set(key, self._secret.seal(key, f"{alarm} {text}".encode()))
-        self._standing = None
-
-    def _sum(self, state: Membership) -> None:
-        """On the first node, after an alarm: what all have said."""
+    def _collect_statuses(self, state: Membership) -> None:
+        """Read what all nodes have published for an alarm, on the first node."""
         if not state.alarm or state.suspicion or self.name not in state.members[:1]:
             return
-        keys = [f"{self._prefix}/standing/{node}" for node in state.members]
-        found = []
-        for key, data in zip(keys, self._client.get_all(keys), strict=True):
-            alarm, _, text = (self._open(key, data) or b"").decode().partition(" ")
+        keys = [f"{self.keys.prefix}/standing/{node}" for node in state.members]
+        texts = []
+        for key, data in zip(keys, self.keys.client.get_all(keys), strict=True):
+            alarm, _, text = (self.keys.open(key, data) or b"").decode().partition(" ")
             if alarm == str(state.alarm):
-                found.append(text)
-        if len(found) == len(keys):
-            self._standings = state.alarm, found
+                texts.append(text)
+        if len(texts) == len(keys):
+            self._statuses = state.alarm, texts
             self._changed()
-
-    def _open(self, key: str, data: bytes | None) -> bytes | None:
-        """What a node of this job has put there."""
-        text = self._secret.open(key, data) if data else None
-        if data and text is None:
-            self.dropped[key] += 1
-            if self.dropped[key] == 1:
-                logger.warning(
-                    "the store's key %s holds what no node of this job has written (%d bytes): it "
-                    "is dropped, and so is what comes there after it", key, len(data),
-                )  # fmt: skip
-        return text
-
-
-def key_prefix(run_id: str, secret: Secret) -> str:
-    """What a job's keys in the store begin with. Another secret is another job, also under the
-    same name."""
-    return f"perdure/{run_id}/{secret.fingerprint}"
 
 
 def node_name(address: str) -> str:
-    """What others call this node. The agents of two containers of one host may have its name, its
+    """A unique name for this node. Agents in two containers of one host may share its name, its
     address and process id 1, hence the random part."""
     return f"{socket.gethostname()}/{address}/{os.getpid()}-{secrets.token_hex(4)}"

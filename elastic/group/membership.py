@@ -1,38 +1,38 @@
-"""Who is in the job: rounds, leases, generations, as pure functions on one JSON document.
+"""Who is in a job: rounds, leases and generations, as pure functions on one JSON document.
 
 [Note: membership] The nodes of a job share one document in the store and change it by
 compare-and-swap. A *round* is a set of nodes with group ranks; its ranks run *generation* after
-generation of training processes. A process that fails costs a generation; a node that is lost,
+generation of training processes. A process that fails costs a generation. A node that is lost,
 leaves or joins costs a round.
 
-A node that wants to be in the next round puts itself among the arrivals. The next round begins when
+A node that wants to be in the next round is added to the *arrivals*. The next round begins when
 every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes are
 there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
-and arrived as well: their ranks have *paused*, and they say in which generation. A node that
-arrives without that has dropped its ranks. It leaves the round as it arrives, as the others would
-wait for these ranks.
+and arrived as well. Their ranks have *paused* then, and their requests name the generation. A node
+that arrives without having paused has dropped its ranks. It leaves the round as it arrives, because
+the others would wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
-order are its *observers*. The others say in keys of their own what they ask for (`Ask`) and where
-their ranks stand; the observers read these keys, and change the document once for all who asked.
-Whoever is not in the document yet leaves its name at the *door*, a key to which anybody appends,
-and is let in when an observer has seen its counter rise. All others only look whether the version
-is another. Up to `OBSERVERS` nodes are all observers, and ask nobody.
+order are its *observers*. The others write their requests (`NodeRequest`) and the status of their
+ranks to keys of their own. The observers read these keys, and change the document once for all
+requests. A node that is not in the document yet appends its name to the *door*, a key of the store,
+and is let in when an observer has seen its counter rise. All others only compare the version. Up to
+`OBSERVERS` nodes are all observers.
 
-The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Who
-completes none waits as a spare, until others come with whom it does. Where a node is lost, the
-replicas of all others keep their nodes, so that these keep what they have in memory. Nodes that
-stand together are neighbours, see place.py.
+The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Nodes that
+complete no replica wait as spares, until others arrive with whom they do. When a node is lost, the
+replicas of all others keep their nodes, so that these keep what they have in memory. Nodes of one
+place are neighbours, see topology.py.
 
-Leases: every node raises a counter in the store now and then. Whoever sees a counter stand still
-for the length of a lease, on its own monotonic clock, takes that node out of the document. No
-clocks are compared between machines. On a machine with more to do than it has cores a counter is
-raised late. So a node says with it how late it was of late, and is given a longer lease; and so
-does an observer that was late itself, whose machine may be the node's.
+Every node raises a counter in the store, its *beat*. A node that sees a counter stand still for the
+length of a *lease*, by its own monotonic clock, removes that node from the document. No clocks are
+compared between machines. On an overloaded machine a counter rises late. So a node writes with it
+how late it recently was, and gets a longer lease. An observer that was late itself extends the
+leases too, as the other nodes may share its machine.
 
 A node that would train something else, or runs another version of this code, reads the document to
-say so, and writes none while a node of it lives. Whoever is not in the document watches the
-observers for longer than a member would; if all are silent then, it loses all nodes at once.
+report that, and changes nothing while a node of it lives. A node outside of the document watches
+the observers for longer than a member would; if all are silent then, it removes all nodes.
 """
 
 import json
@@ -43,61 +43,59 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
-from elastic.group.topology import common, grouped, is_place, levels, natural
+from elastic.group.topology import common_levels, group_by_place, is_place, levels, natural_key
 
 BEAT_SECONDS = 0.2
-"""How often a node of a small job raises its counter; rarer with many nodes, to spare the store."""
+"""Time between two beats of a node in a small job; longer with many nodes, to spare the store."""
 NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
-"""Shortest lease of a node: in seconds, and in beats at the pace that it has had of late."""
+"""Shortest lease of a node, in seconds, and in beats at its recent pace."""
 DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
-"""Shortest lease while a rank has lost a peer and no node reports why: then some node is gone."""
-LOOK_SECONDS = 0.05
-"""How often a node of a small job looks at the document."""
+"""Shortest lease while a rank has lost a peer for no reported reason: some node is gone."""
+POLL_SECONDS = 0.05
+"""Time between two looks at the document, in a small job."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
-"""Beats by whose worst gap a lease is lengthened: if it is so many times a beat, and by at most so
-many seconds a beat."""
+"""A lease is extended by the worst gap of the last LATE_BEATS beats, if that exceeds LATE_FACTOR
+beats, up to LATE_SECONDS a beat."""
 OBSERVERS = 3
-"""So many nodes, the first in order, watch all; the others watch only these."""
+"""The first nodes in order, this many, watch all nodes; the others watch only these."""
 
 
 T = TypeVar("T")
 Replica = list[str]
-"""Nodes that hold whole replicas of the model together, in the order of their ranks."""
+"""Nodes that together hold whole replicas of the model, in rank order."""
 
 
 def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
-    """A dataclass from JSON of another version of this code, perhaps: what this one does not know
-    is left out, and what is missing is as it is at first."""
-    names = {one.name for one in fields(cast(Any, kind))}
+    """Build a dataclass from JSON that another version of this code may have written: unknown
+    fields are ignored, missing ones have their defaults."""
+    names = {entry.name for entry in fields(cast(Any, kind))}
     return kind(**{name: value for name, value in body.items() if name in names})
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A training process that ended as it should not have, or a node that was lost."""
+class FailureReport:
+    """A training process that failed, or a node that was lost."""
 
     node: str
     rank: int | None
-    """None: all of a node, or it is not known whose failure it was; that is nobody's strike."""
+    """None: a whole node, or an unknown rank, for which no node gets a strike."""
     step: int
-    """Step it was working on; 0 before the first, or not known."""
+    """Step under way; 0: before the first, or unknown."""
     why: str
     at: float
-    """Unix time, by the clock of its node."""
+    """Unix time, by the node's clock."""
     error: str = ""
-    """What its process raised, in a line; empty if it was killed, hung or lost."""
+    """Exception of the process, in a line; empty if it was killed, hung or lost."""
     mended: bool = False
-    """Its process has seen to it that this does not happen again: it counts for nothing."""
+    """Whether the process has prevented a repetition; such a failure is not counted."""
     outside: bool = False
-    """Its process was killed by somebody else, and raised nothing: a failure of the hour, but of no
-    step and no node."""
+    """Whether the process was killed from outside. That counts among the failures of an hour, but
+    against no step and no node."""
 
 
 @dataclass(frozen=True)
-class Closed:
-    """The end of the job."""
-
+class JobEnd:
     code: int
     """Exit code of every process."""
     reason: str
@@ -105,115 +103,112 @@ class Closed:
 
 @dataclass(frozen=True)
 class Membership:
-    """The document."""
+    """The membership document of a job."""
 
     version: int = 0
-    """Raised by every change, so that it is known which of two copies is the newer. A job begins at
-    its time of birth in ms of Unix time: what was recorded of one before it does not win."""
+    """Rises with every change, and so orders copies. A job begins at its time of birth in ms of
+    Unix time: recorded copies of an earlier job do not win."""
     round: int = 0
     """Number of the newest round; 0: none yet."""
     first: int = 1
-    """Number of the job's first round: a store outlives jobs, and rounds are counted on."""
+    """Number of the job's first round. A store outlives jobs, and rounds are counted on."""
     job: str = ""
-    """The node that began the job, and when: it tells this job from all others."""
+    """Name of the job's first node and its time of birth, unique among jobs."""
     identity: str = ""
-    """Digest of what the job trains, as its first node said; who would train something else does
-    not get in."""
+    """Digest of what the job trains, by its first node; nodes with another one are refused."""
     ranks: int = 1
-    """Ranks of each node, but for those in `uneven`."""
+    """Ranks of each node that is not in `uneven`."""
     uneven: tuple[tuple[str, int], ...] = ()
-    """(node, its ranks)."""
     places: tuple[tuple[str, str], ...] = ()
-    """(node, where it stands) of those that have stated it, by name of node; see place.py."""
+    """(node, its place), sorted by node, for nodes with a place; see topology.py."""
     members: tuple[str, ...] = ()
     """Nodes of this round that are still in it, in the order of their group ranks."""
     size: int = 0
-    """Nodes this round began with."""
+    """Nodes that this round began with."""
     unit: int = 1
     """Ranks of a replica in this round."""
     broken: tuple[str, ...] = ()
     """Members whose replica has lost a node."""
     address: str = ""
-    """host:port of the store of this round's ranks, which group rank 0 hosts."""
+    """host:port of the store for this round's ranks, which group rank 0 hosts."""
     generation: int = 0
     """Generation of training processes in this round, counted from 0."""
     arrived: tuple[str, ...] = ()
-    """Nodes that want to be in the next round."""
-    lost: Failure | None = None
-    """The last node of this round that was lost, if any was."""
-    cause: Failure | None = None
+    """Nodes that wait for the next round."""
+    lost: FailureReport | None = None
+    """The last node that this round lost."""
+    cause: FailureReport | None = None
     """The node whose loss ended the round before."""
-    failures: tuple[Failure, ...] = ()
-    """The latest failures of training processes."""
-    struck: tuple[Failure, ...] = ()
-    """The last failure of each node that was sent away for its failures; it may come back once it
-    is found healthy."""
+    failures: tuple[FailureReport, ...] = ()
+    struck: tuple[FailureReport, ...] = ()
+    """The last failure of each node that was sent away for its failures; back once it is
+    healthy."""
     alarm: int = 0
-    """A rank of this generation seems to hang, and every node is to say where its ranks stand; the
-    number of this alarm. 0: no alarm."""
+    """Number of the current alarm, for which every node publishes the status of its ranks: one of
+    this generation seems to hang. 0: no alarm."""
     suspects: tuple[int, ...] = ()
-    """Ranks that all others wait for, by what the first node has read of all; see `suspicion`."""
+    """Ranks that all others wait for, by the statuses of all nodes; see `suspicion`."""
     suspicion: str = ""
-    """Why; empty: not known yet."""
-    closed: Closed | None = None
+    """Evidence against the suspects; empty: not evaluated yet."""
+    closed: JobEnd | None = None
 
     def encode(self) -> bytes:
-        """As JSON. It is read by all, so a place that many nodes have is in it once."""
+        """Serialise to JSON. Each place is in it once: all nodes read the document."""
         body, stated = asdict(replace(self, places=())), dict(self.places)
         number = {place: index for index, place in enumerate(dict.fromkeys(stated.values()))}
-        at = [number.get(stated.get(node, ""), -1) for node in inside(self)] if stated else []
+        at = [number.get(stated.get(node, ""), -1) for node in all_nodes(self)] if stated else []
         return json.dumps({**body, "places": [[*number], at]}, separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> "Membership":
-        """From JSON, also of another version of this code; see `read_fields`."""
+        """Parse JSON, also of another version of this code; see `read_fields`."""
         body: dict[str, Any] = json.loads(data)
         for key in ("members", "broken", "arrived", "suspects"):
             body[key] = tuple(body.get(key, ()))
         body["uneven"] = tuple((node, ranks) for node, ranks in body.get("uneven", ()))
         places, at = body.get("places", ((), ()))
         nodes, known = dict.fromkeys((*body["members"], *body["arrived"])), range(len(places))
-        stated = {node: places[one] for node, one in zip(nodes, at, strict=False) if one in known}
+        pairs = zip(nodes, at, strict=False)
+        stated = {node: places[index] for node, index in pairs if index in known}
         body["places"] = _sorted(stated)
         for key in ("failures", "struck"):
-            body[key] = tuple(read_fields(Failure, failure) for failure in body.get(key, ()))
-        for key, kind in (("lost", Failure), ("cause", Failure), ("closed", Closed)):
+            body[key] = tuple(read_fields(FailureReport, failure) for failure in body.get(key, ()))
+        for key, kind in (("lost", FailureReport), ("cause", FailureReport), ("closed", JobEnd)):
             body[key] = read_fields(kind, body[key]) if body.get(key) else None
         return read_fields(Membership, body)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How a job may be sized, and how failures are judged."""
+    """Size limits of a job, and how it judges failures."""
 
     minimum: int
-    """Nodes of a round, at least."""
+    """Fewest nodes of a round."""
     maximum: int
     most_ranks: int | None = None
     """Ranks for which there is work; None: any number."""
     unit: int = 1
-    """Ranks of a replica: those of a round are a multiple."""
+    """Ranks of a replica; the ranks of a round are a multiple."""
     first_call: float = 3.0
     """Seconds that the first round waits for more nodes than `minimum`, after each arrival."""
     settle: float = 0.3
-    """The same for later rounds, where everybody is already there."""
+    """`first_call` of later rounds, whose nodes are there already."""
     restarts: int = 30
-    """Failures of one hour that are answered by a new generation; the next one ends the job."""
+    """Failures within an hour that lead to a new generation; the next one ends the job."""
     same_step: int = 3
-    """Failures in a row in one step, of one rank or with one error, for which their node is sent
-    away, if there is one and enough others are there, or which end the job."""
+    """Consecutive failures in one step, of one rank or with one error, after which their node is
+    sent away if enough others are there, or the job ends."""
     strikes: int = 5
-    """Failures of one node within an hour for which it is sent away, if enough others are there."""
+    """Failures of a node within an hour after which it is sent away, if enough others are there."""
 
 
 def arrive(
     state: Membership, node: str, ranks: int = 1, identity: str = "", place: str = ""
 ) -> Membership:
-    """`node`, with so many ranks, wants to be in the next round of a job of this identity. It
-    stands at `place`."""
-    if node in state.arrived or strange(state, node, identity):
+    """Add `node`, with its ranks, identity and place, to the nodes that wait for the next round."""
+    if node in state.arrived or is_foreign(state, node, identity):
         return state
-    uneven = tuple(one for one in state.uneven if one[0] != node)
+    uneven = tuple(entry for entry in state.uneven if entry[0] != node)
     if not {*state.members, *state.arrived} - {node}:
         state = replace(state, identity=identity, ranks=ranks)
     elif ranks != state.ranks:
@@ -223,28 +218,27 @@ def arrive(
 
 
 def _placed(state: Membership, stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """`Membership.places` once these nodes have stated where they stand."""
+    """`Membership.places` after these nodes have reported their places."""
     return _sorted({**dict(state.places), **stated})
 
 
 def _sorted(stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """`Membership.places`: in one order, as copies of the document are compared."""
+    """`Membership.places` in one order, as copies of the document are compared."""
     good = (node for node in sorted(stated) if stated[node] and is_place(stated[node]))
     return tuple((node, stated[node]) for node in good)
 
 
-def strange(state: Membership, node: str, identity: str) -> bool:
-    """Whether there are nodes that train something else than `node` would."""
+def is_foreign(state: Membership, node: str, identity: str) -> bool:
+    """Whether there are other nodes, and they train something else than `node` would."""
     others = {*state.members, *state.arrived} - {node}
     return bool(others) and not state.closed and state.identity != identity
 
 
-def begin(
+def enter(
     state: Membership, node: str, now: float, ranks: int = 1, identity: str = "", place: str = ""
 ) -> Membership:
-    """`node`, which was in no round yet, wants to be in the next one; `now` is Unix time. If nobody
-    else is left, it begins a new job of this name; while others are there that has ended, nothing
-    changes."""
+    """Add `node`, which was in no round yet, to the nodes that wait; `now` is Unix time. If it is
+    alone, it begins a new job. While nodes of a job that has ended are there, nothing changes."""
     others = {*state.members, *state.arrived} - {node}
     if node in state.members or node in state.arrived:
         return state
@@ -262,127 +256,142 @@ def begin(
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a node wants of the document."""
+class NodeRequest:
+    """What a node requests of the observers."""
 
     leaves: bool = False
     after: int = 0
-    """It comes, for the first round after this one; 0: to a job that it was not in yet."""
+    """It joins the first round after this one; 0: it was in no round of the job yet."""
     paused: int = -1
-    """Generation of that round in which all its ranks have paused; -1: it has dropped them."""
+    """Generation of that round in which all its ranks have paused; -1: it has dropped its ranks."""
     ranks: int = 1
     identity: str = ""
     place: str = ""
-    """Where the node stands in the network: names from the outermost to the node; see place.py."""
+    """Place of the node; see topology.py."""
 
 
-def heed(state: Membership, node: str, ask: Ask, now: float) -> Membership:
-    """Do what a node asks for; nothing if that is done. `now` is Unix time."""
-    if ask.leaves:
+def apply_request(state: Membership, node: str, request: NodeRequest, now: float) -> Membership:
+    """Apply the request of one node; a repetition changes nothing. `now` is Unix time."""
+    if request.leaves:
         return leave(state, node)
-    if state.round > ask.after and node in state.members:
+    if state.round > request.after and node in state.members:
         return state
-    if ask.after:
-        here = leave(state, node) if _drops(state, node, ask) else state
-        return arrive(here, node, ask.ranks, ask.identity, ask.place)
-    return begin(state, node, now, ask.ranks, ask.identity, ask.place)
+    if request.after:
+        current = leave(state, node) if _ends_round(state, node, request) else state
+        return arrive(current, node, request.ranks, request.identity, request.place)
+    return enter(state, node, now, request.ranks, request.identity, request.place)
 
 
-def over(state: Membership) -> bool:
-    """Whether this round has lost a node, so that it cannot begin another generation."""
+def round_over(state: Membership) -> bool:
+    """Whether this round has lost a node, so that it begins no further generation."""
     return len(state.members) < state.size
 
 
-def _drops(state: Membership, node: str, ask: Ask) -> bool:
-    """Whether `node` ends this round by its arrival. Later arrivals keep their place in order."""
-    if over(state) or node not in state.members or node in state.arrived:
+def _ends_round(state: Membership, node: str, request: NodeRequest) -> bool:
+    """Whether the arrival of `node` ends this round. Later arrivals keep their position."""
+    if round_over(state) or node not in state.members or node in state.arrived:
         return False
-    return 0 < ask.after >= state.round and ask.paused != state.generation
+    return 0 < request.after >= state.round and request.paused != state.generation
 
 
-def heed_all(state: Membership, asks: Mapping[str, Ask], now: float) -> Membership:
-    """Do what many nodes ask for, as `heed` does for one after another, first for those that leave;
-    in time that grows with their number, not with its square."""
-    state = leave(state, *(node for node, ask in asks.items() if ask.leaves))
-    come = {node: ask for node, ask in asks.items() if not ask.leaves}
-    while come and len(inside(state)) < 2:  # whoever is the first may begin another job
-        node = next(iter(come))
-        state = heed(state, node, come.pop(node), now)
-    if not come:
+def apply_requests(
+    state: Membership, requests: Mapping[str, NodeRequest], now: float
+) -> Membership:
+    """Apply the requests of many nodes like `apply_request` for one after another, departures
+    first, in time linear in their number."""
+    state = leave(state, *(node for node, request in requests.items() if request.leaves))
+    arriving = {node: request for node, request in requests.items() if not request.leaves}
+    while arriving and len(all_nodes(state)) < 2:  # the first node may begin another job
+        node = next(iter(arriving))
+        state = apply_request(state, node, arriving.pop(node), now)
+    if not arriving:
         return state
-    asked = list(come.items())
-    for place, (node, ask) in enumerate(asked):
-        if _drops(state, node, ask):
-            state = heed_all(state, dict(asked[:place]), now)
-            state = heed(state, node, ask, now)
-            return heed_all(state, dict(asked[place + 1 :]), now)
+    pending = list(arriving.items())
+    for place, (node, request) in enumerate(pending):
+        if _ends_round(state, node, request):
+            state = apply_requests(state, dict(pending[:place]), now)
+            state = apply_request(state, node, request, now)
+            return apply_requests(state, dict(pending[place + 1 :]), now)
     members, arrived = set(state.members), set(state.arrived)
     arrivals = {
-        node: ask
-        for node, ask in come.items()
+        node: request
+        for node, request in arriving.items()
         if node not in arrived
-        and (node not in members or 0 < ask.after >= state.round)
-        and (ask.after if state.closed else ask.identity == state.identity)
+        and (node not in members or 0 < request.after >= state.round)
+        and (request.after if state.closed else request.identity == state.identity)
     }
     if not arrivals:
         return state
-    others = tuple(one for one in state.uneven if one[0] not in arrivals)
-    ranks = ((node, ask.ranks) for node, ask in arrivals.items())
-    differing = tuple(one for one in ranks if one[1] != state.ranks)
+    others = tuple(entry for entry in state.uneven if entry[0] not in arrivals)
+    ranks = ((node, request.ranks) for node, request in arrivals.items())
+    differing = tuple(entry for entry in ranks if entry[1] != state.ranks)
     return replace(
         state,
         arrived=(*state.arrived, *arrivals),
         uneven=(*others, *differing),
-        places=_placed(state, {node: ask.place for node, ask in arrivals.items()}),
+        places=_placed(state, {node: request.place for node, request in arrivals.items()}),
     )
 
 
 def leave(state: Membership, *nodes: str) -> Membership:
-    """These are in no round from now on."""
-    gone = set(nodes)
-    if not gone:
+    """Remove nodes from this round and the next."""
+    departed = set(nodes)
+    if not departed:
         return state
     return replace(
         state,
-        members=tuple(member for member in state.members if member not in gone),
-        broken=_broken(state, gone),
-        arrived=tuple(other for other in state.arrived if other not in gone),
-        uneven=tuple(one for one in state.uneven if one[0] not in gone),
-        places=tuple(one for one in state.places if one[0] not in gone),
+        members=tuple(member for member in state.members if member not in departed),
+        broken=_broken(state, departed),
+        arrived=tuple(other for other in state.arrived if other not in departed),
+        uneven=tuple(entry for entry in state.uneven if entry[0] not in departed),
+        places=tuple(entry for entry in state.places if entry[0] not in departed),
     )
 
 
-def _broken(state: Membership, gone: Set[str]) -> tuple[str, ...]:
-    """The members whose replica has a node no longer, once these are gone."""
+def _broken(state: Membership, departed: Set[str]) -> tuple[str, ...]:
+    """Members whose replica is incomplete once the nodes `departed` are."""
     if state.unit == 1:
         return ()
     before = set(state.broken)
     whole = [member for member in state.members if member not in before]
     replicas, _ = _replicas(state, whole, state.unit)
-    hit = [nodes for nodes in replicas if not gone.isdisjoint(nodes)]
-    broken = before.union(*hit) - gone
+    hit = [nodes for nodes in replicas if not departed.isdisjoint(nodes)]
+    broken = before.union(*hit) - departed
     return tuple(member for member in state.members if member in broken)
 
 
 def lose(state: Membership, node: str, now: float, why: str = "node lost") -> Membership:
-    """`node` gave no sign of life, or none of its ranks; `now` is Unix time."""
+    """Remove `node`, which gave no sign of life, or none of its ranks; `now` is Unix time."""
     if node not in state.members:
         return leave(state, node)
-    return replace(leave(state, node), lost=Failure(node, None, 0, why, now))
+    return replace(leave(state, node), lost=FailureReport(node, None, 0, why, now))
+
+
+def lose_unstarted(state: Membership, alarm: int, node: str, now: float, why: str) -> Membership:
+    """End an alarm by the loss of `node`, which has started no process for one of its ranks."""
+    calm = end_alarm(state)
+    return lose(calm, node, now, why) if state.alarm == alarm else calm
+
+
+def close(state: Membership, end: JobEnd) -> Membership:
+    """End the job, unless it has ended already."""
+    return state if state.closed else replace(state, closed=end)
+
+
+def set_address(state: Membership, round: int, address: str) -> Membership:
+    """Publish where the store of a round is hosted, if that is still the current round."""
+    return replace(state, address=address) if state.round == round else state
 
 
 def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
-    """Begin the next round, if it is time.
+    """Begin the next round if it is time.
 
     Args:
-        state: now.
-        limits: of the job.
-        quiet: seconds for which the arrivals have been the same.
+        quiet: seconds since the last change of the arrivals.
 
-    Nodes that were in the round before keep their order, so that group rank 0 and the neighbours of
-    a node change as little as possible; whose replica is broken comes after them. A replica that is
-    new comes after the others of its place. Arrivals for which there is no room or no work, or who
-    complete no replica, go on waiting, as spares.
+    Nodes of the round before keep their order, so that group rank 0 and the neighbours of a node
+    change as little as possible; nodes of broken replicas come after them. A new replica comes
+    after the others of its place. Arrivals without room, work or a complete replica wait as spares.
     """
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
@@ -395,7 +404,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         limits.settle if state.round >= state.first else limits.first_call
     ):
         return state
-    # Only among nodes that wait does its number in a place order a node.
+    # A node's number in its place orders only nodes that wait.
     places = dict(state.places)
     places |= {node: "/".join(levels(places[node])) for node in chosen if node in places}
     return replace(
@@ -408,7 +417,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         broken=(),
         address="",
         generation=0,
-        arrived=tuple(sorted(set(inside(state)) - set(chosen))),
+        arrived=tuple(sorted(set(all_nodes(state)) - set(chosen))),
         lost=None,
         cause=state.lost,
         alarm=0,
@@ -417,8 +426,8 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     )
 
 
-def room(state: Membership, limits: Limits) -> int:
-    """How many nodes wait that the next round could take beyond those of this one."""
+def admissible(state: Membership, limits: Limits) -> int:
+    """Number of waiting nodes that the next round could take beyond the members of this one."""
     chosen = _nodes(_fitting(state, _candidates(state, limits.unit), limits))
     return len(set(chosen) - set(state.members))
 
@@ -428,26 +437,25 @@ def _nodes(replicas: Sequence[Replica]) -> tuple[str, ...]:
 
 
 def _candidates(state: Membership, unit: int) -> list[Replica]:
-    """Replicas of the next round, in the order in which there is room for them: those of this round
-    that are whole, those with its other members, and those of nodes that wait."""
+    """Replicas for the next round by precedence: whole ones of this round, those with its other
+    members, those of waiting nodes."""
     broken, places = set(state.broken), dict(state.places)
     whole, left = _replicas(state, [node for node in state.members if node not in broken], unit)
     waiting = sorted(
         set(state.arrived) - set(state.members),
-        key=lambda node: (natural(places.get(node, "")), natural(node)),
+        key=lambda node: (natural_key(places.get(node, "")), natural_key(node)),
     )
     others = [*left, *state.broken]
     near = _near(state, [*others, *waiting], unit)
     if set(others) <= set(_nodes(near)):
         return whole + sorted(near, key=set(others).isdisjoint)
-    # A member, which has a part of the state in memory, goes before nodes that stand nearer.
+    # A member, which holds state in memory, goes before nodes that are nearer.
     return whole + _replicas(state, [*others, *waiting], unit)[0]
 
 
 def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> list[Replica]:
-    """The first of these replicas, as many as there is room and work for. Where there is work for
-    fewer nodes than `minimum`, no fewer than these: their ranks will say what is wrong.
-    """
+    """The first replicas for which there is room and work. If there is work for fewer than
+    `minimum` nodes, still so many are chosen, whose ranks then report what is wrong."""
     ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
     chosen: list[Replica] = []
     size = 0
@@ -464,29 +472,29 @@ def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> 
 def _replicas(
     state: Membership, order: Sequence[str], unit: int
 ) -> tuple[list[Replica], list[str]]:
-    """The replicas that nodes make together: one that has ranks for some by itself, and otherwise
-    the next ones in order. Also the nodes that are left over, which complete none."""
-    uneven, found = dict(state.uneven), list[Replica]()
+    """(replicas, nodes left over): a node with ranks for whole replicas forms one, other nodes in
+    order form one together."""
+    uneven, result = dict(state.uneven), list[Replica]()
     together: list[str] = []
     ranks = 0
     for node in order:
         own = uneven.get(node, state.ranks)
         if own % unit == 0:
-            found.append([node])
+            result.append([node])
             continue
         together.append(node)
         ranks += own
         if ranks % unit == 0:
-            found.append(together)
+            result.append(together)
             together, ranks = [], 0
-    return found, together
+    return result, together
 
 
 def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
-    """The replicas that nodes make with others of their place, from the inside out: those of a rack
-    first, and those that span racks of what is left over in each."""
+    """The replicas that nodes form with others of their place, from the inside out: within a rack
+    first, then across racks from what is left over."""
     where = {node: levels(place) for node, place in state.places}
-    found, left = list[Replica](), list(nodes)
+    result, left = list[Replica](), list(nodes)
     for depth in range(max(map(len, where.values()), default=0), -1, -1):
         places: dict[tuple[str, ...], list[str]] = {}
         for node in left:
@@ -494,43 +502,48 @@ def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
         left = []
         for together in places.values():
             replicas, others = _replicas(state, together, unit)
-            found += replicas
+            result += replicas
             left += others
-    return found
+    return result
 
 
 def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replica]:
-    """The replicas, those of one place next to each other."""
+    """Sort replicas so that those of one place are adjacent."""
     where = {node: levels(place) for node, place in state.places}
-    return grouped(replicas, lambda nodes: common([where.get(node, ()) for node in nodes]))
+    return group_by_place(
+        replicas, lambda nodes: common_levels([where.get(node, ()) for node in nodes])
+    )
 
 
-def fail(
-    state: Membership, round: int, generation: int, failure: Failure, limits: Limits
+def record_failure(
+    state: Membership, round: int, generation: int, failure: FailureReport, limits: Limits
 ) -> Membership:
-    """A training process failed: the next generation, or the end of the job, with the reason.
+    """Record a failed training process: begin the next generation, send its node away, or end the
+    job with a reason.
 
     Later reports on the same generation change nothing: one failure makes the others fail too.
     """
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
-    before = [one for one in state.failures if not one.mended]
+    before = [entry for entry in state.failures if not entry.mended]
     failures = (*before, failure)[-limits.restarts - 1 :]
     if failure.mended:
-        return _go_on(replace(calm(state), failures=failures), failure)
-    away = {one.node: one.at for one in state.struck}
-    # What a node was sent away for is settled: the others need not pay for it.
-    counted = [item for item in failures if item.at > away.get(item.node, -math.inf)]
+        return _continue(replace(end_alarm(state), failures=failures), failure)
+    sent_away = {entry.node: entry.at for entry in state.struck}
+    # Failures for which a node was sent away are settled; the other nodes do not pay for them.
+    counted = [item for item in failures if item.at > sent_away.get(item.node, -math.inf)]
     recent = [item for item in counted if item.at > failure.at - 3600]
     known = [item for item in counted if item.rank is not None and not item.outside]
     same = known[-limits.same_step :] if known[-1:] == [failure] else []
     ranks = sorted({item.rank for item in same if item.rank is not None})
-    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
+    culprit = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
     again = len(same) == limits.same_step and len({item.step for item in same}) == 1
-    if again:  # who was killed from outside in a later step shows that the run had got beyond it
+    if again:  # a kill from outside in a later step shows that the run had passed this one
         row = counted[counted.index(same[0]) :]
         again = all(item.step <= failure.step for item in row)
-    again = again and (len(ranks) == 1 or (bool(failure.error) and len(set(map(_kind, same))) == 1))
+    again = again and (
+        len(ranks) == 1 or (bool(failure.error) and len(set(map(_normalised_error, same))) == 1)
+    )
     without = _candidates(leave(state, failure.node), limits.unit)
     spared = len(_nodes(_fitting(state, without, limits))) >= limits.minimum
     often = f"{limits.same_step} times in a row in step {failure.step}"
@@ -539,60 +552,63 @@ def fail(
         reason = (
             f"{named} failed {often}, the last time so: {failure.why}. A restart will not mend it"
         )
-        return replace(state, failures=failures, closed=Closed(93, reason))
+        return replace(state, failures=failures, closed=JobEnd(93, reason))
     if len(recent) > limits.restarts:
         reason = (
             f"{len(recent)} failures within an hour, more than the {limits.restarts} allowed "
-            f"(--max-restarts), the last on {who}: {failure.why}"
+            f"(--max-restarts), the last on {culprit}: {failure.why}"
         )
-        return replace(state, failures=failures, closed=Closed(93, reason))
-    state = replace(calm(state), failures=failures)
+        return replace(state, failures=failures, closed=JobEnd(93, reason))
+    state = replace(end_alarm(state), failures=failures)
     if spared and (again or strikes(state, failure) >= limits.strikes):
-        others = tuple(one for one in state.struck if one.node != failure.node)
+        others = tuple(entry for entry in state.struck if entry.node != failure.node)
         how = f"it failed {often}" if again else f"{limits.strikes} failures within an hour"
         lost = replace(failure, rank=None, why=f"sent away: {how}")
         return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
-    return _go_on(state, failure)
+    return _continue(state, failure)
 
 
-def _go_on(state: Membership, failure: Failure) -> Membership:
-    """Begin the next generation, or end the round of which some nodes are gone or have paused."""
-    if over(state):
+def _continue(state: Membership, failure: FailureReport) -> Membership:
+    """Begin the next generation; end the round instead if nodes are gone or have paused."""
+    if round_over(state):
         return replace(state, lost=state.lost or failure)
     if set(state.members) & set(state.arrived):
         return replace(leave(state, failure.node), lost=failure)
     return replace(state, generation=state.generation + 1)
 
 
-def _kind(failure: Failure) -> str:
-    """Its error without what differs between ranks, and between runs."""
+def _normalised_error(failure: FailureReport) -> str:
+    """The error without numbers, which differ between ranks and runs."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
 
 
-def strikes(state: Membership, failure: Failure) -> int:
-    """Failures of a node in the hour before `failure`, and since it was last sent away."""
-    since = [one.at for one in state.struck if one.node == failure.node]
+def strikes(state: Membership, failure: FailureReport) -> int:
+    """Failures of a node in the hour before `failure` and since it was last sent away."""
+    since = [entry.at for entry in state.struck if entry.node == failure.node]
     after = max([failure.at - 3600, *since])
-    own = (one for one in state.failures if one.rank is not None and one.node == failure.node)
-    return sum(one.at > after and not one.outside for one in own)
+    return sum(
+        entry.rank is not None and entry.node == failure.node and entry.at > after
+        for entry in state.failures
+        if not entry.outside
+    )
 
 
 def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
-    """A rank seems to hang."""
+    """Begin an alarm: a rank seems to hang."""
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     return state if state.alarm else replace(state, alarm=state.version + 1)
 
 
-def suspect(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
-    """All nodes have said where their ranks stand: these are waited for (none: all stand alike)."""
+def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
+    """Record the evaluation of an alarm: ranks that the others wait for, if any."""
     if state.alarm != alarm:
         return state
     return replace(state, suspects=tuple(ranks), suspicion=reason)
 
 
-def calm(state: Membership) -> Membership:
-    """It was no hang, or not yet."""
+def end_alarm(state: Membership) -> Membership:
+    """End the alarm without a suspect."""
     return replace(state, alarm=0, suspects=(), suspicion="")
 
 
@@ -600,96 +616,92 @@ def calm(state: Membership) -> Membership:
 
 
 def beat_seconds(nodes: int) -> float:
-    """How often a node of a job of so many nodes raises its counter."""
+    """Time between two beats of a node in a job of `nodes` nodes."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
 
 
 @dataclass
-class Pace:
-    """How often this node has raised its counter of late."""
+class BeatPace:
+    """How often this node has beaten recently."""
 
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=LATE_BEATS))
-    """Seconds between two beats."""
     last: float | None = None
     """Time of the last beat."""
 
     def beat(self, now: float) -> None:
-        """The counter was raised."""
         if self.last is not None:
             self.gaps.append(now - self.last)
         self.last = now
 
     def skip(self) -> None:
-        """The time since the last beat was lost by the store, not by this machine."""
+        """Forget the last beat: the time since was lost by the store, not by this machine."""
         self.last = None
 
     def seconds(self, due: float, now: float) -> float:
-        """Seconds between two beats to reckon with, where `due` is what they should be."""
+        """Seconds between two beats to expect, where `due` is the intended time."""
         gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
         worst = max(gaps, default=0.0)
         return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
-    """How long a node may be silent that raises its counter every `beat` seconds."""
+    """Longest silence of a node that beats every `beat` seconds."""
     if doubted:
         return max(DOUBTED_SECONDS, beat * DOUBTED_BEATS)
     return max(LEASE_SECONDS, beat * MISSED_BEATS)
 
 
-def look_seconds(nodes: int, observes: bool) -> float:
-    """How often a node of a job of so many nodes looks at the document: all together a bounded
-    number of times a second."""
-    return LOOK_SECONDS * max(1.0, nodes / (1000 if observes else 100))
+def poll_seconds(nodes: int, observes: bool) -> float:
+    """Time between two looks at the document, which bounds the looks of all nodes per second."""
+    return POLL_SECONDS * max(1.0, nodes / (1000 if observes else 100))
 
 
-def inside(state: Membership) -> list[str]:
+def all_nodes(state: Membership) -> list[str]:
     """All nodes of the document, in order."""
     return list(dict.fromkeys((*state.members, *state.arrived)))
 
 
 def observers(state: Membership) -> list[str]:
-    """The nodes that may change the document for others; the first nodes of `inside`."""
+    """The nodes that change the document for others."""
     some = (*state.members[:OBSERVERS], *state.arrived[:OBSERVERS])
     return list(dict.fromkeys(some))[:OBSERVERS]
 
 
-def watched(state: Membership, node: str) -> list[str]:
-    """Whose counters a node reads: so that a large job does not read each of all. Whoever watches
-    loses the nodes that did not keep their lease, so after all observers others observe."""
+def watched_nodes(state: Membership, node: str) -> list[str]:
+    """Nodes whose counters `node` reads: all if it observes, else the observers, as their watchers
+    must notice when all observers are lost."""
     first = observers(state)
-    everybody = inside(state) if node in first else first
+    everybody = all_nodes(state) if node in first else first
     return [other for other in everybody if other != node]
 
 
 def ranks_of(state: Membership, node: str) -> int:
-    """Ranks of one node."""
     return dict(state.uneven).get(node, state.ranks)
 
 
-def nodes_about(state: Membership) -> int:
-    """For how many nodes the store is to be spared: those of the round, and those that wait."""
+def spared_nodes(state: Membership) -> int:
+    """Nodes for whose number the store is spared: those of the round, or those that wait."""
     return max(state.size, len(state.members), len(state.arrived))
 
 
-def same_for_members(one: Membership, other: Membership) -> bool:
-    """Whether two documents differ at most in who has arrived: nobody but the observers acts upon
-    that before a round begins, or there is room for it."""
-    untold: dict[str, Any] = {"version": 0, "arrived": (), "uneven": (), "places": ()}
-    return replace(one, **untold) == replace(other, **untold)
+def differ_only_in_arrivals(before: Membership, after: Membership) -> bool:
+    """Whether two documents differ at most in the arrivals, on which only observers act before a
+    round begins or has room."""
+    ignored: dict[str, Any] = {"version": 0, "arrived": (), "uneven": (), "places": ()}
+    return replace(before, **ignored) == replace(after, **ignored)
 
 
 @dataclass
 class Leases:
-    """Counters of other nodes, as one node saw them change."""
+    """Other nodes' counters, as this node saw them change."""
 
     seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By node: the highest counter, and when it was first seen."""
+    """Node → (highest counter, when it was first seen)."""
 
     def lapsed(
         self, counters: Mapping[str, int], now: float, leases: Mapping[str, float]
     ) -> list[str]:
-        """Nodes whose counter (0: none) has not risen for the seconds of their lease."""
+        """Nodes whose counter (0: none) has not risen within their lease."""
         self.seen = {
             node: self.seen[node]
             if node in self.seen and counter <= self.seen[node][0]
@@ -699,18 +711,17 @@ class Leases:
         return [node for node, (_, since) in self.seen.items() if now - since > leases[node]]
 
     def forgive(self) -> None:
-        """Begin all leases anew: this node itself was cut off, and saw nobody's counter."""
+        """Restart all leases: this node was cut off, and saw no counters."""
         self.seen.clear()
 
 
-def newer(mine: Membership | None, stored: Membership | None) -> Membership | None:
-    """The copy to go on with: a store that was lost comes back empty or behind, and is then brought
-    up to date by the first node that has a newer copy. If a newcomer was faster, and took the store
-    for that of a new job, its job counts rounds from the first on, and gives way to the one that
-    has had more. None: there is none yet."""
-    if mine and stored and stored.job != mine.job and stored.round < mine.round:
-        return mine
-    copies: Sequence[Membership] = [copy for copy in (mine, stored) if copy is not None]
+def newer(own: Membership | None, stored: Membership | None) -> Membership | None:
+    """The copy to continue with; None: there is none yet. A store that was lost comes back empty or
+    behind, and is updated by the first node with a newer copy. If a newcomer has begun another job
+    on it meanwhile, that job counts rounds from the start, and gives way to the older one."""
+    if own and stored and stored.job != own.job and stored.round < own.round:
+        return own
+    copies: Sequence[Membership] = [copy for copy in (own, stored) if copy is not None]
     return max(copies, key=lambda copy: copy.version, default=None)
 
 

@@ -1,7 +1,7 @@
-"""Whether the network of a node is in order, as Linux tells it under /sys: InfiniBand and RoCE
-ports, and the interfaces that gloo and NCCL are told to use.
+"""Faults of a node's network, read from /sys: InfiniBand and RoCE ports, and the interfaces that
+gloo and NCCL are configured to use.
 
-What is not there is no fault, nor is a port that is switched off and that nobody named.
+Missing hardware is no fault, nor is a port that is disabled and that no setting names.
 """
 
 import re
@@ -13,44 +13,44 @@ from pathlib import Path
 
 PORTS, INTERFACES = "sys/class/infiniband", "sys/class/net"
 PAUSE_SECONDS = 0.2
-"""Between two looks at counters of errors."""
+"""Time between two readings of error counters."""
 PORT_ERRORS = (
     *("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors"),
     *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
 )
 INTERFACE_ERRORS = ("rx_crc_errors", "rx_frame_errors", "tx_carrier_errors")
-"""Files of counters that stand still where a cable and its ends are in order."""
+"""Counters that do not rise where a cable and its ends are in order."""
 HCA, NO_HCA = "NCCL_IB_HCA", "NCCL_IB_DISABLE"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables by which NCCL and gloo are told what to use."""
+"""Environment variables that select interfaces for gloo and NCCL."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """A port of an adapter."""
+    """A port of an InfiniBand or RoCE adapter."""
 
     name: str
-    """`mlx5_0:1`, as NCCL_IB_HCA names it."""
+    """`mlx5_0:1`, as in NCCL_IB_HCA."""
     kind: str
-    """Kinds of the adapter and of its link: ports of one kind are held against each other."""
+    """Adapter type and link layer; ports of one kind are compared with each other."""
     state: str
     """ACTIVE, DOWN, INIT or ARMED."""
     enabled: bool
-    """Whether it looks for another end."""
+    """Whether the port looks for a peer."""
     rate: float
-    """Gb/s."""
+    """Link speed in Gb/s."""
     errors: Mapping[str, int]
 
 
 def network_problems(
     root: Path, environment: Mapping[str, str], pause: float = PAUSE_SECONDS
 ) -> list[str]:
-    """What is wrong, in a line each, with what to do.
+    """Describe each fault of the network in a line, with what to do.
 
     Args:
-        root: folder with `sys` in it; `/` but in tests.
-        environment: with what NCCL and gloo are told.
-        pause: seconds between two looks at counters.
+        root: folder that contains `sys`; `/` outside of tests.
+        environment: with the settings of NCCL and gloo.
+        pause: seconds between two readings of error counters.
     """
     before = _counters(root, environment)
     if before:
@@ -90,7 +90,7 @@ def _port_problems(root: Path, environment: Mapping[str, str]) -> Iterator[str]:
                 f" see its cable and its switch, or name the ports to use in {HCA}"
             )
     if named and not ports and (root / PORTS).is_dir():
-        known = ", ".join(sorted(one.name for one in (root / PORTS).iterdir()))
+        known = ", ".join(sorted(adapter.name for adapter in (root / PORTS).iterdir()))
         yield f"{HCA}={environment[HCA]} names no adapter of this machine; it has {known or 'none'}"
 
 
@@ -100,21 +100,21 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
         return
     known = sorted(path.name for path in folder.iterdir())
     for variable in (GLOO, NCCL):
-        given = environment.get(variable, "")
-        if not given or given.startswith("^"):
+        setting = environment.get(variable, "")
+        if not setting or setting.startswith("^"):
             continue
-        exact = variable == GLOO or given.startswith("=")
-        for word in filter(None, given.lstrip("=").split(",")):
-            found = [
+        exact = variable == GLOO or setting.startswith("=")
+        for word in filter(None, setting.lstrip("=").split(",")):
+            selected = [
                 name for name in known if name == word or (not exact and name.startswith(word))
             ]
-            if not found:
-                yield f"{variable}={given}: there is no interface {word}, but {', '.join(known)}"
-            for name in found:
+            if not selected:
+                yield f"{variable}={setting}: there is no interface {word}, but {', '.join(known)}"
+            for name in selected:
                 if _read(folder / name / "operstate") in ("down", "lowerlayerdown"):
                     yield (
-                        f"{variable}={given}: interface {name} is down; see its cable, or start it "
-                        f"with `ip link set {name} up`"
+                        f"{variable}={setting}: interface {name} is down; see its cable, or start "
+                        f"it with `ip link set {name} up`"
                     )
     for name in known:
         slaves = _read(folder / name / "bonding" / "slaves").split()
@@ -127,14 +127,14 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
 
 
 def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[Port]:
-    """The ports that NCCL would use, were they all in order."""
+    """Ports that NCCL would use if all were in order."""
     folder = root / PORTS
     if not folder.is_dir() or environment.get(NO_HCA) == "1":
         return
     for adapter in sorted(folder.iterdir()):
         for path in sorted((adapter / "ports").glob("*")):
             name = f"{adapter.name}:{path.name}"
-            if not _wanted(name, environment.get(HCA, "")):
+            if not _selected(name, environment.get(HCA, "")):
                 continue
             physical = _read(path / "phys_state").partition(":")[2].strip()
             rate = re.match(r"[0-9.]+", _read(path / "rate"))
@@ -148,32 +148,34 @@ def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[Port]:
             )
 
 
-def _wanted(port: str, given: str) -> bool:
-    """Whether NCCL uses a port (`mlx5_0:1`) where NCCL_IB_HCA is `given`: names of adapters, or
-    what they begin with, perhaps with a port; `=` before the first: these exactly, `^`: all but
-    these."""
-    words = [word for word in given.lstrip("^=").split(",") if word]
+def _selected(port: str, setting: str) -> bool:
+    """Whether NCCL uses a port (`mlx5_0:1`) under the NCCL_IB_HCA value `setting`: prefixes of
+    adapter names, each perhaps with a port. A leading `=` asks for exact names, `^` for all
+    except these."""
+    words = [word for word in setting.lstrip("^=").split(",") if word]
     if not words:
         return True
     adapter, _, number = port.partition(":")
-    exact = given.lstrip("^").startswith("=")
+    exact = setting.lstrip("^").startswith("=")
 
     def named(word: str) -> bool:
         name, _, only = word.partition(":")
         same = adapter == name if exact else adapter.startswith(name)
         return same and only in ("", number)
 
-    return any(map(named, words)) != given.startswith("^")
+    return any(map(named, words)) != setting.startswith("^")
 
 
 def _counters(root: Path, environment: Mapping[str, str]) -> dict[str, Mapping[str, int]]:
-    """Counters of errors of what is in use, by name."""
-    found = {port.name: port.errors for port in _ports(root, environment) if port.state == "ACTIVE"}
+    """Error counters of the ports and interfaces in use, by name."""
+    selected = {
+        port.name: port.errors for port in _ports(root, environment) if port.state == "ACTIVE"
+    }
     with suppress(OSError):
         for path in sorted((root / INTERFACES).iterdir()):
             if (path / "device").exists() and _read(path / "operstate") == "up":
-                found[path.name] = _numbers(path / "statistics", INTERFACE_ERRORS)
-    return {name: errors for name, errors in found.items() if errors}
+                selected[path.name] = _numbers(path / "statistics", INTERFACE_ERRORS)
+    return {name: errors for name, errors in selected.items() if errors}
 
 
 def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
@@ -182,7 +184,7 @@ def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """What a file says; empty if it is not there, or its device does not tell."""
+    """Text of a file of /sys; empty where it is missing or its device does not answer."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

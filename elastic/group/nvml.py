@@ -1,7 +1,7 @@
-"""What NVIDIA's management library (NVML) says of the links between GPUs.
+"""NVLink state of a node's GPUs, from NVIDIA's management library (NVML).
 
-It is asked in a process of its own (health.py): it may hang where a driver is broken. A machine
-without the library has no links to ask for.
+The library may hang where a driver is broken, so health.py calls it in a process of its own. A
+machine without the library has no links.
 """
 
 import ctypes
@@ -12,17 +12,17 @@ from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
 PAUSE_SECONDS = 0.2
-"""Between two looks at counters of errors: a link that fails has more at the second."""
-MOST_LINKS = 64
-"""NVLinks of a GPU that are asked for; a GPU says which is its last."""
+"""Time between two readings of error counters."""
+MAX_LINKS = 64
+"""Most NVLinks of a GPU; a GPU with fewer fails the query for the next one."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
-"""How far a GPU has come to join the NVLink fabric of its switches: there is none, or it has."""
+"""States of a GPU that joins the NVLink fabric of its switches: no fabric, and joined."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
-"""NVML's numbers of counters of a link."""
+"""NVML's numbers of a link's error counters."""
 
 
 class NvmlError(RuntimeError):
-    """A call of the library failed; says which and why."""
+    """A library call failed; names the call and the reason."""
 
 
 class FabricInfo(ctypes.Structure):
@@ -41,27 +41,27 @@ class GpuLinks:
     """The NVLinks of one GPU."""
 
     name: str
-    """As the driver calls its kind."""
+    """Product name from the driver."""
     up: frozenset[int] = frozenset()
     """Numbers of the links that are up."""
     down: frozenset[int] = frozenset()
     errors: int = 0
-    """Errors of its links so far."""
+    """Sum of the error counters of its links."""
     joined: bool = True
-    """Whether it has joined the fabric of its NVLink switches, if there are any."""
+    """Whether it has joined the fabric of its NVLink switches; True without switches."""
     domain: str = ""
-    """The NVLink domain over several nodes that it has joined; empty: it is in none."""
+    """NVLink domain over several nodes that it has joined; empty without."""
 
 
 class Nvml:
-    """The library, until `close`.
+    """An initialised NVML, until `close`.
 
     Args:
-        library: its file, as dlopen(3) finds it.
+        library: file name, as dlopen(3) resolves it.
 
     Raises:
-        OSError: it is not there.
-        NvmlError: it finds no driver.
+        OSError: the library is missing.
+        NvmlError: there is no driver.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -70,11 +70,10 @@ class Nvml:
         self._call("nvmlInit_v2")
 
     def close(self) -> None:
-        """Let go of the driver."""
         self._call("nvmlShutdown")
 
     def gpus(self) -> list[GpuLinks]:
-        """The links of every GPU that this process may see, in the driver's order.
+        """The links of every visible GPU, in the driver's order.
 
         Raises:
             NvmlError: a GPU does not answer.
@@ -89,44 +88,44 @@ class Nvml:
         self._call("nvmlDeviceGetName", device, name, ctypes.c_uint(len(name)))
         links: dict[bool, set[int]] = {True: set(), False: set()}
         errors, active, counted = 0, ctypes.c_uint(), ctypes.c_ulonglong()
-        for link in range(MOST_LINKS):
+        for link in range(MAX_LINKS):
             number = ctypes.c_uint(link)
-            if self._fails("nvmlDeviceGetNvLinkState", device, number, ctypes.byref(active)):
-                break  # there are no more
+            if self._try("nvmlDeviceGetNvLinkState", device, number, ctypes.byref(active)):
+                break  # no further links
             links[bool(active.value)].add(link)
             for counter in ERROR_COUNTERS.values():
-                given = device, number, ctypes.c_int(counter), ctypes.byref(counted)
-                if not self._fails("nvmlDeviceGetNvLinkErrorCounter", *given):
+                query = device, number, ctypes.c_int(counter), ctypes.byref(counted)
+                if not self._try("nvmlDeviceGetNvLinkErrorCounter", *query):
                     errors += counted.value
         info, domain = FabricInfo(), ""
-        if self._fails("nvmlDeviceGetGpuFabricInfo", device, ctypes.byref(info)):
-            info.state = NO_FABRIC  # or the driver does not know of any
+        if self._try("nvmlDeviceGetGpuFabricInfo", device, ctypes.byref(info)):
+            info.state = NO_FABRIC  # or the driver does not know of fabrics
         member = info.state == FABRIC_COMPLETED and not info.status
-        if member and any(info.cluster):  # zeros: it reaches no other node
+        if member and any(info.cluster):  # zeros: a fabric within this node
             domain = f"nvl-{bytes(info.cluster).hex()[:8]}.{info.clique}"
         up, down = frozenset(links[True]), frozenset(links[False])
         joined = member or info.state == NO_FABRIC
         return GpuLinks(name.value.decode(), up, down, errors, joined, domain)
 
-    def _fails(self, function: str, *arguments: Any) -> int:
-        """Call a function that not every GPU or driver has; 0 if it has succeeded."""
+    def _try(self, function: str, *arguments: Any) -> int:
+        """Call a function that some GPUs and drivers lack; returns NVML's code, 0 for success."""
         code: int = getattr(self._library, function, lambda *_: -1)(*arguments)
         return code
 
     def _call(self, function: str, *arguments: Any) -> None:
-        if code := self._fails(function, *arguments):
+        if code := self._try(function, *arguments):
             raise NvmlError(f"{function}: {self._library.nvmlErrorString(code).decode()}")
 
 
 def domain_of(gpus: Sequence[GpuLinks]) -> str:
-    """The NVLink domain of a node; empty if its GPUs are in none, or not all in one."""
+    """The NVLink domain of a node; empty if its GPUs are in none or in several."""
     domains = {gpu.domain for gpu in gpus}
     return domains.pop() if len(domains) == 1 else ""
 
 
 def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list[str]:
-    """What is wrong with the links of the GPUs of a node, as two looks at them show; each with what
-    to do. A GPU without links is in order, if none of its kind here has any."""
+    """Describe each fault of the links of a node's GPUs, with what to do, from two readings of all
+    GPUs. A GPU without links is in order if no GPU of its kind here has any."""
     problems = []
     for index, (then, now) in enumerate(zip(before, after, strict=True)):
         most = max(len(gpu.up) for gpu in after if gpu.name == now.name)
@@ -150,8 +149,8 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
     return problems
 
 
-def ask_links(library: str = LIBRARY) -> tuple[list[str], str]:
-    """(problems of the NVLinks of this node, its NVLink domain); nothing where there is no NVML.
+def read_links(library: str = LIBRARY) -> tuple[list[str], str]:
+    """(link problems of this node, its NVLink domain); ([], "") without NVML.
 
     Raises:
         NvmlError: a GPU does not answer.

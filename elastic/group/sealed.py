@@ -1,20 +1,21 @@
-"""A store in which ranks find each other, and strangers find nothing to use.
+"""Sealed values in stores: the keys of a job, and a store for the addresses of its ranks.
 
 [Note: sealed] The store of a round is torch's TCPStore: whoever reaches it reads and writes every
 key. Ranks put the addresses of their connections there (and NCCL's id), so whoever replaces one
-stands between two ranks. Here the name of every key and a MAC over its value come from a secret of
-this round of this job. What does not verify is as if it were not there, also what was right under
-another key, in another round or generation, or for an earlier job. While a value was just set, its
-process looks whether it still stands, and sets it again: so a stranger who overwrites or deletes
-values delays a round, and does not decide it.
+stands between two ranks. Here the name of every key, and a MAC over its value, are derived from a
+secret of this round of this job. A value that does not verify is treated as missing, also if it was
+valid under another key, in another round or generation, or for an earlier job. For a while after a
+value was set, its process checks that it is still there, and sets it again. So a stranger who
+overwrites or deletes values can delay a round, not change it.
 
-Counters (`add`) are numbers that the store itself adds up. They are not sealed: who lists the keys
-may change one, so that a barrier opens early or never.
+Counters (`add`) are added up by the store itself and not sealed. Whoever lists the keys may change
+one, so that a barrier opens early or never.
 """
 
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,135 +24,165 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.group.job_secret import Secret
-from elastic.group.store import call_stores
+from elastic.group.store import StoreClient, run_store_thread
 
 logger = logging.getLogger(__name__)
 
 GUARDED_SECONDS = 60.0
-"""How long values are looked after since the last was set: others read them soon."""
+"""How long values are guarded after the last `set`; peers read them soon."""
 FIRST_LOOK_SECONDS = 0.25
-"""Until the first look: ranks that nobody disturbs have met by then, and need the cores."""
-LOOK_SECONDS, MOST_LOOK_SECONDS = 0.02, 2.0
-"""Between two looks: a tenth of the time that all has been well, within these bounds."""
+"""Time before the first check: undisturbed ranks have met by then, and need the cores."""
+LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 2.0
+"""Bounds of the time between two checks, which is a tenth of the time without interference."""
 FORGED_SECONDS = 0.005
-"""Between two looks of a reader at a value that does not verify."""
+"""Time between two reads of a value that does not verify."""
+
+
+class JobKeys:
+    """A job's keys in the store, whose values are sealed."""
+
+    def __init__(self, client: StoreClient, run_id: str, secret: Secret) -> None:
+        self.client = client
+        self.prefix, self.fingerprint = key_prefix(run_id, secret), secret.fingerprint
+        self.dropped: Counter[str] = Counter()
+        """Values without a valid seal that were read, by key."""
+        self._secret = secret.derive("membership")
+
+    def seal(self, key: str, text: bytes) -> bytes:
+        """The value of a key that holds `text`."""
+        return self._secret.seal(key, text)
+
+    def open(self, key: str, data: bytes | None) -> bytes | None:
+        """The text in the value `data` of a key; None without a value or a valid seal."""
+        text = self._secret.open(key, data) if data else None
+        if data and text is None:
+            self.dropped[key] += 1
+            if self.dropped[key] == 1:
+                logger.warning(
+                    "the store's key %s holds what no node of this job has written (%d bytes): it "
+                    "is dropped, and so is what comes there after it", key, len(data),
+                )  # fmt: skip
+        return text
+
+    def put(self, name: str, text: bytes) -> None:
+        """Seal `text`, and write it to the key `name` of the job."""
+        key = f"{self.prefix}/{name}"
+        self.client.set(key, self.seal(key, text))
+
+
+def key_prefix(run_id: str, secret: Secret) -> str:
+    """Prefix of a job's keys in the store. With another secret it is another job."""
+    return f"perdure/{run_id}/{secret.fingerprint}"
 
 
 class SealedStore(dist.Store):
-    """A store whose values are sealed; see [Note: sealed]. torch's process groups use it as any.
+    """A torch store whose values are sealed, for process groups; see [Note: sealed].
 
-    The caller keeps it for as long as process groups do: torch keeps no reference to what Python
-    knows of it.
+    The caller keeps a reference for as long as process groups use it: torch holds none.
 
     Args:
-        connect: makes a connection to the store.
+        connect: opens a connection to the TCPStore.
         secret: of this round of this job.
-        scope: what the names of keys are bound to besides.
+        scope: bound into the names of keys, such as the generation.
     """
 
     timeout: timedelta
-    """torch's; `set_timeout` sets it."""
+    """Set by torch's `set_timeout`."""
 
     def __init__(self, connect: Callable[[], Any], secret: Secret, scope: str) -> None:
         super().__init__()
         self._connect, self._secret, self._scope = connect, secret, scope
         self._store = connect()
-        self._ours: dict[str, bytes] = {}
-        """What this process has set, by name in the store."""
-        self._waited: dict[str, bytes] = {}
-        """Values that `wait` has found, by key: torch gets each next."""
+        self._written: dict[str, bytes] = {}
+        """Sealed values that this process has set, by name in the store."""
+        self._prefetched: dict[str, bytes] = {}
+        """Values that `wait` has read, by key; torch calls `get` for each next."""
         self._set_at = 0.0
-        self._guarding = threading.Lock()
-        """Held while a thread looks after these."""
+        self._guard_running = threading.Lock()
+        """Held while a guarding thread runs."""
         self._warned = False
 
     def set(self, key: str, value: bytes | str) -> None:
-        """See torch.distributed.Store."""
-        name, secret = self._named(key)
+        name, secret = self._sealed_name(key)
         text = value.encode() if isinstance(value, str) else bytes(value)
         sealed = secret.seal(name, text)
         self._store.set(name, sealed)
-        self._ours[name], self._set_at = sealed, time.monotonic()
-        if self._guarding.acquire(blocking=False):
+        self._written[name], self._set_at = sealed, time.monotonic()
+        if self._guard_running.acquire(blocking=False):
             end = threading.Event()
-            call_stores(partial(self._guard, end), end.set, self._store.port, "perdure-addresses")
+            run_store_thread(
+                partial(self._guard, end), end.set, self._store.port, "perdure-addresses"
+            )
 
     def get(self, key: str) -> bytes:
-        """See torch.distributed.Store."""
-        value = self._waited.pop(key, None)
+        value = self._prefetched.pop(key, None)
         return self._await(key, self._deadline(None)) if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """See torch.distributed.Store. Keys that hold a counter are waited for in vain."""
+        """Wait for values that verify. A counter never does, so waiting for one times out."""
         deadline = self._deadline(timeout)
         for key in keys:
-            self._waited[key] = self._await(key, deadline)
+            self._prefetched[key] = self._await(key, deadline)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See torch.distributed.Store."""
         deadline = self._deadline(None)
         return [self._await(key, deadline) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """See torch.distributed.Store."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See torch.distributed.Store."""
-        names = [self._named(key)[0] for key in keys]
-        # One call while some are missing.
-        return self._store.check(names) and all(self._held(key) is not None for key in keys)
+        names = [self._sealed_name(key)[0] for key in keys]
+        # one request while some keys are missing
+        return self._store.check(names) and all(self._read(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See torch.distributed.Store."""
-        name, secret = self._named(key)
+        name, secret = self._sealed_name(key)
         old = secret.seal(name, expected.encode()) if expected else b""
         now = self._store.compare_set(name, old, secret.seal(name, desired.encode()))
         return secret.open(name, now) or b""
 
     def add(self, key: str, number: int) -> int:
-        """See torch.distributed.Store; not sealed."""
-        return int(self._store.add(self._named(key)[0], number))
+        """Add to a counter, which is not sealed."""
+        return int(self._store.add(self._sealed_name(key)[0], number))
 
     def delete_key(self, key: str) -> bool:
-        """See torch.distributed.Store."""
-        name, _ = self._named(key)
-        self._ours.pop(name, None)
+        name, _ = self._sealed_name(key)
+        self._written.pop(name, None)
         return bool(self._store.delete_key(name))
 
     def num_keys(self) -> int:
-        """See torch.distributed.Store; with those of strangers."""
+        """Number of keys, including those of strangers."""
         return int(self._store.num_keys())
 
     def has_extended_api(self) -> bool:
-        """See torch.distributed.Store: nothing is appended, as no seal grows."""
+        """False: torch must not append, as a sealed value cannot grow."""
         return False
 
     def clone(self) -> dist.Store:
-        """See torch.distributed.Store."""
         return self
 
-    def _named(self, key: str) -> tuple[str, Secret]:
-        """The name of a key in the store, and the secret of its value."""
+    def _sealed_name(self, key: str) -> tuple[str, Secret]:
+        """(name of a key in the store, secret of its value)."""
         secret = self._secret.derive(f"{self._scope} {key}")
         return secret.derive("name").key.hex(), secret
 
     def _deadline(self, timeout: timedelta | None) -> float:
         return time.monotonic() + (timeout or self.timeout).total_seconds()
 
-    def _held(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none, or it does not verify."""
-        name, secret = self._named(key)
-        return self._opened(key, name, secret) if self._store.check([name]) else None
+    def _read(self, key: str) -> bytes | None:
+        """The value of a key; None if it is missing or does not verify."""
+        name, secret = self._sealed_name(key)
+        return self._verified(key, name, secret) if self._store.check([name]) else None
 
     def _await(self, key: str, deadline: float) -> bytes:
-        """The value of a key, once there is one that verifies."""
-        name, secret = self._named(key)
+        """The value of a key, as soon as there is one that verifies."""
+        name, secret = self._sealed_name(key)
         while True:
             left = max(deadline - time.monotonic(), 0.1)
             self._store.wait([name], timedelta(seconds=left))
-            value = self._opened(key, name, secret)
+            value = self._verified(key, name, secret)
             if value is not None:
                 return value
             if time.monotonic() > deadline:
@@ -161,7 +192,7 @@ class SealedStore(dist.Store):
                 )
             time.sleep(FORGED_SECONDS)
 
-    def _opened(self, key: str, name: str, secret: Secret) -> bytes | None:
+    def _verified(self, key: str, name: str, secret: Secret) -> bytes | None:
         value = secret.open(name, self._store.get(name))
         if value is None and not self._warned:
             self._warned = True
@@ -172,20 +203,21 @@ class SealedStore(dist.Store):
         return value
 
     def _guard(self, end: threading.Event) -> None:
-        """Look after what this process has set, until others have had the time to read it."""
+        """Restore what this process has set if somebody changes it, until peers have read it."""
         try:
+            # A process that ends sets `end`, and must not wait for the check.
             if end.wait(FIRST_LOOK_SECONDS):
                 return
             store, well_since = self._connect(), self._set_at
             while (now := time.monotonic()) < self._set_at + GUARDED_SECONDS:
-                for name, sealed in list(self._ours.items()):
+                for name, sealed in list(self._written.items()):
                     if not store.check([name]) or store.get(name) != sealed:
                         store.set(name, sealed)
                         well_since = now
                 well = now - max(well_since, self._set_at)
-                if end.wait(min(max(well / 10, LOOK_SECONDS), MOST_LOOK_SECONDS)):
+                if end.wait(min(max(well / 10, LOOK_SECONDS), MAX_LOOK_SECONDS)):
                     return
-        except (RuntimeError, OSError) as error:  # the store is gone, and with it this round
+        except (RuntimeError, OSError) as error:  # the store is gone, and this round with it
             logger.debug("addresses are no longer looked after: %s", f"{error}".partition("\n")[0])
         finally:
-            self._guarding.release()
+            self._guard_running.release()

@@ -1,9 +1,9 @@
-"""The small key-value store through which the nodes of a job find each other.
+"""The key-value store through which the nodes of a job communicate.
 
 It is torch's TCPStore, on a node of the job or outside of it (`perdure store`). It believes
-everybody; its readers do not (secret.py [Note: trust]). A client outlives the host: it connects
-again when the host is back, also to an empty store; what must not be lost is then put back by those
-who know it (rendezvous.py).
+everybody; its readers do not (job_secret.py [Note: trust]). A client outlives the host: it
+reconnects when the host is back, also to an empty store. The nodes then write back what must not be
+lost (membership.newer).
 """
 
 import atexit
@@ -24,76 +24,73 @@ import torch.distributed as dist
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay
 from tenacity.wait import wait_random_exponential
 
-from elastic.process import outlive
+from elastic.process import tolerate_lost_output
 
 T = TypeVar("T")
 
 CONNECT_SECONDS = ANSWER_SECONDS = 5.0
 END_SECONDS, CUT_SECONDS = 0.5, 10.0
-"""How long a thread that waits for a store has to end when the process does: by itself, and then
-with its connections closed, which it notes at once, but tells as slowly as a busy machine lets it.
-A thread that connects needs up to CONNECT_SECONDS."""
-NOTHING = "\0nothing"
-"""No key has this value."""
-LOST = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
-"""Errors of a store that is not there, or not there any more."""
+"""Time for store threads to end when the process does: by themselves, and after their connections
+are cut. A thread notices the cut at once, but reports as slowly as a busy machine lets it. A thread
+that is connecting needs up to CONNECT_SECONDS."""
+NO_VALUE = "\0nothing"
+"""A value that no key has."""
+STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
+"""Errors of a store that is unreachable."""
 
 
 class StoreLostError(Exception):
-    """The store could not be reached for as long as one was willing to wait."""
+    """The store did not answer within a client's patience."""
 
 
 class StoreClient:
-    """A client that survives its host.
+    """A store client that survives restarts of the store.
 
     Args:
-        host: of the store.
-        port: of the store.
-        patience: seconds to go on trying when the store does not answer.
+        patience: seconds to retry while the store does not answer.
 
-    Methods raise StoreLostError when `patience` has passed.
+    Every method raises StoreLostError once `patience` has passed.
     """
 
     def __init__(self, host: str, port: int, patience: float) -> None:
         self.host, self.port, self.patience = host, port, patience
         self._connection: _Connection | None = None
         self.connections = 0
-        """How often a connection was made: more than once, and the store may be a new one."""
+        """Connections opened so far; after the first, the store may be a new and empty one."""
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key, None if it has none."""
+        """The value of a key; None if it has none."""
 
         def read(store: dist.TCPStore) -> bytes | None:
-            # For a key without a value the store answers with what was expected: one way there and
-            # back, where `check` and `get` take two.
-            found = store.compare_set(key, NOTHING, NOTHING)
-            return None if found == NOTHING.encode() else found
+            # For a key without a value compare_set returns the expected value: one round trip,
+            # where `check` and `get` take two.
+            current = store.compare_set(key, NO_VALUE, NO_VALUE)
+            return None if current == NO_VALUE.encode() else current
 
         return self.call(read)
 
     def set(self, key: str, value: bytes) -> None:
-        """Give a key a value."""
         self.call(lambda store: store.set(key, cast(str, value)))
 
     def append(self, key: str, value: bytes) -> None:
-        """Put something behind the value of a key."""
-        append = "append"  # torch does not declare it
+        """Append to the value of a key."""
+        append = "append"  # missing in torch's type stubs
         self.call(lambda store: getattr(store, append)(key, value))
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
-        """Replace `old` (None: no value) by `new` unless the value is another by now; returns the
-        value that the key has afterwards."""
+        """Replace the value `old` (None: no value) by `new` if the key still has it; returns the
+        new value."""
 
         def swap(store: dist.TCPStore) -> bytes | None:
-            # torch declares text, and takes bytes; what strangers have written may be no text.
-            found = store.compare_set(key, cast(str, old or b""), cast(str, new))
-            # For a key without a value the store answers with what was expected.
-            return store.get(key) if store.check([key]) else None if found != new else new
+            # torch declares text and takes bytes; a stranger's value may not be valid text.
+            current = store.compare_set(key, cast(str, old or b""), cast(str, new))
+            # For a key without a value the store returns the expected value.
+            return store.get(key) if store.check([key]) else None if current != new else new
 
         return self.call(swap)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of several keys."""
+        """The values of several keys, None for a key without."""
 
         def read(store: dist.TCPStore) -> list[bytes | None]:
             try:
@@ -106,29 +103,29 @@ class StoreClient:
                 return one_by_one(store)
 
         def one_by_one(store: dist.TCPStore) -> list[bytes | None]:
-            found = [store.compare_set(key, NOTHING, NOTHING) for key in keys]
-            return [None if one == NOTHING.encode() else one for one in found]
+            current = [store.compare_set(key, NO_VALUE, NO_VALUE) for key in keys]
+            return [None if item == NO_VALUE.encode() else item for item in current]
 
         return self.call(read) if keys else []
 
     def close(self) -> None:
-        """Give the connection back."""
         if self._connection:
             self._connection.end()
         self._connection = None
 
     def call(self, action: Callable[[dist.TCPStore], T]) -> T:
-        """Do something with the store: anew, on another connection, until it has been done."""
+        """Run `action` on the store, on new connections until it succeeds."""
         try:
             for attempt in Retrying(
-                retry=retry_if_exception_type(LOST),
+                retry=retry_if_exception_type(STORE_ERRORS),
+                # nodes must not reconnect all at once
                 wait=wait_random_exponential(multiplier=0.05, max=1.0),
                 stop=stop_after_delay(self.patience),
             ):
                 with attempt:
                     try:
                         return self._connected().call(action, ANSWER_SECONDS)
-                    except LOST:
+                    except STORE_ERRORS:
                         self.close()
                         raise
         except RetryError as error:
@@ -141,7 +138,7 @@ class StoreClient:
 
     def _connected(self) -> "_Connection":
         if self._connection is None:
-            # TCPStore's own wait for a host that is not there is long and cannot be interrupted.
+            # TCPStore's own wait for a missing host is long and cannot be interrupted.
             socket.create_connection((self.host, self.port), timeout=CONNECT_SECONDS).close()
             self._connection = _Connection(self.host, self.port)
             self.connections += 1
@@ -149,29 +146,25 @@ class StoreClient:
 
 
 class _Connection:
-    """A TCPStore in a thread of its own. It waits for an answer for as long as TCP sends again what
-    was lost on the way, which is minutes after a cable was pulled and put back; so one that does
-    not answer is left behind, and ends some time.
-
-    Args:
-        host: of the store.
-        port: of the store.
-    """
+    """A TCPStore in a thread of its own. It waits for an answer as long as TCP retransmits, minutes
+    after a cable was unplugged and replaced. So a connection that does not answer is abandoned, and
+    its thread ends at some time."""
 
     def __init__(self, host: str, port: int) -> None:
         self._todo: SimpleQueue[tuple[Callable[[dist.TCPStore], Any], SimpleQueue[Any]] | None] = (
             SimpleQueue()
         )
-        self._made = False
-        call_stores(lambda: self._run(host, port), self.end, port, "perdure-store")
+        self._open = False
+        run_store_thread(lambda: self._run(host, port), self.end, port, "perdure-store")
 
     def call(self, action: Callable[[dist.TCPStore], T], seconds: float) -> T:
-        """Raises ConnectionError if there is no answer within `seconds`; the first call may take
-        CONNECT_SECONDS more."""
+        """Run `action` in the thread; returns its result. Raises ConnectionError without an answer
+        in `seconds`; the first call may take CONNECT_SECONDS more."""
+        # a queue per call: a late answer must not reach the next one
         answer: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
         self._todo.put((action, answer))
         try:
-            value, error = answer.get(timeout=seconds + (0 if self._made else CONNECT_SECONDS))
+            value, error = answer.get(timeout=seconds + (0 if self._open else CONNECT_SECONDS))
         except Empty:
             raise ConnectionError(f"no answer within {seconds:.0f} s") from None
         if error:
@@ -179,13 +172,13 @@ class _Connection:
         return cast(T, value)
 
     def end(self) -> None:
-        """Close it, as soon as it answers. From any thread."""
+        """Close the connection after its current request. From any thread."""
         self._todo.put(None)
 
     def _run(self, host: str, port: int) -> None:
         store: dist.TCPStore | None = None
-        while wanted := self._todo.get():
-            action, answer = wanted
+        while task := self._todo.get():
+            action, answer = task
             try:
                 store = store or dist.TCPStore(
                     host,
@@ -194,62 +187,63 @@ class _Connection:
                     timeout=timedelta(seconds=CONNECT_SECONDS),
                     wait_for_workers=False,
                 )
-                self._made = True
+                self._open = True
                 answer.put((action(store), None))
             except Exception as error:
                 answer.put((None, error))
 
 
-Calls = dict[threading.Thread, tuple[Callable[[], None], int]]
-"""Threads that call stores: what ends each, and the port of its store."""
-_calling: Calls = {}
-_ended = threading.Event()
-"""Set when the process ends: who connects again then calls no store any more."""
+StoreThreads = dict[threading.Thread, tuple[Callable[[], None], int]]
+"""Store threads → (function that ends each, port of its store)."""
+_threads: StoreThreads = {}
+_process_ends = threading.Event()
+"""Set when the process ends: no thread may call a store after that."""
 
 
-def call_stores(work: Callable[[], None], end: Callable[[], None], port: int, name: str) -> None:
-    """Run work() in a daemon thread that ends before the interpreter does. One whose call of torch
-    returns to an interpreter that ends would abort the process (SIGABRT), whatever its exit code.
+def run_store_thread(
+    work: Callable[[], None], end: Callable[[], None], port: int, name: str
+) -> None:
+    """Run work() in a daemon thread that ends before the interpreter does. A thread whose call of
+    torch returns to an interpreter that shuts down would abort the process (SIGABRT), whatever its
+    exit code.
 
     Args:
         work: calls a TCPStore.
-        end: has work() return after its present call; from another thread.
-        port: of that store.
-        name: of the thread.
+        end: makes work() return after its current call; called from another thread.
     """
 
     def run() -> None:
-        _calling[threading.current_thread()] = end, port
+        _threads[threading.current_thread()] = end, port
         try:
-            if not _ended.is_set():  # after the line above: `_end_calls` sees it there, or it ends
+            # after registering: either `_end_threads` sees this thread, or it does not begin
+            if not _process_ends.is_set():
                 work()
         finally:
-            del _calling[threading.current_thread()]
+            del _threads[threading.current_thread()]
 
     threading.Thread(target=run, name=name, daemon=True).start()
 
 
 @atexit.register
-def _end() -> None:
-    """No thread calls a store any more."""
-    _ended.set()
-    _end_calls()
+def _at_exit() -> None:
+    _process_ends.set()
+    _end_threads()
 
 
-def _end_calls() -> None:
-    """End the threads of `call_stores`; those that wait for an answer by closing connections."""
-    left = dict(_calling)
+def _end_threads() -> None:
+    """End all store threads; cut the connections of those that wait for an answer."""
+    left = dict(_threads)
     for end, _ in left.values():
         end()
     _join(left, END_SECONDS)
     deadline = time.monotonic() + CUT_SECONDS
     while (ports := {port for _, port in left.values()}) and time.monotonic() < deadline:
         _cut(ports)
-        _join(left, END_SECONDS)  # and again: torch connects anew where it is cut off connecting
+        _join(left, END_SECONDS)  # cut again: torch reconnects where it is cut off while connecting
 
 
 def _cut(ports: set[int]) -> None:
-    """Shut this process's connections to ports; whoever has opened them still closes them."""
+    """Shut this process's connections to `ports` down. Their owners still close them."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # no socket, or not connected
             connection = socket.socket(fileno=int(name))
@@ -257,11 +251,11 @@ def _cut(ports: set[int]) -> None:
                 if connection.getpeername()[1:2] in {(port,) for port in ports}:
                     connection.shutdown(socket.SHUT_RDWR)
             finally:
-                connection.detach()
+                connection.detach()  # its owner closes the descriptor
 
 
-def _join(calls: Calls, seconds: float) -> None:
-    """Wait for at most `seconds` until all threads have ended; those that have are taken out."""
+def _join(calls: StoreThreads, seconds: float) -> None:
+    """Wait up to `seconds` for all threads, and remove those that have ended."""
     deadline = time.monotonic() + seconds
     for thread in list(calls):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -270,18 +264,19 @@ def _join(calls: Calls, seconds: float) -> None:
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:
-    """Host a store in this process, for as long as the result lives.
+    """Host a store in this process, for as long as the returned object lives.
 
     Args:
-        host: address to tell clients. A store that is told as a loopback address listens there
-            only, any other on every interface.
-        port: 0 for a free one; `.port` tells.
+        host: address for clients. A loopback address makes the store listen there only, any other
+            on every interface.
+        port: 0 for a free one; the result's `port` has it.
 
     Raises:
         OSError: the port is taken.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1024 are usual, one for each client
+    # the usual 1024 are too few for one descriptor per client
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ip_address(address[0]).is_loopback:
         listener = socket.create_server((address[0], port), family=family)
@@ -301,8 +296,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
 
 
 def serve(port: int, host: str = "0.0.0.0") -> None:
-    """Host a store until the process is ended."""
-    outlive()
+    tolerate_lost_output()
     store = host_store(host, port)
     print(f"store: listening on port {store.port}", flush=True)
     while True:

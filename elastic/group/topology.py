@@ -1,16 +1,16 @@
-"""Where a node stands, and an order in which nodes that stand together are neighbours.
+"""Places of nodes in the network, and an order in which nodes of one place are neighbours.
 
-[Note: place] A node states its place when it arrives: the names of what it is in, from the outside
-in, such as `spine0/rack3/nvl-8c41f0d2.1`, and perhaps its number there: `rack3#17`. Ranks follow
-the order of the nodes. So nodes of one NVLink domain, one rack or one block get ranks next to each
-other, and groups of neighbours (tp, cp, ep, the shards of a replica) take the shortest ways.
+[Note: place] A node reports its place when it arrives: the names of its surroundings, outermost
+first, such as `spine0/rack3/nvl-8c41f0d2.1`, and perhaps its number there: `rack3#17`. Ranks follow
+the order of the nodes. So nodes of one NVLink domain, rack or block get consecutive ranks, and
+groups of consecutive ranks (tp, cp, ep, the shards of a replica) use the shortest paths.
 
-A place orders nodes that come. It moves none that stay: their order among themselves is kept, so
-that they keep their ranks when the last ones leave, and their neighbours when others do. What a
-rank computes depends on its rank alone, so places change no bit of a step.
+Places order only nodes that arrive. Nodes that stay keep their order among themselves. So they keep
+their ranks when the last nodes leave, and their neighbours when others do. What a rank computes
+depends on its rank alone, so places change no bit of a step.
 
-`PERDURE_PLACE` states the place by hand; empty, it states none. Without it Slurm's topology and
-NVIDIA's library are asked.
+`PERDURE_PLACE` sets the place; empty, the node has none. Without it the place comes from Slurm's
+topology and from NVIDIA's library.
 """
 
 import re
@@ -23,20 +23,20 @@ T = TypeVar("T")
 PLACE = "PERDURE_PLACE"
 """Environment variable: the place of this node."""
 SLURM_ADDRESS, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
-"""Environment variables of a Slurm step: switches or blocks and the node's name, with dots between
-them, and the kind of each."""
+"""Environment variables of a Slurm step: the dotted path of switches or blocks that ends in the
+node's name, and the kind of each element."""
 SLURM_NODE = "SLURM_NODEID"
-"""Environment variable of a Slurm step: number of this node, in Slurm's order."""
-MOST_LEVELS, MOST_LETTERS = 4, 40
-"""Names of a place, and characters of a name: every node reads the places of all."""
-MOST_TOLD = 8
-"""Places that are told."""
-_NAME = rf"[!\"$-.0-~]{{1,{MOST_LETTERS}}}"
-_PLACE = re.compile(rf"({_NAME}(/{_NAME}){{0,{MOST_LEVELS - 1}}})?(#[0-9]{{1,9}})?", re.ASCII)
+"""Environment variable of a Slurm step: number of this node in Slurm's order."""
+MAX_LEVELS, MAX_NAME_LENGTH = 4, 40
+"""Limits of a place, as every node reads the places of all: names, and characters per name."""
+MAX_DESCRIBED = 8
+"""Most places in a description."""
+_NAME = rf"[!\"$-.0-~]{{1,{MAX_NAME_LENGTH}}}"
+_PLACE = re.compile(rf"({_NAME}(/{_NAME}){{0,{MAX_LEVELS - 1}}})?(#[0-9]{{1,9}})?", re.ASCII)
 
 
 def is_place(text: object) -> bool:
-    """Whether a text, perhaps of another node, is a place or empty."""
+    """Whether `text`, perhaps from another node, is a place or empty."""
     return isinstance(text, str) and _PLACE.fullmatch(text) is not None
 
 
@@ -44,39 +44,38 @@ def own_place(environment: Mapping[str, str], domain: str = "") -> str:
     """The place of this node.
 
     Args:
-        environment: of this process.
-        domain: of the NVLinks of its GPUs; empty if they reach no other node.
+        domain: NVLink domain of its GPUs; empty if they reach no other node.
 
     Raises:
-        ValueError: PERDURE_PLACE is none.
+        ValueError: the value of PERDURE_PLACE is not a place.
     """
     if PLACE in environment:
         place = environment[PLACE]
         if not is_place(place):
             raise ValueError(
-                f"{PLACE}={place!r}: name at most {MOST_LEVELS} things that this node is in, from "
-                f"the outside in, each of at most {MOST_LETTERS} visible ASCII characters: "
+                f"{PLACE}={place!r}: name at most {MAX_LEVELS} things that this node is in, from "
+                f"the outside in, each of at most {MAX_NAME_LENGTH} visible ASCII characters: "
                 "row2/rack7"
             )
         return place
     address = environment.get(SLURM_ADDRESS, "").split(".")
     kinds = environment.get(SLURM_PATTERN, "").split(".")
-    # The last is the node, whose own name may have dots.
+    # The last element is the node, whose own name may have dots.
     names = address[: len(kinds) - 1] if kinds != [""] else address[:-1]
-    visible = [re.sub(r"[^!\"$-.0-~]", "_", name)[-MOST_LETTERS:] for name in [*names, domain]]
-    path = "/".join(list(filter(None, visible))[-MOST_LEVELS:])
+    visible = [re.sub(r"[^!\"$-.0-~]", "_", name)[-MAX_NAME_LENGTH:] for name in [*names, domain]]
+    path = "/".join(list(filter(None, visible))[-MAX_LEVELS:])
     number = environment.get(SLURM_NODE, "")
     return f"{path}#{number}" if re.fullmatch("[0-9]{1,9}", number) else path
 
 
 def levels(place: str) -> tuple[str, ...]:
-    """The names of a place, from the outside in."""
+    """The names of a place, outermost first."""
     path = place.partition("#")[0]
     return tuple(path.split("/")) if path else ()
 
 
-def common(places: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The levels that all these places, as `levels` gives them, have in common."""
+def common_levels(places: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The leading levels that all `places`, as from `levels`, share."""
     shared = []
     for names in zip(*places, strict=False):
         if len(set(names)) > 1:
@@ -85,37 +84,38 @@ def common(places: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(shared)
 
 
-def natural(text: str) -> list[str | int]:
-    """A key by which numbers in names count as numbers: node2 comes before node10."""
+def natural_key(text: str) -> list[str | int]:
+    """Sort key under which numbers in names count as numbers: node2 comes before node10."""
     parts = re.split("([0-9]{1,18})", text)
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-def grouped(items: Sequence[T], where: Callable[[T], Sequence[str]], depth: int = 0) -> list[T]:
-    """The items, those of one place next to each other at every level. Places come in the order of
-    their first items, and the items of a place in the order they had.
+def group_by_place(
+    items: Sequence[T], where: Callable[[T], Sequence[str]], depth: int = 0
+) -> list[T]:
+    """Sort items so that those of one place are adjacent, at every level. Places keep the order of
+    their first items, and items of one place keep their order.
 
     Args:
-        items: to be ordered.
-        where: an item's `levels`.
+        where: returns an item's `levels`.
         depth: level at which to begin.
     """
-    found: dict[str | None, list[T]] = {}
+    groups: dict[str | None, list[T]] = {}
     for item in items:
         path = where(item)
-        found.setdefault(path[depth] if depth < len(path) else None, []).append(item)
+        groups.setdefault(path[depth] if depth < len(path) else None, []).append(item)
     return [
         item
-        for name, group in found.items()
-        for item in (group if name is None else grouped(group, where, depth + 1))
+        for name, group in groups.items()
+        for item in (group if name is None else group_by_place(group, where, depth + 1))
     ]
 
 
-def tell(nodes: Sequence[tuple[str, int]]) -> str:
-    """Which ranks stand where, in words; empty if no node has stated its place.
+def describe_places(nodes: Sequence[tuple[str, int]]) -> str:
+    """Describe which ranks are at which place; empty if no node has one.
 
     Args:
-        nodes: (place, ranks) of each, in the order of their ranks.
+        nodes: (place, ranks) of each node, in rank order.
     """
     parts, first = [], 0
     for path, group in groupby(nodes, key=lambda node: levels(node[0])):
@@ -125,5 +125,5 @@ def tell(nodes: Sequence[tuple[str, int]]) -> str:
         first += count
     if not any(levels(place) for place, _ in nodes):
         return ""
-    more = len(parts) - MOST_TOLD
-    return f"ranks {', '.join(parts[:MOST_TOLD])}" + (f" and {more} more" if more > 0 else "")
+    more = len(parts) - MAX_DESCRIBED
+    return f"ranks {', '.join(parts[:MAX_DESCRIBED])}" + (f" and {more} more" if more > 0 else "")

@@ -1,1 +1,1 @@
-"""What runs on one machine."""
+"""The agent of one machine, the processes that it runs, and how it supervises them."""

@@ -1,14 +1,14 @@
-"""What a node's agent does besides torchrun's own loop: it runs the training processes of its
-ranks.
+"""The agent of a node: it runs the training processes of the node's ranks, beside torchrun's loop.
 
 [Note: node] torchrun starts a stand-in per rank (standin.py), and restarts them when the membership
-changes. Each stand-in asks the agent, over a Unix socket, to run its job; the agent has the zygote
-fork it. When a training process fails, the agent reports it to the membership, which begins a new
-generation; the agents of all nodes then recall what still runs of the old one (recall.py), or kill
-it, and fork the ranks that are missing. The stand-ins, and so torchrun, notice nothing.
+changes. A stand-in asks the agent, over a Unix socket, to run its program; the agent has the zygote
+fork a process for it. When a training process fails, the agent reports that to the membership,
+which begins a new generation. The agents of all nodes then recall the processes of the old one
+(recall.py), or kill them, and fork the ranks that are missing. torchrun notices nothing.
 
-One thread does all of it, one message at a time. It never waits for the store: the membership has a
-thread of its own, and wakes this one when something has changed.
+One thread does all this, one message at a time. It never waits for the store: the membership has a
+thread of its own, and wakes this one when the document has changed. `Node._look` shows what follows
+from a change, in order.
 """
 
 import json
@@ -22,137 +22,97 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic.exits import (
-    EXIT_DO_NOT_REQUEUE,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_MENDED,
     EXIT_PAUSED,
     EXIT_PEER_GONE,
     EXIT_REQUEUE,
-    EXIT_WRONG_INPUT,
 )
 from elastic.group.member import Member
-from elastic.group.membership import Ask, Closed, Failure, Membership, over
-from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, part_with
+from elastic.group.membership import (
+    FailureReport,
+    JobEnd,
+    Membership,
+    NodeRequest,
+    close,
+    round_over,
+)
+from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, end_companions
 from elastic.node.program import Facts, Program
 from elastic.node.progress import PROGRESS
+from elastic.node.rank_process import Rank, RankProcess, Reserve, judge_exit
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.vitals import oom_kills, take_dumps
 from elastic.node.watchdog import SAVE_SECONDS, HangWatch
 from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram, Zygote, first_zygote
-from elastic.process import lost
+from elastic.process import descends, lost_output
 from elastic.world import CAUSE, GENERATION, ROUND
 
 logger = logging.getLogger(__name__)
 
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
+"""Environment variable: Unix time at which the way to the first step began."""
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 10.0
-"""A killed process that is there for longer hangs in the kernel, and is waited for no more."""
-FROM_OUTSIDE = {
-    *(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-}
-"""Signals that a process does not send itself by an error."""
+"""Longest wait for a killed process; after that it hangs in the kernel, and is not waited for."""
 RESERVE_AGAIN_SECONDS = 60.0
-"""After which there is another process in reserve, when one has ended without being a rank."""
+"""Time until the next process in reserve, after one has ended without becoming a rank."""
 
 
 @dataclass
-class Rank:
-    """One rank of this node: its stand-in, and its training process."""
+class NodeRound:
+    """The round and generation that this node's ranks are in."""
 
-    connection: socket.socket
-    descriptors: list[int]
-    """The job, stdin, stdout, stderr."""
-    round: int
-    rank: int = 0
-    local_rank: int = 0
-    key: str | None = None
-    """Name of the training process that runs; None while there is none."""
-    pid: int = 0
-    dumps: int = -1
-    """File in memory for its stack dumps."""
-    code: int | None = None
-    """How the last one ended."""
-    recall: socket.socket | None = None
-    """To the process; see recall.py."""
-    able: float | None = None
-    """Since when it can be recalled."""
-    recalled: float | None = None
-    """When it was, as long as it is not ready for its generation."""
-    stuck: bool = False
-    """Since it was recalled it waits in a collective that nothing ends."""
-    lost: float | None = None
-    """When it said that it lost a peer, as long as nobody has said whose failure it was."""
+    number: int = 0
+    generation: int = 0
+    size: int = 0
+    """Nodes of the round."""
+    pausing: bool = False
+    """Whether the ranks are requested to pause."""
+    stopping: bool = False
+    """Whether torchrun ends the stand-ins, because of a change or because it lost one."""
 
-
-@dataclass
-class Reserve:
-    """A process that is no rank yet, but ready to be any of this node; see recall.py."""
-
-    key: str
-    dumps: int
-    recall: socket.socket
-    pid: int = 0
-    _waits: bool = False
-
-    def waits(self) -> bool:
-        """Whether it has done what it does before, and waits to be a rank."""
-        with suppress(OSError):
-            self._waits = self._waits or bool(self.recall.recv(MAX_MESSAGE, socket.MSG_DONTWAIT))
-        return self._waits
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.number, self.generation
 
 
 @dataclass
 class Node:
-    """The ranks of this node. Made in the main thread; `start` starts the thread that runs it.
-
-    Args:
-        group: the membership.
-        program: what its ranks run.
-    """
+    """The agent of this node, created in the main thread; `start` starts a thread that runs it."""
 
     group: Member
     program: Program
     leaving: int = 0
-    """This node was told to go, and leaves with this exit code."""
-    _ranks: dict[int, Rank] = field(default_factory=dict)
-    _generation: tuple[int, int] = (0, 0)
-    """(round, generation) that the ranks are to be in."""
-    _size: int = 0
-    """Nodes of their round."""
-    _asked: bool = False
-    """The ranks are asked to pause."""
-    _reached: int = 0
-    """Highest step that a rank of this node was seen in."""
-    _expecting_stop: bool = False
-    """torchrun was told of a change, or has lost a stand-in, and is going to end the others."""
-    _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
-    """By what they run. They outlive the ranks that asked for them."""
-    _kept: dict[int, Rank] = field(default_factory=dict)
-    """By local rank: whose stand-in is gone with its round, and whose process goes on in the next.
-    """
-    _reserve: Reserve | None = None
-    """What takes the place of the next rank that has no process."""
-    _reserves: int = 0
-    """How many there were."""
-    _no_reserve_until: float = 0.0
-    """By time.monotonic(); after one has ended by itself."""
-    _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(local rank, since when) of processes that were killed and are not gone yet, by key: only
-    then is their device free for another."""
-    _oom_kills: int = field(default_factory=oom_kills)
-    """Processes that the kernel had killed for lack of memory, when that was looked at last."""
+    """Exit code with which this node leaves after a notice; 0: it stays."""
     refused: int = 0
-    """Connections of processes that this agent has not started."""
+    """Refused connections of processes that this agent has not started."""
+    _round: NodeRound = field(default_factory=NodeRound)
+    _ranks: dict[int, Rank] = field(default_factory=dict)
+    _kept: dict[int, Rank] = field(default_factory=dict)
+    """Ranks whose stand-in has ended with its round, and whose process continues in the next."""
+    _reserve: Reserve | None = None
+    _reserves: int = 0
+    """Reserve processes started so far."""
+    _no_reserve_until: float = 0.0
+    _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Key of a killed process that has not ended → (local rank, time of the kill)."""
+    _reached: int = 0
+    """Highest step in which a rank of this node was seen."""
+    _oom_kills: int = field(default_factory=oom_kills)
+    """`oom_kills` at the last failure."""
+    _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
+    """By module and arguments. They outlive the ranks that requested them."""
 
     def __post_init__(self) -> None:
         self._zygote = first_zygote()
@@ -164,38 +124,38 @@ class Node:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         self._end = False
-        self._facts: Facts | None = None
-        self._folders: dict[str, str] = {}
-        self._told, self._told_folders = threading.Event(), threading.Event()
-        self._ask()
+        self._facts: Future[Facts] = Future()
+        self._folders: Future[dict[str, str]] = Future()
+        self._request_facts()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
-        os.environ[NODE_SOCKET] = self.socket_path
+        os.environ[NODE_SOCKET] = self.socket_path  # torchrun passes it on to the stand-ins
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def facts(self, timeout: float) -> Facts | None:
-        """What the program of the ranks says of its job, once the zygote has imported what there is
-        to import; None if that takes longer than `timeout` seconds. From any thread."""
-        self._told.wait(timeout)
-        return self._facts
+        """The program's facts, once the zygote has finished its imports; None if that takes longer
+        than `timeout` seconds. From any thread."""
+        with suppress(TimeoutError):
+            return self._facts.result(timeout)
+        return None
 
     def folders(self, timeout: float) -> Mapping[str, str]:
-        """Paths that the ranks need, by the key that names each, once the zygote has said so; none
-        if that takes longer than `timeout` seconds. From any thread."""
-        self._told_folders.wait(timeout)
-        return self._folders
+        """Paths that the ranks need, by recipe key, once the zygote has sent them; empty if that
+        takes longer than `timeout` seconds. From any thread."""
+        with suppress(TimeoutError):
+            return self._folders.result(timeout)
+        return {}
 
     def wake(self) -> None:
-        """Have the node look at the membership now. From any thread."""
+        """Make the thread look at the membership now. From any thread."""
         self._waker.send(b"w")
 
     def stop(self) -> None:
         """End all training processes, companions and the zygote. From any thread."""
         seconds = HURRIED_SECONDS if self.leaving else FAREWELL_SECONDS
-        part_with(self._companions.values(), seconds)
+        end_companions(self._companions.values(), seconds)
         self._end = True
         self.wake()
         if self._thread.is_alive():
@@ -203,34 +163,32 @@ class Node:
         self._zygote.end()
 
     def paused(self) -> int | None:
-        """The generation in which all ranks have ended because they were asked to, if they have."""
-        (_, generation), ranks = self._generation, list(self._ranks.values())
+        """The generation in which all ranks have paused; None while one has not."""
+        generation, ranks = self._round.generation, list(self._ranks.values())
         paused = bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
         return generation if paused else None
 
     def expect_stop(self) -> None:
-        """torchrun is going to end the stand-ins: their SIGTERM is no notice to this node."""
-        self._expecting_stop = True
+        """Expect torchrun to end the stand-ins: their SIGTERM is no notice to this node."""
+        self._round.stopping = True
 
-    def told_to_go(self, how: str, code: int = EXIT_REQUEUE) -> None:
-        """This machine is going to be taken away, and its ranks are to leave with `code`. From any
-        thread, or a signal handler."""
+    def leave(self, how: str, code: int = EXIT_REQUEUE) -> None:
+        """Make the ranks pause, and then leave with `code`: this machine will be taken away, or the
+        user ends it. From any thread, or a signal handler."""
         if not self.leaving:
             logger.warning("this node was told to go (%s): saving after this step", how)
-        self.leaving = self.leaving or code
+        self.leaving = self.leaving or code  # the first notice decides
         self.wake()
 
     @property
     def busy(self) -> bool:
-        """Whether there are ranks."""
         return bool(self._ranks)
 
     def pause(self) -> None:
-        """Ask the ranks to pause: all ranks of the job end after the same step, with their state
-        saved."""
-        self._asked = True
+        """Request that all ranks of the job end after the same step, with their state saved."""
+        self._round.pausing = True
         for local_rank in list(self._ranks):
-            self.page.ask_to_pause(local_rank, leaving=bool(self.leaving))
+            self.page.request_pause(local_rank, leaving=bool(self.leaving))
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -243,71 +201,85 @@ class Node:
                     elif key.fileobj is self._wakened:
                         self._wakened.recv(4096)
                     elif key.data == "zygote":
-                        self._hear_zygote()
+                        self._on_zygote()
                     elif isinstance(key.data, Rank):
-                        self._hear_rank(key.data)
+                        self._on_rank(key.data)
                     else:
-                        self._hear_stand_in(key.data)
+                        self._on_stand_in(key.data)
                 self._look()
             except Exception:
                 logger.exception("node: an error of ours; the ranks are not supervised well")
-                time.sleep(LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS)  # an error that persists must not spin
 
     def _look(self) -> None:
-        """Follow the membership, and notices that ranks got."""
+        """Follow the membership: end, recall and start processes as its document says."""
         state = self.group.state
         if state.closed or self.leaving or self.group.name not in (*state.members, *state.arrived):
-            for rank in self._kept.values():
+            for rank in self._kept.values():  # there will be no next round for them
                 self._kill(rank)
             self._kept.clear()
         if state.closed and state.closed.code != EXIT_DONE:
             for rank in list(self._ranks.values()):
                 self._dismiss(rank, state.closed.code)
             return
-        if lost():
-            for local_rank in self._ranks:
-                self.page.say_mute(local_rank)
-        for rank in list(self._ranks.values()):
-            progress = self.page.read(rank.local_rank)
-            self._reached = max(self._reached, progress.step)
-            if not self.leaving and progress.noticed:
-                self.told_to_go("a signal")
-        wanted = state.round, state.generation
-        if wanted != self._generation and self._generation[0] == state.round:
-            self._generation = wanted
-            self._asked = False
-            for rank in self._ranks.values():
-                rank.code = None
-                if not self._recall(rank):
-                    self._kill(rank)
-        self._hurry()
+        self._read_progress()
+        if self._round.number == state.round and self._round.generation != state.generation:
+            self._begin_generation(state.generation)
+        self._replace_late()
         self._launch()
         self._keep_reserve()
-        self._watch(state)
+        self._end_hanging(state)
         if self.leaving:
-            self.pause()
-            alone = state.round == self._generation[0] and over(state)
-            if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
-                # Nobody is left to finish the step with, or there is nothing to save.
-                for rank in self._ranks.values():
-                    if rank.key is not None:
-                        self._kill(rank)
-                        rank.code = EXIT_PAUSED
-                    elif rank.code not in (None, EXIT_DONE):  # it failed as others went
-                        rank.code = EXIT_PAUSED
-            if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
-                self.group.ask(Ask(leaves=True))
-                for rank in list(self._ranks.values()):
-                    code = self.leaving if rank.code == EXIT_PAUSED else rank.code
-                    self._dismiss(rank, code or 0)
+            self._leave(state)
+
+    def _read_progress(self) -> None:
+        """Read how far the ranks are, and the notices that they got."""
+        if lost_output():
+            for local_rank in self._ranks:
+                self.page.set_mute(local_rank)
+        for local_rank in self._ranks:
+            progress = self.page.read(local_rank)
+            self._reached = max(self._reached, progress.step)
+            if not self.leaving and progress.noticed:
+                self.leave("a signal")
+
+    def _begin_generation(self, generation: int) -> None:
+        """Recall the processes of the generation before, and kill those that cannot be recalled."""
+        self._round.generation, self._round.pausing = generation, False
+        for rank in self._ranks.values():
+            rank.code = None
+            if not self._recall(rank):
+                self._kill(rank)
+
+    def _leave(self, state: Membership) -> None:
+        """After a notice: make the ranks pause, and dismiss them when all have ended."""
+        self.pause()
+        alone = state.round == self._round.number and round_over(state)
+        if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
+            # No peers are left to finish the step with, or there is nothing to save.
+            for rank in self._ranks.values():
+                if rank.process is not None:
+                    self._kill(rank)
+                    rank.code = EXIT_PAUSED
+                elif rank.code not in (None, EXIT_DONE):  # it failed as its peers left
+                    rank.code = EXIT_PAUSED
+        if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
+            # before the stand-ins end, and torchrun with them
+            self.group.request(NodeRequest(leaves=True))
+            for rank in list(self._ranks.values()):
+                code = self.leaving if rank.code == EXIT_PAUSED else rank.code
+                self._dismiss(rank, code or 0)
+
+    # --- stand-ins ---------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """A connection: of a process that this agent has started, or none."""
+        """Accept a connection, if it comes from a process that this agent has started."""
         connection, _ = self._listener.accept()
         pid, uid, _ = struct.unpack(
             "3i",
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
         )
+        # Whoever connects has code run as this user.
         if uid == os.geteuid() and descends(pid, os.getpid()):
             self._selector.register(connection, selectors.EVENT_READ, connection)
             return
@@ -319,7 +291,7 @@ class Node:
                 "refused, as others will be without a word", pid, uid,
             )  # fmt: skip
 
-    def _hear_stand_in(self, connection: socket.socket) -> None:
+    def _on_stand_in(self, connection: socket.socket) -> None:
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 8)
         except OSError:
@@ -330,17 +302,18 @@ class Node:
         elif "companion" in message:
             self._accompany(tuple(message["companion"]))
         elif "notice" in message:
-            if not self._expecting_stop:
-                self.told_to_go(message["notice"])
+            if not self._round.stopping:
+                self.leave(message["notice"])
             else:
-                self._forget(connection)
+                self._on_stand_in_gone(connection)
         else:  # it was killed, so torchrun is going to end the others
-            if not self._expecting_stop:
+            if not self._round.stopping:
                 logger.warning("a stand-in of torchrun's was killed: the ranks start again")
-            self._expecting_stop = True
-            self._forget(connection)
+            self._round.stopping = True
+            self._on_stand_in_gone(connection)
 
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
+        """Take a stand-in's rank; its process may be one that was kept from the round before."""
         environment = RankProgram.unpack(descriptors[0]).environment
         rank = Rank(
             connection,
@@ -348,16 +321,14 @@ class Node:
             int(environment[ROUND]),
             int(environment["RANK"]),
             int(environment["LOCAL_RANK"]),
+            os.memfd_create("perdure-dumps"),
         )
-        rank.dumps = os.memfd_create("perdure-dumps")
         kept = self._kept.pop(rank.local_rank, None)
-        if kept and kept.recall:
+        if kept and kept.process and kept.process.recall:
             os.close(rank.dumps)
-            rank.key, rank.pid, rank.dumps, rank.recall = (
-                kept.key, kept.pid, kept.dumps, kept.recall,
-            )  # fmt: skip
-            rank.recalled = kept.recalled
-            self._selector.modify(rank.recall, selectors.EVENT_READ, rank)
+            rank.process, rank.dumps = kept.process, kept.dumps
+            rank.process.stuck = False
+            self._selector.modify(kept.process.recall, selectors.EVENT_READ, rank)
         old = self._ranks.pop(rank.local_rank, None)
         if old:
             self._kill(old)
@@ -366,25 +337,23 @@ class Node:
         state = self.group.state
         if rank.round != state.round:  # torchrun is going to end it: its round is over already
             return
-        if self._generation[0] != rank.round:
-            if state.size < self._size:  # each rank has more to do now
+        if self._round.number != rank.round:
+            if state.size < self._round.size:  # each rank has more to do now
                 self._hangs.times.forget_steps()
-            self._size = state.size
-            self._asked = self._expecting_stop = False
-            self._generation = rank.round, state.generation
-        if rank.key is not None and not self._recall(rank):
+            self._round = NodeRound(rank.round, state.generation, state.size)
+        if rank.process and not self._recall(rank):
             self._kill(rank)
 
     def _accompany(self, words: tuple[str, ...]) -> None:
         if words not in self._companions or not self._companions[words].lives:
             self._companions[words] = Companion(words)
 
-    def _forget(self, connection: socket.socket) -> None:
-        """A stand-in is gone, or is to go: so does its training process."""
+    def _on_stand_in_gone(self, connection: socket.socket) -> None:
+        """A stand-in has ended, or will: keep its process for the next round, or kill it."""
         for local_rank, rank in list(self._ranks.items()):
             if rank.connection is connection:
                 del self._ranks[local_rank]
-                if self._expecting_stop and self._keep(rank):
+                if self._round.stopping and self._keep(rank):
                     self._kept[local_rank] = rank
                 else:
                     self._kill(rank)
@@ -397,7 +366,7 @@ class Node:
         """End a rank for good: its stand-in leaves with `code`."""
         self._kill(rank)
         self._ranks.pop(rank.local_rank, None)
-        with suppress(OSError):  # the stand-in was faster
+        with suppress(OSError):  # the stand-in has ended already
             rank.connection.send(json.dumps({"code": code}).encode())
         self._close(rank)
 
@@ -411,36 +380,14 @@ class Node:
         for descriptor in (*rank.descriptors, *(() if kept else (rank.dumps,))):
             os.close(descriptor)
 
-    def _watch(self, state: Membership) -> None:
-        """End the ranks of this node that hang."""
-        running = {
-            rank.rank: rank
-            for rank in self._ranks.values()
-            if rank.key is not None and rank.recalled is None
-        }
-        done = {
-            rank.rank: rank.local_rank
-            for rank in self._ranks.values()
-            if rank.code in (EXIT_PAUSED, EXIT_DONE)
-        }
-        for number in self._hangs.look(state, self._generation, running, done):
-            rank = running[number]
-            step = self.page.read(rank.local_rank).step
-            why = f"hang: {state.suspicion}"
-            self._kill(rank)
-            rank.code = EXIT_FAILED
-            failure = Failure(self.group.name, number, step, why, time.time())
-            self.group.report(*self._generation, failure)
-
-    # --- training processes ------------------------------------------------------------------
+    # --- starting processes ------------------------------------------------------------------
 
     def _launch(self) -> None:
-        """Fork every rank that has no process and none that ended well, once the one before is
-        gone."""
-        round, generation = self._generation
+        """Start a process for every rank of the round that has none, and none that ended well."""
         for local_rank, rank in self._ranks.items():
-            if rank.key is not None or rank.code is not None or rank.round != round:
+            if rank.process or rank.code is not None or rank.round != self._round.number:
                 continue
+            # The device is free only once the process before has ended.
             waits = [since for place, since in self._ending.values() if place == local_rank]
             if waits and time.monotonic() - max(waits) < GONE_SECONDS:
                 continue
@@ -448,153 +395,188 @@ class Node:
             self._hangs.times.begin(rank.rank)
             if self._reserve and self._reserve.waits() and self._take_reserve(rank):
                 continue
-            rank.key = f"{round}.{generation}.{local_rank}"
-            rank.recall = self._fork(rank, rank.key, rank.dumps, self._environment(local_rank))
-            self._selector.register(rank.recall, selectors.EVENT_READ, rank)
+            key = f"{self._round.number}.{self._round.generation}.{local_rank}"
+            recall = self._fork(rank, key, rank.dumps, self._environment(local_rank))
+            rank.process = RankProcess(key, recall)
+            self._selector.register(recall, selectors.EVENT_READ, rank)
 
     def _fork(
         self, rank: Rank, key: str, dumps: int, environment: Mapping[str, str]
     ) -> socket.socket:
-        """Have the zygote fork a process that runs the job of a rank; returns the socket to it."""
+        """Have the zygote fork a process for the program of a rank; returns the socket to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = [*rank.descriptors, dumps, theirs.fileno()]
-        self._tell({"spawn": key, "env": environment}, files)
-        theirs.close()
+        self._send_zygote({"spawn": key, "env": environment}, files)
+        theirs.close()  # the end of the process then closes the connection
         return ours
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        """What a rank is to know of the generation that it begins."""
-        self.page.unask(local_rank)
-        if self._asked or self.leaving:
-            self.page.ask_to_pause(local_rank, leaving=bool(self.leaving))
-        state, (_, generation) = self.group.state, self._generation
+        """Environment variables of a rank for the generation that it begins."""
+        self.page.withdraw_pause(local_rank)
+        if self._round.pausing or self.leaving:
+            self.page.request_pause(local_rank, leaving=bool(self.leaving))
+        state, generation = self.group.state, self._round.generation
         cause = state.failures[-1] if generation else state.cause
         environment = {
             GENERATION: str(generation),
             PROGRESS: f"{self.page.descriptor}:{local_rank}",
             CAUSE: json.dumps(cause and asdict(cause)),
         }
-        if (
-            state.round > state.first or generation
-        ):  # the way to the first step began with the failure
+        if state.round > state.first or generation:
+            # The way to the first step began with the failure.
             environment[LAUNCHED_AT] = str(cause.at if cause else time.time())
         return environment
 
-    # --- processes that go on, see recall.py --------------------------------------------------
-
-    def _recall(self, rank: Rank) -> bool:
-        """Have a process go on in the generation that begins; False if it cannot."""
-        if rank.key is None or rank.recall is None or not (rank.able or rank.recalled):
-            return False
-        environment = self._environment(rank.local_rank)
-        message = {"generation": "{}.{}".format(*self._generation), "env": environment}
-        return self._call(rank, message, rank.descriptors)
-
-    def _keep(self, rank: Rank) -> bool:
-        """Have a process end its attempt, and wait for the next round; False if it cannot."""
-        if rank.key is None or not (rank.able or rank.recalled):
-            return False
-        return self._call(rank, {"stop": True}, [])
-
     def _keep_reserve(self) -> None:
-        """Have a process in reserve, once ranks train that can be recalled."""
-        rank = next((rank for rank in self._ranks.values() if rank.able), None)
-        if rank and rank.able and not self._reserve and not self.leaving:
-            if time.monotonic() < max(rank.able + SETTLED_SECONDS, self._no_reserve_until):
+        """Start a process in reserve, once there are ranks that can be recalled."""
+        rank = next(
+            (rank for rank in self._ranks.values() if rank.process and rank.process.able), None
+        )
+        if rank and rank.process and rank.process.able and not self._reserve and not self.leaving:
+            if time.monotonic() < max(rank.process.able + SETTLED_SECONDS, self._no_reserve_until):
                 return
             self._reserves += 1
             key, dumps = f"reserve.{self._reserves}", os.memfd_create("perdure-dumps")
-            self._reserve = Reserve(key, dumps, self._fork(rank, key, dumps, {RESERVE: "1"}))
+            process = RankProcess(key, self._fork(rank, key, dumps, {RESERVE: "1"}))
+            self._reserve = Reserve(process, dumps)
 
     def _take_reserve(self, rank: Rank) -> bool:
-        """Have the process in reserve be a rank that has none; False if it cannot."""
+        """Make the process in reserve the one of a rank; False if it has ended."""
         reserve, self._reserve = self._reserve, None
         assert reserve
+        assert reserve.process.recall
         os.close(rank.dumps)
-        rank.key, rank.pid = reserve.key, reserve.pid
-        rank.dumps, rank.recall, rank.able = reserve.dumps, reserve.recall, time.monotonic()
-        self._selector.register(rank.recall, selectors.EVENT_READ, rank)
+        rank.process, rank.dumps = reserve.process, reserve.dumps
+        rank.process.able = time.monotonic()
+        self._selector.register(reserve.process.recall, selectors.EVENT_READ, rank)
         if self._recall(rank):
             return True
         self._kill(rank)
         return False
 
     def _drop_reserve(self) -> None:
-        """Its process has ended."""
+        """Forget the process in reserve, which has ended."""
         if self._reserve:
-            self._reserve.recall.close()
+            if self._reserve.process.recall:
+                self._reserve.process.recall.close()
             os.close(self._reserve.dumps)
             self._reserve = None
 
-    def _call(self, rank: Rank, message: Mapping[str, Any], descriptors: list[int]) -> bool:
-        assert rank.recall
+    # --- recalling processes, see recall.py --------------------------------------------------
+
+    def _recall(self, rank: Rank) -> bool:
+        """Make a process continue in the generation that begins; False if it cannot."""
+        process = rank.process
+        if process is None or process.recall is None or not (process.able or process.recalled):
+            return False
+        environment = self._environment(rank.local_rank)
+        message = {"generation": "{}.{}".format(*self._round.key), "env": environment}
+        return self._send_rank(process, message, rank.descriptors)
+
+    def _keep(self, rank: Rank) -> bool:
+        """Make a process end its attempt, and wait for the next round; False if it cannot."""
+        process = rank.process
+        if process is None or not (process.able or process.recalled):
+            return False
+        return self._send_rank(process, {"stop": True}, [])
+
+    def _send_rank(
+        self, process: RankProcess, message: Mapping[str, Any], descriptors: list[int]
+    ) -> bool:
+        assert process.recall
         try:
-            socket.send_fds(rank.recall, [json.dumps(message).encode()], descriptors)
+            socket.send_fds(process.recall, [json.dumps(message).encode()], descriptors)
         except OSError:  # it has just ended
             return False
-        rank.able, rank.lost, rank.recalled = None, None, time.monotonic()
+        process.able, process.lost, process.recalled = None, None, time.monotonic()
         return True
 
-    def _hear_rank(self, rank: Rank) -> None:
+    def _on_rank(self, rank: Rank) -> None:
+        process = rank.process
+        if process is None or process.recall is None:
+            return
         try:
-            data = rank.recall.recv(MAX_MESSAGE) if rank.recall else b""
+            data = process.recall.recv(MAX_MESSAGE)
         except OSError:
             data = b""
         message = json.loads(data) if data else {}
-        if rank.recalled is not None and not {"able", "lost"}.isdisjoint(message):
-            pass  # it has not heard of that yet
+        if process.recalled is not None and not {"able", "lost"}.isdisjoint(message):
+            pass  # sent before the recall reached it
         elif "able" in message:
-            rank.able = time.monotonic() if message["able"] else None
+            process.able = time.monotonic() if message["able"] else None
         elif "stuck" in message:
-            rank.stuck = rank.recalled is not None
+            process.stuck = process.recalled is not None
         elif "lost" in message:
-            rank.lost = time.monotonic()
-            self.group.doubt(LOST_SECONDS)
-        elif message.get("ready") == "{}.{}".format(*self._generation):
-            rank.recalled, rank.stuck = None, False
+            process.lost = time.monotonic()
+            self.group.expect_loss(LOST_SECONDS)
+        elif message.get("ready") == "{}.{}".format(*self._round.key):
+            process.recalled, process.stuck = None, False
             self._hangs.times.begin(rank.rank)
-        elif rank.recall and not data:  # it has ended, which the zygote says in a moment
-            self._selector.unregister(rank.recall)
-            rank.recall.close()
-            rank.recall = None
+        elif not data:  # it has ended, as the zygote will report
+            self._selector.unregister(process.recall)
+            process.recall.close()
+            process.recall = None
 
-    def _hurry(self) -> None:
-        """Who was recalled and is not ready in time is ended, and forked anew. For who has lost a
-        peer, and nobody says whose failure that was, there is another generation."""
+    def _replace_late(self) -> None:
+        """Kill recalled processes that are not ready in time; they are forked anew. Report a lost
+        peer if nobody else reports a failure."""
         now = time.monotonic()
         for rank in self._ranks.values():
-            if rank.recalled and (rank.stuck or now > rank.recalled + READY_SECONDS):
+            process = rank.process
+            if process is None:
+                continue
+            if process.lost and now > process.lost + LOST_SECONDS:
+                process.lost = None
+                why = f"rank {rank.rank} lost its connection to another"
+                step = self.page.read(rank.local_rank).step
+                self.group.report(*self._round.key, self._report_of(None, step, why))
+            if process.recalled and (process.stuck or now > process.recalled + READY_SECONDS):
                 place = Path(f"/proc/self/fd/{rank.dumps}")
-                stack = take_dumps({rank.rank: (rank.pid, place)}).get(rank.rank, "")
+                stack = take_dumps({rank.rank: (process.pid, place)}).get(rank.rank, "")
                 logger.warning(
                     "rank %d has not let go of what it did after %.0f s: it is forked anew; its "
-                    "stack:\n%s", rank.rank, now - rank.recalled, stack,
+                    "stack:\n%s", rank.rank, now - process.recalled, stack,
                 )  # fmt: skip
                 self._kill(rank)
-            if rank.lost and now > rank.lost + LOST_SECONDS:
-                rank.lost = None
-                step = self.page.read(rank.local_rank).step
-                why = f"rank {rank.rank} lost its connection to another"
-                failure = Failure(self.group.name, None, step, why, time.time())
-                self.group.report(*self._generation, failure)
 
-    def _hang_up(self, rank: Rank) -> None:
-        if rank.recall is not None:
-            self._selector.unregister(rank.recall)
-            rank.recall.close()
-        rank.recall = rank.able = rank.recalled = rank.lost = None
-        rank.stuck = False
-
-    # --- the end of processes -----------------------------------------------------------------
+    # --- the end of processes ----------------------------------------------------------------
 
     def _kill(self, rank: Rank) -> None:
-        self._hang_up(rank)
-        if rank.key is not None:
-            self._tell({"kill": rank.key})
-            self._ending[rank.key] = rank.local_rank, time.monotonic()
-            rank.key = None  # what is heard of it later is about a process of the past
+        process = self._detach(rank)
+        if process:
+            self._send_zygote({"kill": process.key})
+            self._ending[process.key] = rank.local_rank, time.monotonic()
 
-    def _hear_zygote(self) -> None:
+    def _detach(self, rank: Rank) -> RankProcess | None:
+        """Close the socket to a rank's process, and leave the rank without one."""
+        # what the zygote reports of it later concerns no rank
+        process, rank.process = rank.process, None
+        if process and process.recall:
+            self._selector.unregister(process.recall)
+            process.recall.close()
+        return process
+
+    def _end_hanging(self, state: Membership) -> None:
+        """Kill the ranks of this node that hang, and report them."""
+        running = {
+            rank.rank: rank
+            for rank in self._ranks.values()
+            if rank.process and rank.process.recalled is None
+        }
+        done = {
+            rank.rank: rank.local_rank
+            for rank in self._ranks.values()
+            if rank.code in (EXIT_PAUSED, EXIT_DONE)
+        }
+        for number in self._hangs.look(state, self._round.key, running, done):
+            rank = running[number]
+            step = self.page.read(rank.local_rank).step
+            self._kill(rank)
+            rank.code = EXIT_FAILED
+            failure = self._report_of(number, step, f"hang: {state.suspicion}")
+            self.group.report(*self._round.key, failure)
+
+    def _on_zygote(self) -> None:
         try:
             data = self._zygote.socket.recv(MAX_MESSAGE)
         except OSError:
@@ -605,106 +587,102 @@ class Node:
             return
         message = json.loads(data)
         if "folders" in message:
-            self._folders = message["folders"]
-            self._told_folders.set()
+            if self._folders.done():  # of the zygote before
+                self._folders = Future()
+            self._folders.set_result(message["folders"])
         elif "facts" in message:
-            self._facts = Facts(**message["facts"])
-            self._hangs.times.save_seconds = self._facts.save_seconds or SAVE_SECONDS
-            self._told.set()
+            facts = Facts(**message["facts"])
+            self._hangs.times.save_seconds = facts.save_seconds or SAVE_SECONDS
+            if self._facts.done():
+                self._facts = Future()
+            self._facts.set_result(facts)
         elif "started" in message:
-            for rank in self._ranks.values():
-                if rank.key == message["started"]:
-                    rank.pid = message["pid"]
-            if self._reserve and self._reserve.key == message["started"]:
-                self._reserve.pid = message["pid"]
+            reserve = [self._reserve.process] if self._reserve else []
+            for process in [*reserve, *(rank.process for rank in self._ranks.values())]:
+                if process and process.key == message["started"]:
+                    process.pid = message["pid"]
         else:
             self._ending.pop(message["ended"], None)
-            if self._reserve and self._reserve.key == message["ended"]:
+            if self._reserve and self._reserve.process.key == message["ended"]:
                 self._drop_reserve()
                 self._no_reserve_until = time.monotonic() + RESERVE_AGAIN_SECONDS
             for rank in [*self._ranks.values(), *self._kept.values()]:
-                if rank.key == message["ended"]:
-                    self._ended(rank, message["code"])
+                if rank.process and rank.process.key == message["ended"]:
+                    self._on_exit(rank, message["code"])
 
-    def _ended(self, rank: Rank, code: int) -> None:
-        if rank.recalled:  # from a generation that was over
-            rank.key = None
-            self._hang_up(rank)
+    def _on_exit(self, rank: Rank, code: int) -> None:
+        """The process of a rank has ended: do what `judge_exit` says."""
+        process = self._detach(rank)
+        if process and process.recalled:  # of a generation that was over
             return
-        self._hang_up(rank)
-        rank.key, rank.code = None, code
+        rank.code = code
         state, progress = self.group.state, self.page.read(rank.local_rank)
-        why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        if progress.error:
-            why += f" ({progress.error})"
-        if code == EXIT_DONE or (state.closed and state.closed.code == EXIT_DONE):
-            if code != EXIT_DONE:
-                logger.warning("rank %d ended with code %d after the last step", rank.rank, code)
-            self.group.change(lambda state: _close(state, EXIT_DONE, "the run is finished"))
-            self._dismiss(rank, EXIT_DONE)
-        elif code == EXIT_DO_NOT_REQUEUE or (
-            # What was good input once is so again: storage may be away for a moment.
-            code == EXIT_WRONG_INPUT and self._generation == (state.first, 0) and not progress.step
-        ):
-            reason = f"rank {rank.rank} ended with {why}"
-            self.group.change(lambda state: _close(state, code, reason))
-        elif code != EXIT_PAUSED:
-            blamed: int | None = rank.rank
-            if code == EXIT_PEER_GONE:  # whoever failed is on a node that cannot say so any more
-                rank.code, blamed = EXIT_FAILED, None
-                why = f"rank {rank.rank} lost its connection to another"
-            # One that fails while it starts has got no further than the run had.
-            step = progress.step or self._reached
-            self._reached = max(self._reached, step)
-            error = progress.error if blamed is not None else ""
-            mended = code == EXIT_MENDED
-            if mended:
+        kills = oom_kills() if code == -signal.SIGKILL else 0
+        out_of_memory, self._oom_kills = kills > self._oom_kills, max(kills, self._oom_kills)
+        verdict = judge_exit(
+            rank.rank,
+            code,
+            progress,
+            # A process that fails while it starts has got no further than the run had.
+            self._report_of(None, progress.step or self._reached),
+            job_done=state.closed is not None and state.closed.code == EXIT_DONE,
+            first_start=self._round.key == (state.first, 0),
+            out_of_memory=out_of_memory,
+        )
+        if isinstance(verdict, JobEnd):
+            self.group.change(partial(close, end=verdict))
+            if verdict.code == EXIT_DONE:
+                if code != EXIT_DONE:
+                    logger.warning(
+                        "rank %d ended with code %d after the last step", rank.rank, code
+                    )
+                self._dismiss(rank, EXIT_DONE)
+        elif verdict:
+            if code in (EXIT_PEER_GONE, EXIT_MENDED):  # codes for the agent alone
                 rank.code = EXIT_FAILED
-            outside = -code in FROM_OUTSIDE and not error
-            if code == -signal.SIGKILL and (kills := oom_kills()) > self._oom_kills:
-                self._oom_kills, outside = kills, False
-                error = "the kernel killed it: out of memory"
-                why += f" ({error})"
-            failure = Failure(
-                self.group.name, blamed, step, why, time.time(), error, mended, outside
-            )
-            if code != EXIT_PEER_GONE:  # it said so itself
-                logger.warning("rank %d: %s in step %d", rank.rank, why, progress.step)
-            self.group.report(*self._generation, failure)
+            self._reached = max(self._reached, verdict.step)
+            if code != EXIT_PEER_GONE:  # that rank has logged it itself
+                logger.warning("rank %d: %s in step %d", rank.rank, verdict.why, progress.step)
+            self.group.report(*self._round.key, verdict)
+
+    def _report_of(self, rank: int | None, step: int, why: str = "") -> FailureReport:
+        return FailureReport(self.group.name, rank, step, why, time.time())
 
     # --- zygote ------------------------------------------------------------------------------
 
     def _replace_zygote(self) -> None:
-        """It died, and its forks with it."""
+        """Start another zygote: this one died, and its forks with it."""
         self._selector.unregister(self._zygote.socket)
         logger.warning("the zygote died (%s); starting another", self._zygote.end())
         self._zygote = Zygote.start(self.page)
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
-        self._ask()
+        self._request_facts()
         self._ending.clear()
         self._drop_reserve()
         for rank in self._kept.values():
-            self._hang_up(rank)
-        for rank in self._ranks.values():
-            if rank.key is not None:
-                self._ended(rank, EXIT_FAILED)
+            self._detach(rank)
+        for rank in list(self._ranks.values()):
+            if rank.process:
+                self._on_exit(rank, EXIT_FAILED)
 
-    def _ask(self) -> None:
-        """For the facts; it answers when it is warm."""
+    def _request_facts(self) -> None:
+        """Request the program's facts; the zygote answers when it is warm."""
         program = self.program
-        self._tell({"describe": [program.package, program.ranks, *program.arguments]})
+        self._send_zygote({"describe": [program.package, program.ranks, *program.arguments]})
 
-    def _tell(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
-        with suppress(OSError):  # it died, which the selector says in a moment
+    def _send_zygote(
+        self, message: Mapping[str, Any], descriptors: list[int] | None = None
+    ) -> None:
+        with suppress(OSError):  # it died, as the selector will report
             socket.send_fds(self._zygote.socket, [json.dumps(message).encode()], descriptors or [])
 
 
 def _listen() -> tuple[socket.socket, str]:
-    """A socket for the processes that this one starts, and the path by which they reach it.
+    """A listening socket for child processes, and the path by which they reach it.
 
-    A job that comes through it is run as this user, so it has no name by which others could find
-    it: its file is gone from its folder, which nobody else could enter, before the first connection
-    comes. What is left is the descriptor, under /proc, where the kernel lets none but this user in.
+    A program that comes through it runs as this user, so it has no name by which others could find
+    it. Its file is removed from its folder, which nobody else can enter, before the first
+    connection comes. What is left is the descriptor under /proc, which only this user can open.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
@@ -715,18 +693,3 @@ def _listen() -> tuple[socket.socket, str]:
         os.close(short)
     listener.listen(64)
     return listener, f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def descends(pid: int, ancestor: int) -> bool:
-    """Whether a living process was started by another, or by one that it has started."""
-    while pid > 1 and pid != ancestor:
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # it has ended
-            return False
-        pid = int(status.rpartition(")")[2].split()[1])
-    return pid == ancestor
-
-
-def _close(state: Membership, code: int, reason: str) -> Membership:
-    return state if state.closed else replace(state, closed=Closed(code, reason))

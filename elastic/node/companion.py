@@ -1,7 +1,7 @@
-"""Processes beside the ranks, which live on when ranks are started again.
+"""Companions: processes beside the ranks that continue when ranks are restarted.
 
-They belong to the node's agent, or without one to the process that asks. A companion ends when its
-standard input does, and dies with whom it belongs to.
+A companion belongs to the node's agent, or, without an agent, to the process that started it. It
+dies with its owner, and ends by itself when its standard input is closed.
 """
 
 import json
@@ -20,11 +20,11 @@ from elastic.process import search_path
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS, HURRIED_SECONDS = 30.0, 5.0
-"""How long companions may take to end; with little time left, such as after a notice."""
+"""Time that companions have to end; after a notice, when the machine may be gone soon."""
 
 
 class Companion:
-    """One of them. To be made in a thread that lives as long as it is to.
+    """A companion process. Created in a thread that lives as long as the companion is needed.
 
     Args:
         words: module, as after `python -m`, and its arguments.
@@ -36,22 +36,20 @@ class Companion:
             [sys.executable, "-P", "-m", "elastic.process", *words],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
             stdin=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for whom it belongs to
+            process_group=0,  # the owner handles Ctrl-C
         )
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended yet."""
         return self._process.poll() is None
 
-    def let_go(self) -> None:
-        """Tell it that there will be no more work."""
+    def close(self) -> None:
+        """Close its standard input: there will be no more work."""
         if self._process.stdin:
             self._process.stdin.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end; after `seconds` it is killed. That it has failed is told: who is killed
-        cannot tell that itself."""
+        """Wait for its end; kill it after `seconds`. Logs a failure, as a killed process cannot."""
         try:
             if code := self._process.wait(seconds):
                 logger.warning(
@@ -67,28 +65,28 @@ class Companion:
             self._process.wait()
 
 
-def part_with(companions: Iterable[Companion], seconds: float) -> None:
-    """End some of them, within `seconds` together."""
+def end_companions(companions: Iterable[Companion], seconds: float) -> None:
+    """End companions, within `seconds` in total."""
     companions = list(companions)
     for companion in companions:
-        companion.let_go()
+        companion.close()
     deadline = time.monotonic() + seconds
     for companion in companions:
         companion.wait(max(0.0, deadline - time.monotonic()))
 
 
 def accompany(words: Sequence[str]) -> Callable[[], None]:
-    """Have a companion run beside this process, if it does not run already. Does not wait for it.
+    """Start a companion unless it runs already. Does not wait for it.
 
     Args:
-        words: as for `Companion`.
+        words: module, as after `python -m`, and its arguments.
 
     Returns:
-        What to call when this process has no more work for it.
+        A function to call when this process has no more work for the companion.
     """
     if NODE_SOCKET not in os.environ:
         companion = Companion(words)
-        return lambda: part_with([companion], FAREWELL_SECONDS)
+        return lambda: end_companions([companion], FAREWELL_SECONDS)
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.connect(os.environ[NODE_SOCKET])
         agent.send(json.dumps({"companion": list(words)}).encode())

@@ -1,4 +1,5 @@
-"""Where a rank waits for what ranks have exchanged."""
+"""Waits of a rank for the results of collectives. A file of its own: COLLECTIVES in vitals.py
+recognises a rank that waits by this file on its stack."""
 
 from typing import Any
 
@@ -8,24 +9,23 @@ from torch import Tensor
 
 
 def received(values: Tensor) -> Any:
-    """What a collective gave, as numbers on the host, as `Tensor.tolist` nests them.
-
-    On a GPU the collective was only launched: here a rank waits for the others, and for what all
-    have launched before. watchdog.py knows a rank that waits by this file on its stack.
-    """
+    """The result of a collective as numbers on the host, nested as by `Tensor.tolist`."""
+    # On a GPU the collective is only launched so far: here the rank waits for its peers.
     return values.tolist()
 
 
 class Sum:
-    """A number summed over the ranks of a group while they go on. On all ranks, in one order with
-    the other collectives of the group, which carries CPU tensors: no GPU waits."""
+    """Sum of a number over the ranks of a group, computed while the ranks continue. Created on all
+    ranks, in the same order as other collectives of the group. It carries CPU tensors: no GPU
+    waits."""
 
     def __init__(self, value: float, group: dist.ProcessGroup | None = None) -> None:
+        # exact for sums of PAUSE_TO_LEAVE
         self._sum = torch.tensor(float(value), dtype=torch.float64)
         self._work: dist.Work | None = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def wait(self) -> float:
-        """The sum. On each rank by itself."""
+        """The sum. Each rank calls it by itself."""
         if self._work:
             self._work.wait()
             self._work = None

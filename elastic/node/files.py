@@ -1,10 +1,10 @@
-"""Files in a directory that others may write to as well, such as a project folder of mode 2775.
+"""Files in a directory that others may write to, such as a project folder of mode 2775.
 
-[Note: a shared directory] A member of the group can put any name there first: a link to a file of
-the user who trains, a pipe, a file of his own. So a new file is made under a random name (O_EXCL)
-and then renamed, which replaces a link instead of following it. A file that grows must be a regular
-file of this user. If it has other names, it goes on as a copy under this one. Whatever else has its
-name is put aside, with a warning.
+[Note: a shared directory] A member of the group can occupy any name first: with a link to a file of
+the user who trains, a pipe, or a file of his own. So a new file is created under a random name
+(O_EXCL) and renamed, which replaces a link instead of following it. A file that grows must be a
+regular file of this user; if it has other names too, a copy replaces it under this name. Anything
+else under its name is put aside, with a warning.
 """
 
 import errno
@@ -29,7 +29,7 @@ _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACC
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of which every reader sees the old text or the new, whoever dies meanwhile."""
+    """Replace a file. Every reader sees the old text or the new, whatever dies meanwhile."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with aside.open("x", encoding="utf-8") as file:
@@ -42,10 +42,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet. Follows no link.
+    """Create a file; follows no link.
 
     Raises:
-        FileExistsError: something has that name.
+        FileExistsError: the name is occupied.
     """
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
@@ -62,12 +62,11 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> bytes:
-    """All bytes of a file; never waits, as for the other end of a pipe.
+    """All bytes of a regular file. Never blocks on the other end of a pipe.
 
     Args:
-        path: of the file.
-        most: bytes that it may have.
-        follow: links, as of a path that the user has named.
+        most: largest accepted size in bytes.
+        follow: follow links, for a path that the user has named.
 
     Raises:
         OSError: it is missing, a link, no regular file, or has more than `most` bytes.
@@ -80,11 +79,10 @@ def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> 
 
 
 def open_to_read(path: Path, *, follow: bool = False) -> int:
-    """A descriptor of a regular file.
+    """A descriptor of a regular file, open for reading.
 
     Args:
-        path: of the file.
-        follow: links, as of a path that the user has named.
+        follow: follow links, for a path that the user has named.
 
     Raises:
         OSError: it is missing, a link, or no regular file.
@@ -97,14 +95,14 @@ def open_to_read(path: Path, *, follow: bool = False) -> int:
 
 
 def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
-    """A descriptor by which a file of this user grows; it is made if it is not there.
+    """A descriptor for appending to a regular file of this user, created if missing.
 
     Args:
-        path: of the file. What has its name and is not such a file is put aside.
+        path: of the file. Anything else under this name is put aside.
         trusted: other users (uids) whose file it may be.
 
     Raises:
-        OSError: it cannot be made or written, or something else cannot be put aside.
+        OSError: it cannot be created or written, or something else cannot be put aside.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -112,27 +110,27 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
         except OSError as error:
             if error.errno not in _NOT_A_FILE:
                 raise
-            found = os.lstat(path)
-            if stat.S_ISREG(found.st_mode) and is_ours(found, path.parent, trusted):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode) and is_ours(status, path.parent, trusted):
                 raise
         else:
-            found = os.fstat(descriptor)
-            ours = stat.S_ISREG(found.st_mode) and is_ours(found, path.parent, trusted)
-            if ours and found.st_nlink <= 1:
+            status = os.fstat(descriptor)
+            is_own = stat.S_ISREG(status.st_mode) and is_ours(status, path.parent, trusted)
+            if is_own and status.st_nlink <= 1:
                 return descriptor
             try:
-                if ours:  # a backup by hard links, or a member's link to another file of this user
+                if is_own:  # a backup's hard links, or a member's link to another file of ours
                     _take_copy(descriptor, path)
                     continue
             finally:
                 os.close(descriptor)
-        put_aside(path, found)
+        put_aside(path, status)
     raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
 
 
 def _take_copy(descriptor: int, path: Path) -> None:
-    """Put a copy of an open file in the place of its name. Its other names keep the file. The copy
-    has its mode, so that nobody reads in it what he could not read before."""
+    """Replace the name of an open file by a copy of the file. Its other names keep the original.
+    The copy has its mode, so that nobody can read more than before."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     opener = partial(os.open, mode=mode)
@@ -147,11 +145,11 @@ def _take_copy(descriptor: int, path: Path) -> None:
 
 
 def own_directory(path: Path, trusted: Container[int] = ()) -> None:
-    """Make a directory that only this user may write to, or make sure that it is one. Links of this
-    user are followed. What belongs to another is put aside.
+    """Create a directory that only this user may write to, or restrict an existing one to that.
+    Follows links of this user; puts aside what belongs to another.
 
     Raises:
-        OSError: it cannot be made, or something else cannot be put aside.
+        OSError: it cannot be created, or something else cannot be put aside.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(_ATTEMPTS):
@@ -159,27 +157,27 @@ def own_directory(path: Path, trusted: Container[int] = ()) -> None:
             path.mkdir(mode=0o755)
             return
         link = os.lstat(path)
-        found = path.stat() if stat.S_ISLNK(link.st_mode) and path.exists() else link
-        ours = all(is_ours(one, path.parent, trusted) for one in (link, found))
-        if ours:
-            if not stat.S_ISDIR(found.st_mode):
+        status = path.stat() if stat.S_ISLNK(link.st_mode) and path.exists() else link
+        is_own = all(is_ours(entry, path.parent, trusted) for entry in (link, status))
+        if is_own:
+            if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "is not a directory", str(path))
-            with suppress(OSError):  # a filesystem may have no modes
-                path.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+            with suppress(OSError):  # the filesystem may have no modes
+                path.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
             return
         put_aside(path, link)
     raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
 
 
-def put_aside(path: Path, found: os.stat_result) -> None:
-    """Rename what stands where a file of ours belongs, and say so.
+def put_aside(path: Path, status: os.stat_result) -> None:
+    """Rename what occupies the name of a file of ours, and log that.
 
     Raises:
-        PermissionError: that is not allowed here (mode +t); says what to do.
+        PermissionError: the directory forbids it (mode +t); says what to do.
     """
     kind = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file", stat.S_IFDIR: "a directory"}
-    what = kind.get(stat.S_IFMT(found.st_mode), "no regular file")
-    what += f" of uid {found.st_uid}"
+    what = kind.get(stat.S_IFMT(status.st_mode), "no regular file")
+    what += f" of uid {status.st_uid}"
     aside = path.with_name(f"{path.name}.not-ours-{secrets.token_hex(4)}")
     try:
         os.rename(path, aside)
@@ -193,17 +191,17 @@ def put_aside(path: Path, found: os.stat_result) -> None:
     )  # fmt: skip
 
 
-def is_ours(found: os.stat_result, directory: Path, trusted: Container[int] = ()) -> bool:
+def is_ours(status: os.stat_result, directory: Path, trusted: Container[int] = ()) -> bool:
     """Whether a file belongs to this user, to root, or to one of `trusted` (uids).
 
     Args:
-        found: what the system says of it.
-        directory: on the same filesystem.
-        trusted: other users whose it may be.
+        status: of the file.
+        directory: a folder on the same filesystem.
+        trusted: further users that may own it.
     """
-    if found.st_uid in (os.geteuid(), 0) or found.st_uid in trusted:
+    if status.st_uid in (os.geteuid(), 0) or status.st_uid in trusted:
         return True
-    # What root makes on NFS with root_squash belongs to nobody.
+    # On NFS with root_squash, files that root creates belong to nobody: compare with such a file.
     with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
-        return os.fstat(probe.fileno()).st_uid == found.st_uid
+        return os.fstat(probe.fileno()).st_uid == status.st_uid
     return False

@@ -1,13 +1,13 @@
-"""One launch at a time trains in a folder.
+"""A lock by which one launch at a time trains in a run directory.
 
-[Note: occupancy] The first process of a launch (the agent of group rank 0; rank 0 itself, where
-there is no such agent) holds a lock that the kernel drops with it, and leaves a record that says
-who it is and changes every BEAT_SECONDS. On one machine the lock tells whether a launch lives. On
-another machine, or on a filesystem without locks, the record does: what does not change any more is
-dead. Another process of the same job takes the folder over without asking; so does the next round
+[Note: occupancy] The first process of a launch (the agent of group rank 0, or rank 0 itself without
+an agent of ours) holds a lock that the kernel releases with it, and keeps a record that names it
+and changes every BEAT_SECONDS. On one machine the lock tells whether a launch is alive. Across
+machines, or on a filesystem without locks, the record does: a launch whose record stops changing is
+dead. Another process of the same job takes the directory over without waiting, as in the next round
 of a job whose first node was lost.
 
-Locks of POSIX, since no fork inherits them, and NFS has them.
+The locks are POSIX locks: forks do not inherit them, and NFS supports them.
 """
 
 import fcntl
@@ -32,42 +32,43 @@ RECORD, LOCK = "launch.json", "launch.lock"
 
 
 class OccupiedError(Exception):
-    """Another launch trains in the folder. The message says which."""
+    """Another launch trains in the directory; the message says which."""
 
 
 @dataclass
 class Holder:
-    """Who trains in a folder, as the record there says."""
+    """The launch that trains in a directory, as its record says."""
 
     job: str
-    """Equal in all processes of one launch, and different in others."""
+    """The same in all processes of a launch, and different in others."""
     pid: int
     host: str
     boot: str
-    """Boot id of the machine: hosts may have the same name."""
+    """Boot id of the machine, as two machines may have one host name."""
     since: float
-    """Unix time."""
+    """Start in Unix time."""
     beat: int = 0
 
     def is_another(self, other: "Holder") -> bool:
-        """Whether the other is another process."""
+        """Whether `other` is another process."""
         return (self.boot, self.pid, self.since) != (other.boot, other.pid, other.since)
 
 
 class Occupancy:
-    """A folder that this process trains in, until `release`.
+    """This process's hold on a directory, until `release`.
 
     Args:
-        folder: made if need be. One that cannot be written to is left to others to tell of.
+        folder: created if missing. The hold is skipped where it cannot be written to: whoever
+            writes there next reports that.
         job: see `Holder`.
 
     Raises:
-        OccupiedError: another launch does.
+        OccupiedError: another launch trains there.
     """
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
-        self._mine = Holder(
+        self._own = Holder(
             job, os.getpid(), socket.gethostname(), boot_id() or socket.gethostname(), time.time()
         )
         self._lock: int | None = None
@@ -80,11 +81,11 @@ class Occupancy:
         self._thread.start()
 
     def release(self) -> None:
-        """Leave it to others. They need not wait then."""
+        """Free the directory, so that the next launch does not wait."""
         self._end.set()
         self._thread.join(timeout=BEAT_SECONDS)
-        found = _read(self._folder)
-        if found and not self._mine.is_another(found):
+        record = _read(self._folder)
+        if record and not self._own.is_another(record):  # another launch may have taken over
             with suppress(OSError):
                 (self._folder / RECORD).unlink()
         if self._lock is not None:
@@ -92,7 +93,7 @@ class Occupancy:
             self._lock = None
 
     def _try_lock(self) -> bool | None:
-        """Whether the lock is ours; None where there are no locks, or none for this user."""
+        """Whether this process has the lock; None where locks do not work, or not for this user."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         path = self._folder / LOCK
         try:
@@ -103,11 +104,14 @@ class Occupancy:
                 lock = os.open(path, flags, 0o600)
                 if not is_ours(os.fstat(lock), self._folder):
                     os.close(lock)
-                    return None  # whoever made it may hold it for ever; the record tells who trains
+                    # its owner may hold the lock for ever; the record tells whether a launch lives
+                    return None
             self._lock = lock
-        except PermissionError:  # another user's, and the record tells whether he trains
+        # the lock is another user's; the record tells whether a launch lives
+        except PermissionError:
             return None
         try:
+            # never wait: the holder may train for days
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
@@ -116,20 +120,20 @@ class Occupancy:
         return True
 
     def _wait_for_the_dead(self) -> None:
-        """Return once nobody of another job is here."""
+        """Return once no launch of another job uses the directory, or raise."""
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
-        mine, locked, found = self._mine, self._try_lock(), _read(self._folder)
-        # Who holds the lock without a record has just come, or is about to leave.
-        while locked is False and found is None and time.monotonic() < deadline:
+        own, locked, record = self._own, self._try_lock(), _read(self._folder)
+        # A process that holds the lock without a record has just started, or is about to end.
+        while locked is False and record is None and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 100)
-            locked, found = self._try_lock(), _read(self._folder)
-        if locked is False and (found is None or found.job != mine.job):
-            raise self._occupied(found)
-        if found is None or found.job == mine.job or (locked and found.boot == mine.boot):
+            locked, record = self._try_lock(), _read(self._folder)
+        if locked is False and (record is None or record.job != own.job):
+            raise self._occupied(record)
+        if record is None or record.job == own.job or (locked and record.boot == own.boot):
             return
         logger.warning(
             "%s: process %d on %s was the last that trained here; looking whether it still does",
-            self._folder, found.pid, found.host,
+            self._folder, record.pid, record.host,
         )  # fmt: skip
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         while time.monotonic() < deadline:
@@ -137,38 +141,38 @@ class Occupancy:
             now = _read(self._folder)
             if now is None:
                 return
-            if now != found:
+            if now != record:
                 raise self._occupied(now)
 
     def _occupied(self, holder: Holder | None) -> OccupiedError:
-        who = "another process"
+        name = "another process"
         if holder:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-            who = f"process {holder.pid} on {holder.host}, since {since},"
+            name = f"process {holder.pid} on {holder.host}, since {since},"
         return OccupiedError(
-            f"{self._folder}: {who} trains there; end it first, or give this launch a run.dir of "
+            f"{self._folder}: {name} trains there; end it first, or give this launch a run.dir of "
             "its own"
         )
 
     def _renew(self) -> None:
-        """Say that we live, until another has taken over."""
+        """Renew the record until another launch has taken over."""
         while not self._end.wait(BEAT_SECONDS):
-            with suppress(OSError):  # storage may be away for a moment
-                found = _read(self._folder)
-                if found and self._mine.is_another(found):
-                    if found.job != self._mine.job:
-                        logger.warning("%s Its saves count.", self._occupied(found))
+            with suppress(OSError):  # storage may be unavailable for a moment
+                record = _read(self._folder)
+                if record and self._own.is_another(record):
+                    if record.job != self._own.job:
+                        logger.warning("%s Its saves count.", self._occupied(record))
                     return
-                self._try_lock()  # a process of this job may have had it, and be dead now
-                self._mine.beat += 1
+                self._try_lock()  # a process of this job may have held it, and be dead now
+                self._own.beat += 1
                 self._write()
 
     def _write(self) -> None:
-        write_whole(self._folder / RECORD, json.dumps(asdict(self._mine)))
+        write_whole(self._folder / RECORD, json.dumps(asdict(self._own)))
 
 
 def _read(folder: Path) -> Holder | None:
-    """None if there is no record, or none that can be read."""
+    """The record in `folder`; None if it is missing or unreadable."""
     try:
         return Holder(**json.loads(read_text(folder / RECORD)))
     except (OSError, ValueError, TypeError):

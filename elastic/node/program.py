@@ -1,12 +1,12 @@
-"""What a training program says of its job before its node joins.
+"""A training program's description of its job, for the agent of a node that is about to join.
 
-[Note: facts] torchrun learns what a program is about only by running it, and by then its node is in
-the job. So the agent asks first: a package that torchrun starts with `-m PACKAGE ARGUMENT …` may
-have a module `facts` with a function `facts(arguments, ranks)`, which returns the fields of `Facts`
-for a node of so many ranks. It is called in the node's zygote, once that is warm. Of a program
-without one nothing is known, and nothing is compared. The module may also have a function
-`folders(arguments)`, which returns the paths that the ranks need, by the key that names each; it
-touches none of them. The agent looks whether they answer, while `facts` may wait for them.
+[Note: facts] Running a program would tell what it trains, but by then its node is in the job. So
+the agent asks first. A package that torchrun starts with `-m PACKAGE ARGUMENT …` may have a module
+`facts` with two functions, which the node's zygote calls once it is warm. `facts(arguments, ranks)`
+returns the fields of `Facts` for a node with so many ranks. `folders(arguments)` returns the paths
+that the ranks need, by the recipe key that names each, and touches none of them: the agent checks
+whether they answer, while `facts` may block on them. For a program without such a module, nothing
+is known and nothing is compared.
 """
 
 import hashlib
@@ -21,10 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-MOST_NAMED = 8
-"""Differing keys that are named."""
-MOST_FOLDERS = 64
-"""Paths that are looked at."""
+MAX_DIFFERENCES = 8
+MAX_FOLDERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +30,33 @@ class Program:
     """What torchrun starts in each rank."""
 
     package: str = ""
-    """As after `-m`; empty if it is none."""
+    """Package as after `-m`; empty for a script."""
     arguments: tuple[str, ...] = ()
     ranks: int = 1
-    """Ranks of this node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """About a job, as one of its nodes sees it."""
+    """A job's description by its program, on one node."""
 
     identity: Mapping[str, str] = field(default_factory=dict)
-    """What decides a step: key → value, or a digest of it. The same on all nodes of a job."""
+    """What decides the bits of a step: key → value, or a digest of it. Equal on all nodes of a
+    job."""
     most_ranks: int | None = None
-    """More ranks than these would have no work; None: there is always some."""
+    """Ranks for which there is work; None: any number."""
     unit: int | None = None
-    """Ranks of a replica of the model, of which each round has a multiple; None: not known."""
+    """Ranks of a replica of the model, of which each round has a multiple; None: unknown."""
     directory: str | None = None
-    """Absolute path of the folder of the run, which all nodes share."""
+    """Absolute path of the run directory, which all nodes share."""
     save_seconds: float | None = None
-    """After which a save is given up; None: as SAVE_SECONDS of watchdog.py says."""
+    """Seconds after which a save is given up; None: watchdog.SAVE_SECONDS."""
     error: str | None = None
     """Why this node cannot train, in one line."""
 
 
 def torchrun_program() -> Program:
-    """What this process, if it is torchrun, was told to start."""
+    """The program that torchrun starts, from this process's command line; empty if it is no
+    torchrun."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if Path(sys.argv[0]).name != "torchrun" and not (
         module and module.name == "torch.distributed.run"
@@ -75,39 +74,39 @@ def torchrun_program() -> Program:
 
 
 def digest(identity: Mapping[str, str]) -> str:
-    """A digest of `Facts.identity`: 16 characters."""
+    """First 16 hexadecimal digits of the SHA-256 of `Facts.identity`."""
     return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
 
 
 def differences(
     ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
 ) -> str:
-    """Where two identities differ, for people: keys, and the values of both."""
+    """Describe where two identities differ: key, and both values."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     parts = [
         f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"
         for key in keys
     ]
-    if len(parts) > MOST_NAMED:
-        parts[MOST_NAMED:] = [f"and {len(parts) - MOST_NAMED} more"]
+    if len(parts) > MAX_DIFFERENCES:
+        parts[MAX_DIFFERENCES:] = [f"and {len(parts) - MAX_DIFFERENCES} more"]
     return ", ".join(parts)
 
 
-def ask(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """What `package` says of its job on a node of so many ranks: the fields of `Facts`; empty if it
-    says nothing. In the zygote, which imports nothing of a package that has no such module."""
-    if package.isidentifier() and (error := in_the_way(package)):
+def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """The fields of `Facts` that `package` returns for a node with `ranks` ranks; empty without a
+    module `facts`. Called in the zygote, which imports no package that has none."""
+    if package.isidentifier() and (error := shadowing_error(package)):
         return {"error": error}
     module = _module(package)
-    said: dict[str, Any] = module.facts(tuple(arguments), ranks) if module else {}
-    return said
+    answer: dict[str, Any] = module.facts(tuple(arguments), ranks) if module else {}
+    return answer
 
 
-def ask_folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
-    """The paths that the ranks of `package` need, as far as it says so. In the zygote."""
-    module = None if package.isidentifier() and in_the_way(package) else _module(package)
-    said: dict[str, str] = getattr(module, "folders", lambda _: {})(tuple(arguments))
-    return dict([*said.items()][:MOST_FOLDERS])
+def read_folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
+    """The paths that the ranks of `package` need, by key. Called in the zygote."""
+    module = None if package.isidentifier() and shadowing_error(package) else _module(package)
+    answer: dict[str, str] = getattr(module, "folders", lambda _: {})(tuple(arguments))
+    return dict([*answer.items()][:MAX_FOLDERS])
 
 
 def _module(package: str) -> Any:
@@ -124,11 +123,11 @@ def _module(package: str) -> Any:
     return importlib.import_module(f"{package}.facts")
 
 
-def in_the_way(package: str) -> str:
-    """That a rank which is started with `-m PACKAGE` would take a folder of the working directory
-    for the package that is installed, and what to do; empty if it would not."""
+def shadowing_error(package: str) -> str:
+    """An error if ranks started with `-m PACKAGE` would run a folder of the working directory
+    instead of the installed package; else empty."""
     spec, here = find_spec(package), os.getcwd()
-    first = PathFinder.find_spec(package, [here, *sys.path])  # as the ranks will
+    first = PathFinder.find_spec(package, [here, *sys.path])  # the search path of the ranks
     if not spec or not first or "PYTHONSAFEPATH" in os.environ or _places(spec) == _places(first):
         return ""
     return (
@@ -138,6 +137,6 @@ def in_the_way(package: str) -> str:
 
 
 def _places(spec: ModuleSpec) -> list[str]:
-    """The file of a module; the folders of a package without one."""
+    """File of a module; folders of a package without a file."""
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
     return [os.path.realpath(place) for place in places]

@@ -1,5 +1,5 @@
-"""A page of shared memory between the ranks of a node and its agent: how far each rank is, and
-whether it is asked to pause. Reading and writing costs no system call."""
+"""Shared memory between the ranks of a node and their agent: each rank reports its progress and
+notices, the agent requests pauses. Reads and writes take no system call."""
 
 import logging
 import mmap
@@ -15,66 +15,60 @@ from functools import partial
 from types import FrameType
 from typing import Self
 
-from elastic.exits import EXIT_PAUSED, heeded, leave_at_once, leaving_code
-from elastic.process import lost
+from elastic.exits import EXIT_PAUSED, handled_signals, leave_at_once, leaving_code
+from elastic.process import lost_output
 
 logger = logging.getLogger(__name__)
 
 RANKS = 64
-"""Most ranks of one node."""
 _ENTRY = 256
 _SECRET, _SECRET_BYTES = RANKS * _ENTRY, 32
-"""Where the secret of the round is, behind the entries."""
+"""Offset and size of the round's secret, behind the entries of the ranks."""
 _FREE = _SECRET + _SECRET_BYTES
-"""Offset of a uint64 for each local rank: most bytes that its device has had free."""
+"""Offset of one uint64 per local rank: most bytes that its device has had free."""
 _BYTES = _FREE + 8 * RANKS
-_ASKED, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
+_PAUSE, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
 )  # fmt: skip
 _FIELDS = struct.Struct("IIQIIdIf")
-"""What a rank says but for the error, each at its place above."""
+"""Fields of an entry except the error, at the offsets above."""
 PROGRESS = "PERDURE_PROGRESS"
-"""Environment variable: descriptor of the page, and local rank."""
+"""Environment variable: `DESCRIPTOR:LOCAL_RANK` of the page."""
 PHASES = (
     "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update", "after",
     "save", "evaluate", "end", "failed",
 )  # fmt: skip
-"""What a rank does; "data" is waiting for a batch, "fetch" for that of the next step while a GPU
-computes, "reduce" is from the step's all-reduce on, where it waits for the others, "staging" is
-waiting for the copy of a save, "after" is long work that follows only some steps, and "failed" from
-an error on, until its process has ended."""
+"""Phases of a rank. "data": waiting for a batch; "fetch": for the batch of the next step while a
+GPU computes; "reduce": from the step's all-reduce on, where ranks wait for each other; "staging":
+waiting for the copy of a save; "after": long work that follows only some steps; "failed": from an
+error until the process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20
-"""Requests of all ranks are summed: this is more than all ranks that ask for the other."""
+"""Value of the stronger request. Ranks sum their requests, and this exceeds any sum of PAUSE."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a rank said last."""
+class RankProgress:
+    """The last report of a rank."""
 
     step: int
     phase: str
     at: float
-    """By time.monotonic(), which all processes of a machine share."""
+    """time.monotonic(), which all processes of a machine share, at the last report."""
     noticed: bool
-    """It was told by a signal that its time is over."""
+    """A signal asked the rank to leave."""
     error: str = ""
-    """Why it failed, in a line."""
+    """Why the rank failed, in a line."""
     safe: bool = False
-    """Nothing is lost if it is ended now: what it knows is in storage."""
+    """The rank has nothing to lose: all its state is in storage."""
     pid: int = 0
-    """Process id."""
     patience: float = 0.0
-    """Seconds that it asks for where it waits, or does what is not done again and again."""
+    """Time limit in seconds that the rank requests for waits and unrepeated phases."""
 
 
 class ProgressPage:
-    """The page, as file descriptor and mapping.
-
-    Args:
-        descriptor: of the memory; `make` makes one.
-    """
+    """The page of a node, mapped from `descriptor`; `make` creates one."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -82,66 +76,65 @@ class ProgressPage:
 
     @classmethod
     def make(cls) -> Self:
-        """A page in memory without a name: it goes when the last process that has it goes."""
+        """Create a page in anonymous memory, which is freed with the last process that maps it."""
         descriptor = os.memfd_create("perdure-progress")
         os.ftruncate(descriptor, _BYTES)
         return cls(descriptor)
 
     def share_secret(self, secret: bytes) -> None:
-        """Tell the ranks the secret (32 bytes) of the round that begins. By the agent. No other
-        user can read this memory, as it would be possible with a file or an argument."""
+        """Give the ranks the secret (32 bytes) of the round that begins. Called by the agent. Other
+        users cannot read this memory, unlike a file or an argument."""
         self._map[_SECRET : _SECRET + _SECRET_BYTES] = secret
 
     def clear(self, local_rank: int) -> None:
-        """Forget a rank. By the agent, before the rank starts."""
+        """Reset the entry of a rank. Called by the agent before the rank starts."""
         start = local_rank * _ENTRY
         self._map[start : start + _ENTRY] = bytes(_ENTRY)
         struct.pack_into("d", self._map, start + _AT, time.monotonic())
 
-    def ask_to_pause(self, local_rank: int, *, leaving: bool) -> None:
-        """Ask a rank, and with it all ranks of the job, to end after their step. By the agent.
+    def request_pause(self, local_rank: int, *, leaving: bool) -> None:
+        """Request that a rank, and with it all ranks of the job, ends after its step. By the agent.
 
         Args:
-            local_rank: which.
-            leaving: this node goes, and what is in its memory with it.
+            leaving: this node leaves, and its memory will be lost.
         """
-        asked = PAUSE_TO_LEAVE if leaving else PAUSE
-        struct.pack_into("I", self._map, local_rank * _ENTRY + _ASKED, asked)
+        request = PAUSE_TO_LEAVE if leaving else PAUSE
+        struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, request)
 
-    def unask(self, local_rank: int) -> None:
-        """Take back what a rank was asked. By the agent."""
-        struct.pack_into("I", self._map, local_rank * _ENTRY + _ASKED, 0)
+    def withdraw_pause(self, local_rank: int) -> None:
+        """Withdraw the request to pause. Called by the agent."""
+        struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, 0)
 
-    def say_mute(self, local_rank: int) -> None:
-        """Tell a rank that output of its agent was dropped, for the ledger. By the agent."""
+    def set_mute(self, local_rank: int) -> None:
+        """Tell a rank that its agent dropped output, so that the ledger records it."""
         struct.pack_into("I", self._map, local_rank * _ENTRY + _MUTE, True)
 
-    def read(self, local_rank: int) -> Progress:
-        """How far a rank is. By the agent."""
+    def read(self, local_rank: int) -> RankProgress:
+        """The last report of a rank. Called by the agent."""
         start = local_rank * _ENTRY
         _, noticed, step, phase, safe, at, pid, patience = _FIELDS.unpack_from(self._map, start)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
-        return Progress(step, PHASES[phase], at, bool(noticed), error, bool(safe), pid, patience)
+        return RankProgress(
+            step, PHASES[phase], at, bool(noticed), error, bool(safe), pid, patience
+        )
 
 
 class Pulse:
-    """A rank's part of the page.
+    """A rank's entry of the page.
 
     Args:
-        page: shared with the node's agent, or one of its own where there is no such agent.
-        local_rank: whose part.
+        page: shared with the agent, or private without an agent of ours.
     """
 
     def __init__(self, page: ProgressPage, local_rank: int) -> None:
         self._map, self._start = page._map, local_rank * _ENTRY
         self._free = _FREE + 8 * local_rank
         self.wants_save = False
-        """This rank would have all save after this step."""
+        """Request that all ranks save after this step."""
         self._sign()
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The pulse of this process."""
         descriptor, _, local_rank = os.environ.get(PROGRESS, "").partition(":")
         if not descriptor:
             return cls(ProgressPage.make(), 0)
@@ -149,14 +142,14 @@ class Pulse:
 
     @property
     def secret(self) -> bytes:
-        """The secret of this round, empty where no agent has told one; see `join_world`."""
+        """The secret of this round; empty without an agent of ours. See `join_world`."""
         secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
         return secret if any(secret) else b""
 
     @property
     def most_free(self) -> int:
-        """Most bytes that this place's device has had free; 0 if that is not known. It outlives the
-        process that says so, as long as the agent lives."""
+        """Most bytes that this rank's device has had free; 0: unknown. It survives the process, as
+        long as the agent lives."""
         return int(struct.unpack_from("Q", self._map, self._free)[0])
 
     @most_free.setter
@@ -167,7 +160,7 @@ class Pulse:
         struct.pack_into("I", self._map, self._start + _PID, os.getpid())
 
     def forget(self) -> None:
-        """Begin anew, as a process that was just started; what it was told and asked stays."""
+        """Reset the entry as for a new process. Notices and requests stay."""
         start, end = self._start + _STEP, self._start + _ENTRY
         self._map[start:end] = bytes(end - start)
         self.wants_save = False
@@ -175,14 +168,15 @@ class Pulse:
         self.report(0, "start")
 
     def report(self, step: int, phase: str) -> None:
-        """Say how far this rank is: the step it works on, and one of PHASES."""
+        """Report the step that this rank works on, and its phase (one of PHASES)."""
         struct.pack_into("Q", self._map, self._start + _STEP, step)
         struct.pack_into("I", self._map, self._start + _PHASE, PHASES.index(phase))
+        # last: the agent takes a new time for a new report
         struct.pack_into("d", self._map, self._start + _AT, time.monotonic())
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Say what this rank does within, and afterwards that it does again what it did before."""
+        """Report `phase` inside the block, and the previous phase after it."""
         (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
         (before,) = struct.unpack_from("I", self._map, self._start + _PHASE)
         self.report(step, phase)
@@ -190,7 +184,7 @@ class Pulse:
         self.report(step, PHASES[before])
 
     def fail(self, error: str) -> None:
-        """Say, in a line, why this rank is about to end."""
+        """Report, in a line, why this rank is about to end."""
         size = _ENTRY - _ERROR
         start = self._start + _ERROR
         self._map[start : start + size] = error.encode(errors="replace")[:size].ljust(size, b"\0")
@@ -198,23 +192,23 @@ class Pulse:
         self.report(step, "failed")
 
     @property
-    def told_by_first(self) -> bool:
-        """The first rank of this node, which is another, is about to end for the same reason."""
-        ours = self._map[self._start + _ERROR : self._start + _ENTRY]
-        return self._start > 0 and ours == self._map[_ERROR:_ENTRY]
+    def same_error_as_first(self) -> bool:
+        """Whether this is not the first rank of its node, and that one reported the same error."""
+        own = self._map[self._start + _ERROR : self._start + _ENTRY]
+        return self._start > 0 and own == self._map[_ERROR:_ENTRY]
 
     def notice(self, number: int) -> None:
-        """Say that this rank was told to go, by a signal."""
+        """Report that signal `number` asked this rank to leave."""
         struct.pack_into("I", self._map, self._start + _NOTICED, number)
 
     @property
     def noticed(self) -> int:
-        """The signal by which this rank was told to go; 0 if it was not."""
+        """The signal that asked this rank to leave; 0: none did."""
         return int(struct.unpack_from("I", self._map, self._start + _NOTICED)[0])
 
     @property
     def safe(self) -> bool:
-        """See `Progress`. A rank that is told to go then goes at once, whatever it is doing."""
+        """Whether nothing is lost if this rank ends now. A safe rank leaves at once on a notice."""
         return bool(struct.unpack_from("I", self._map, self._start + _SAFE)[0])
 
     @safe.setter
@@ -223,43 +217,41 @@ class Pulse:
 
     @property
     def mute(self) -> bool:
-        """Whether output of this process, or of its agent, was dropped; see `outlive`."""
-        return bool(lost() or struct.unpack_from("I", self._map, self._start + _MUTE)[0])
+        """Whether this process or its agent dropped output; see process.py [Note: output]."""
+        return bool(lost_output() or struct.unpack_from("I", self._map, self._start + _MUTE)[0])
 
-    def be_patient(self, seconds: float) -> None:
-        """See `Progress.patience`."""
+    def request_patience(self, seconds: float) -> None:
+        """Request a time limit; see `RankProgress.patience`."""
         struct.pack_into("f", self._map, self._start + _PATIENCE, seconds)
 
     @property
-    def asked_to_pause(self) -> int:
-        """Whether the agent asks this rank to end after its step, or it was told to go: 0, PAUSE or
-        PAUSE_TO_LEAVE."""
-        asked, noticed = struct.unpack_from("II", self._map, self._start + _ASKED)
-        return PAUSE_TO_LEAVE if noticed else int(asked)
+    def pause_request(self) -> int:
+        """The pending request to end after this step: 0, PAUSE or PAUSE_TO_LEAVE. A signal counts
+        as PAUSE_TO_LEAVE."""
+        request, noticed = struct.unpack_from("II", self._map, self._start + _PAUSE)
+        return PAUSE_TO_LEAVE if noticed else int(request)
 
 
 LOOK_SECONDS = 0.1
 
 
 def watch_signals(pulse: Pulse) -> None:
-    """Take SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as notices: the ranks agree on a last step, save and
-    leave; a second Ctrl-C ends this process at once. A SIGHUP that is ignored stays ignored.
+    """Treat SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as notices: the ranks agree on a last step, save
+    and leave. A second Ctrl-C ends this process at once. A SIGHUP that is ignored stays ignored.
+    Called in the main thread, before there are others.
 
-    A Python signal handler does not run while the main thread is in a collective, so the signals
-    are blocked, here and in every thread and process started later (a data worker must not die of
-    the group's SIGTERM before the last step has its data), and a thread waits for them. Somebody
-    may let them through again: the resource tracker of multiprocessing does, up to Python 3.12,
-    when the first shared memory is made. Then they are blocked and sent anew. To be called in the
-    main thread, before there are others.
+    A Python signal handler does not run while the main thread is in a collective. So the signals
+    are blocked, here and in threads and processes started later, and a thread waits for them. A
+    data worker must not die of the group's SIGTERM before the last step has its data.
 
-    An agent of ours takes Ctrl-C itself, and ends its ranks where they have nothing to save. Under
-    torchrun's own agent SIGTERM is what ends a rank whose peers failed, possibly in a collective
-    that will never end; there it stays deadly. So does all but SIGHUP, which that agent passes on
-    when its terminal is closed; it kills what has not ended 30 s later.
+    An agent of ours handles Ctrl-C itself, and ends its ranks where they have nothing to save.
+    Under torchrun's own agent all signals but SIGHUP stay deadly: that agent ends a rank whose
+    peers failed by SIGTERM, possibly in a collective that never ends. SIGHUP is passed on when its
+    terminal is closed; what has not ended 30 s later is killed.
     """
     from elastic.world import supervised  # imports torch
 
-    notices, restarts = heeded(), supervised()
+    notices, restarts = handled_signals(), supervised()
     if "RANK" in os.environ and not restarts:
         notices &= {signal.SIGHUP}
     if not notices:
@@ -272,13 +264,15 @@ def watch_signals(pulse: Pulse) -> None:
 
     block()
     for number in notices:
+        # Others may unblock the signals, as multiprocessing's resource tracker does up to Python
+        # 3.12. The handler then blocks and sends them again.
         signal.signal(number, block)
     take = partial(_wait, pulse, notices, restarts)
     threading.Thread(target=take, name="perdure-notice", daemon=True).start()
 
 
 def pause_code(pulse: Pulse) -> int:
-    """How a rank leaves that has paused."""
+    """Exit code of a rank that has paused."""
     from elastic.world import supervised
 
     return EXIT_PAUSED if supervised() else leaving_code(pulse.noticed)

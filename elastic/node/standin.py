@@ -1,6 +1,12 @@
-"""What torchrun starts in each rank when the agent is ours: it stands in for the training process,
-which the node's agent forks from a warm one (agent.py), again after every failure, while torchrun
-sees a worker that runs. Imports nothing heavy."""
+"""The process that torchrun starts in each rank under an agent of ours. It stands in for the
+training process, which the agent has the zygote fork now and after every failure, while torchrun
+sees a worker that runs. Imports nothing heavy.
+
+[Note: script] Where the ranks run a user's program, `elastic.join` in it makes the process a
+stand-in. The zygote forks another process, in which the same program runs from its first line as
+`__main__`, and `join` returns. So code before `join` runs in both. `python -m elastic.job PROGRAM`
+stands in before the program is read, and imports nothing for it.
+"""
 
 import atexit
 import importlib
@@ -15,45 +21,45 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE, heeded
+from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE, handled_signals
 from elastic.node.progress import PROGRESS, Pulse
 from elastic.node.zygote import MAX_MESSAGE, RankProgram
-from elastic.process import die_with_parent, plain
+from elastic.process import die_with_parent, plain_text
 
 NODE_SOCKET = "PERDURE_NODE"
 """Environment variable: path of the Unix socket of the node's agent."""
 
 
-def stand_in(entry: str, prepare: str, arguments: list[str]) -> NoReturn:
-    """Have the node's agent run a job as this rank, and leave with the exit code that it gets in
-    the end. For the arguments see `RankProgram`."""
+def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn:
+    """Have the agent run a program as this rank, and leave with the exit code that the agent sends
+    at the end. Arguments as of `RankProgram`."""
     die_with_parent()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.connect(os.environ[NODE_SOCKET])
 
-    def told(number: int, _: FrameType | None) -> None:
-        with suppress(OSError):  # it has left, or said how to leave
+    def notify(number: int, _: FrameType | None) -> None:
+        with suppress(OSError):  # the agent has left, or has sent the exit code
             agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent as well
-    for number in heeded() - {signal.SIGINT}:
-        signal.signal(number, told)
-    job = RankProgram(entry, prepare, arguments, dict(os.environ), os.getcwd())
+    for number in handled_signals() - {signal.SIGINT}:
+        signal.signal(number, notify)
+    job = RankProgram(entry, prepare_program, arguments, dict(os.environ), os.getcwd())
     socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])
     try:
         data = agent.recv(MAX_MESSAGE)
     except ConnectionResetError:  # the agent was killed
         data = b""
-    sys.stdout.flush()
+    sys.stdout.flush()  # os._exit drops what is buffered
     os._exit(json.loads(data)["code"] if data else 1)
 
 
 PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-"""What torch imports when a loop first asks for it: once here rather than in each fork."""
+"""Modules that torch imports on first use, imported once in the zygote instead of in each fork."""
 
 
-def stands_in() -> bool:
-    """Whether torchrun started this process, and an agent of ours has another do its work."""
+def is_stand_in() -> bool:
+    """Whether this process is a stand-in: an agent of ours runs the rank."""
     return NODE_SOCKET in os.environ and "RANK" in os.environ and PROGRESS not in os.environ
 
 
@@ -73,32 +79,32 @@ def this_program() -> list[str]:
 
 
 def stand_in_for(program: list[str]) -> NoReturn:
-    """Have the node's agent run a program as this rank; leave with the exit code that it gets."""
-    stand_in(f"{__name__}:run", f"{__name__}:prepare", program)
+    """Have the agent run a user's program as this rank, and leave with its exit code."""
+    stand_in(f"{__name__}:run_program", f"{__name__}:prepare_program", program)
 
 
-def prepare(_: tuple[str, ...]) -> None:
-    """Import what a loop is going to need. In the zygote; see `RankProgram.prepare`."""
+def prepare_program(_: tuple[str, ...]) -> None:
+    """Import what training loops need. Called in the zygote; see `RankProgram.prepare`."""
     for module in PREPARED:
         importlib.import_module(module)
 
 
-def run(program: list[str]) -> NoReturn:
-    """Be a rank that runs a program, to its end. In a fork of the zygote."""
+def run_program(program: list[str]) -> NoReturn:
+    """Run a user's program as a rank, to its end. Called in a fork of the zygote."""
     from elastic.world import leave_world
 
     for stream in (sys.stdout, sys.stderr):  # torchrun starts programs by `python -u`
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
-    if numpy := sys.modules.get("numpy"):  # its generator is that of the zygote, in every fork
+    if numpy := sys.modules.get("numpy"):  # its generator has the zygote's state in every fork
         numpy.random.seed()
-    code = _ended(program)
-    atexit._run_exitfuncs()  # the zygote's forks do not end as an interpreter does
+    code = _run(program)
+    atexit._run_exitfuncs()  # forks of the zygote end by os._exit, which skips them
     leave_world(code)
 
 
 def execute(program: list[str]) -> None:
-    """Run a program as `python` would, in this process."""
+    """Run a program in this process, as `python` would."""
     first, *arguments = program
     module = first == "-m"
     if module:
@@ -112,8 +118,8 @@ def execute(program: list[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
-def _ended(program: list[str]) -> int:
-    """Run a program; its exit code. The agent is told why it failed."""
+def _run(program: list[str]) -> int:
+    """Run a program; returns its exit code. Reports to the agent why it failed."""
     from elastic.world import is_lost_peer, read_environment
 
     pulse = Pulse.from_environment()
@@ -125,8 +131,8 @@ def _ended(program: list[str]) -> int:
             return leaving.code or EXIT_DONE
         print(leaving.code, file=sys.stderr)
     except BaseException as error:
-        sys.last_type = type(error)  # as the interpreter leaves it to what runs at exit
-        line = plain(error).partition("\n")[0]
+        sys.last_type = type(error)  # set as by the interpreter, for functions that run at exit
+        line = plain_text(error).partition("\n")[0]
         pulse.fail(f"{type(error).__name__}: {line}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
             print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)

@@ -1,4 +1,12 @@
-"""VITALS"""
+"""What can be observed of a rank's process from outside: kernel counters (stopped, starved, out of
+memory), and stack dumps. Linux; where /proc has no figures, nothing is assumed.
+
+[Note: own time] On an overloaded machine a healthy rank takes many times as long as usual. The
+kernel counts for every thread how long it was ready to run without a core (the second number of
+schedstat), and how long the hypervisor ran somebody else (steal). A rank is judged by its own time,
+without these. A rank that sleeps, waits for ever or is stopped has only own time, however busy the
+machine is. At least a tenth of anybody's time is own, so that endless spinning is noticed too.
+"""
 
 import faulthandler
 import os
@@ -11,41 +19,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from elastic.node.progress import Progress
+from elastic.node.progress import RankProgress
 
-YOUNG = 0.5
-"""Seconds in a phase before which nobody is looked at: what goes well costs nothing."""
-EVERY = 0.25
-"""Seconds between two looks at a rank: many threads are many files of /proc."""
-MOST = 0.9
-"""At most this share of the time is taken for waiting for a core."""
+YOUNG_SECONDS = 0.5
+"""Seconds in a phase before a rank is examined, so that healthy ranks cost nothing."""
+INTERVAL_SECONDS = 0.25
+"""Seconds between two examinations of a rank: many threads are many files of /proc."""
+MAX_STARVED_SHARE = 0.9
+"""Largest share of the time that counts as waiting for a core."""
 _TICKS, _CORES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_NPROCESSORS_ONLN")
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """What the kernel tells of a process, in seconds since it began."""
+    """Kernel counters of a process, in seconds since it began."""
 
     stopped: bool
-    """By SIGSTOP: it does nothing until somebody has it go on."""
     runs: int
-    """How often its main thread was given a core."""
+    """How often its main thread got a core."""
     worked: float
     """CPU time of its threads."""
     starved: float
-    """Time in which its threads were ready and had no core, and that was stolen of one core."""
+    """Time in which its threads were ready without a core, plus time stolen from one core."""
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What is known of a rank since it entered its phase."""
+    """Observations of a rank since it entered its phase."""
 
     stopped: float = 0.0
     """Seconds for which it has been stopped, up to now."""
     starved: float = 0.0
-    """Seconds that are not its own."""
+    """Seconds that do not count as its own."""
     busy: bool = False
-    """It computes, or would, most of the time."""
+    """Whether it computes, or would with a core, most of the time."""
 
 
 NO_SIGNS = Signs()
@@ -53,7 +60,7 @@ NO_SIGNS = Signs()
 
 @dataclass
 class _Mark:
-    """A rank when it was first looked at in a phase."""
+    """State of a rank at its first examination in a phase."""
 
     pid: int
     entered: float
@@ -61,46 +68,43 @@ class _Mark:
     vitals: Vitals
     looked: float = 0.0
     signs: Signs = NO_SIGNS
-    """By the last look."""
+    """Result of the last examination."""
     stopped_at: float | None = None
     runs: int = 0
-    """How often its main thread had run when it was seen to be stopped."""
+    """`Vitals.runs` when it was seen to be stopped."""
 
 
-class Vigil:
-    """Follows the ranks of a node."""
+class VitalsWatch:
+    """Examines the ranks of a node."""
 
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
 
     def look(
-        self, pids: Mapping[int, int], progress_by_rank: Mapping[int, Progress], now: float
+        self, pids: Mapping[int, int], progress_by_rank: Mapping[int, RankProgress], now: float
     ) -> dict[int, Signs]:
-        """The signs of all ranks; at every look, so that it is known since when.
+        """The signs of all ranks. Called at every poll of the watchdog.
 
         Args:
-            pids: process ids by rank; 0 for one that is just being forked.
-            progress_by_rank: what they said last.
-            now: by time.monotonic().
+            pids: process ids by rank; 0 for a rank that is being forked.
         """
         signs = {}
         stolen: float | None = None
         for rank, progress in progress_by_rank.items():
             mark = self._marks.get(rank)
             same = mark is not None and (mark.pid, mark.entered) == (pids[rank], progress.at)
-            if mark and same and now - mark.looked < EVERY:
+            if mark and same and now - mark.looked < INTERVAL_SECONDS:
                 signs[rank] = mark.signs
                 continue
             vitals = None
-            if pids[rank] and now - progress.at > YOUNG:
+            if pids[rank] and now - progress.at > YOUNG_SECONDS:
                 stolen = _stolen() if stolen is None else stolen
                 vitals = read_vitals(pids[rank], stolen)
             signs[rank] = self.note(rank, pids[rank], progress.at, now, vitals)
         return signs
 
     def note(self, rank: int, pid: int, entered: float, now: float, vitals: Vitals | None) -> Signs:
-        """What follows for a rank, in its phase since `entered`, from what the kernel told `now`
-        and before."""
+        """The signs of a rank in its phase since `entered`, from vitals read `now` and before."""
         if vitals is None:
             self._marks.pop(rank, None)
             return NO_SIGNS
@@ -110,22 +114,23 @@ class Vigil:
         mark.looked = now
         if not vitals.stopped:
             mark.stopped_at = None
-        elif mark.stopped_at is None or vitals.runs != mark.runs:  # it has run between two looks
+        # it has run between two examinations
+        elif mark.stopped_at is None or vitals.runs != mark.runs:
             mark.stopped_at, mark.runs = now, vitals.runs
         starved = max(0.0, vitals.starved - mark.vitals.starved)
-        wanted = vitals.worked - mark.vitals.worked + starved
+        demand = vitals.worked - mark.vitals.worked + starved
         mark.signs = Signs(
             stopped=0.0 if mark.stopped_at is None else now - mark.stopped_at,
-            starved=min(starved, MOST * (now - entered)),
-            busy=wanted > 0.5 * (now - mark.at) > 0,
+            starved=min(starved, MAX_STARVED_SHARE * (now - entered)),
+            busy=demand > 0.5 * (now - mark.at) > 0,
         )
         return mark.signs
 
 
 def read_vitals(pid: int, stolen: float = 0.0) -> Vitals | None:
-    """What the kernel tells of a process now; None if it has ended, or /proc does not tell.
+    """Read a process's counters; None if it has ended, or /proc has no figures.
 
-    `stolen`: by the hypervisor, seconds of one core since the machine began.
+    `stolen`: seconds of one core that the hypervisor has taken since boot.
     """
     try:
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -135,7 +140,7 @@ def read_vitals(pid: int, stolen: float = 0.0) -> Vitals | None:
         return None
     starved = stolen
     for thread in threads:
-        with suppress(OSError, IndexError):  # one that has just ended
+        with suppress(OSError, IndexError):  # the thread has just ended
             starved += int(_read(f"/proc/{pid}/task/{thread}/schedstat").split()[1]) / 1e9
     return Vitals(state == "T", runs, (int(fields[10]) + int(fields[11])) / _TICKS, starved)
 
@@ -158,8 +163,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Processes killed in the cgroup of this one, and in those inside it; on the machine, where
-    the cgroup does not count."""
+    """Processes that the kernel has killed for lack of memory in this process's cgroup and those
+    below; on the machine where the cgroup does not count them; 0 where nothing does."""
     for path in (_cgroup() / "memory.events", Path("/proc/vmstat")):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -170,7 +175,7 @@ def oom_kills() -> int:
 
 
 def _cgroup() -> Path:
-    """The folder of the cgroup of this process (version 2)."""
+    """Folder of this process's cgroup (version 2)."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -180,72 +185,75 @@ def _cgroup() -> Path:
 
 # --- stack dumps -----------------------------------------------------------------------------
 
-Where = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
-"""What a rank does, by the kernel or its dump; the more suspicious first."""
+Activity = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
+"""What a rank does, by the kernel or its stack dump; most suspicious first."""
 
 DUMP_SIGNAL = signal.SIGUSR2
-STILL = 0.1
-"""A dump that has not grown for so many seconds is complete."""
+COMPLETE_SECONDS = 0.1
+"""Seconds without growth after which a dump is complete."""
 SILENT_SECONDS = 1.0
-"""After which a rank that has not answered is called silent."""
+"""Time after which a rank without a dump is called silent."""
 
 
 def register_dumps(path: Path) -> None:
-    """Have SIGUSR2 append the Python stacks of all threads to a file. By a rank, once.
+    """Have SIGUSR2 append the Python stacks of all threads to a file. Called by a rank, once.
 
     Args:
-        path: on a local disk or in memory: the dump must not wait for what the rank hangs on.
+        path: on a local disk or in memory, as the dump must not wait for what the rank hangs on.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    # chaining would run the default action, which kills
     faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
 def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Stack dumps of ranks of this node, empty for one that does not answer. By the agent.
+    """Stack dumps of ranks of this node; empty for a rank that does not answer. Takes 0.1 s, or
+    SILENT_SECONDS if one does not answer. Called by the agent.
 
     Args:
-        ranks: by rank, its process id and the path it gave to `register_dumps`.
+        ranks: rank → (process id, path passed to `register_dumps`).
 
-    It takes 0.1 s, and SILENT_SECONDS where a rank does not answer. A rank that has not registered
-    yet, which the signal would kill, or has ended, is left out of the result; and so is one that
-    would answer, but gets no core to do it.
+    Left out are ranks that have ended, that have not registered yet (the signal would kill them),
+    and that would answer but get no core.
     """
-    asked = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
-    sizes = {rank: path.stat().st_size for rank, path in asked.items()}
-    for rank in asked:
-        with suppress(ProcessLookupError):  # it ended this moment; its agent hears of that anyway
+    ready = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
+    sizes = {rank: path.stat().st_size for rank, path in ready.items()}
+    for rank in ready:
+        with suppress(ProcessLookupError):  # it has just ended, as the zygote will report
             os.kill(ranks[rank][0], DUMP_SIGNAL)
-    dumps = dict.fromkeys(asked, "")
-    grown = dict.fromkeys(asked, time.monotonic())
+    dumps = dict.fromkeys(ready, "")
+    grown = dict.fromkeys(ready, time.monotonic())
     deadline = time.monotonic() + SILENT_SECONDS
     while True:
-        time.sleep(STILL / 5)
+        time.sleep(COMPLETE_SECONDS / 5)
         now = time.monotonic()
-        for rank, path in asked.items():
+        for rank, path in ready.items():
             dump = read_dump(path, sizes[rank])
             if dump != dumps[rank]:
                 dumps[rank], grown[rank] = dump, now
-        if now > deadline or all(dumps[rank] and now - grown[rank] >= STILL for rank in asked):
+        if now > deadline or all(
+            dumps[rank] and now - grown[rank] >= COMPLETE_SECONDS for rank in ready
+        ):
             return {rank: dump for rank, dump in dumps.items() if dump or not _runs(ranks[rank][0])}
 
 
 def read_dump(path: Path, start: int = 0) -> str:
-    """What was appended to a file of dumps after its first `start` bytes."""
+    """Text appended to a file of dumps after its first `start` bytes."""
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
 
 
 def _ready(pid: int) -> bool:
-    """Whether a process runs, or is stopped, and has a handler for the signal."""
+    """Whether a process is alive, perhaps stopped, and handles the dump signal."""
     fields = _status(pid)
-    if fields["State"].split()[0] in "ZX":  # it ended, though its handlers are still told
+    if fields["State"].split()[0] in "ZX":  # it ended; its handlers are still listed
         return False
     return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has a core, or would take one."""
+    """Whether a process has a core, or waits for one."""
     return _status(pid)["State"].split()[0] == "R"
 
 
@@ -263,7 +271,7 @@ FORWARDING = (
     "/torch/distributed/c10d_logger.py",
     "/torch/autograd/function.py",
 )
-"""Frames that only pass a call on."""
+"""Frames that only forward a call."""
 COLLECTIVES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
@@ -275,8 +283,8 @@ COLLECTIVES = (
     "/torch/nn/parallel/distributed.py",
     "/elastic/node/exchange.py",
 )
-"""Where ranks wait for each other. FSDP's hooks call the user's modules from outside: the innermost
-frame is one of FSDP's only while it gathers, scatters, or waits for either."""
+"""Files in which ranks wait for each other. FSDP's hooks call the user's modules from outside: the
+innermost frame is one of FSDP's only while it gathers, scatters, or waits for either."""
 UNCLEAR = (
     "/torch/autograd/",  # backward in C++: DDP waits for its buckets here, but kernels hang too
     "/torchinductor_",  # compiled code, with and without collectives
@@ -288,21 +296,19 @@ COMPILING = (
     "/torch/_inductor/async_compile.py",
     "/triton/compiler/",
 )
-"""What is on the stack of a rank that compiles, or waits for processes that do it: at any step, if
-a shape is new."""
+"""Files on the stack of a rank that compiles, or waits for it, at any step with a new shape."""
 
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 
 
 def in_collective(dump: str) -> bool | None:
-    """Whether the main thread waits for other ranks; None if its stack does not tell.
+    """Whether the main thread waits for other ranks; None if its stack does not tell. Judged by the
+    innermost Python frame that does not only forward a call: time in C++ shows as time in the
+    Python function that called it.
 
     Args:
-        dump: of all threads, as faulthandler writes it: innermost frame first, and the main thread,
+        dump: all threads, as faulthandler writes them: innermost frame first, and the main thread,
             which is the oldest, last.
-
-    Judged by the innermost Python frame that does not only pass the call on: time spent in C++ is
-    seen as time in the Python function that called it.
     """
     files = _main_thread(dump)
     innermost = next((file for file in files if not _within(file, FORWARDING)), None)
@@ -311,19 +317,18 @@ def in_collective(dump: str) -> bool | None:
     return _within(innermost, COLLECTIVES)
 
 
-def compiles(dump: str) -> bool:
-    """Whether the main thread compiles."""
+def is_compiling(dump: str) -> bool:
     return any(_within(file, COMPILING) for file in _main_thread(dump))
 
 
 def _main_thread(dump: str) -> list[str]:
-    """Files of the frames of the main thread, the innermost first."""
+    """Files of the main thread's frames, innermost first."""
     main_thread = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
     return _FRAME.findall(main_thread)
 
 
-def where(dump: str) -> Where:
-    """What a dump says of a rank; an empty one, that it is silent."""
+def classify_dump(dump: str) -> Activity:
+    """Classify a rank by its stack dump; an empty dump is "silent"."""
     if not dump:
         return "silent"
     waits = in_collective(dump)

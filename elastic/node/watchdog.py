@@ -1,18 +1,21 @@
-"""Which rank hangs: time-outs learned per phase, stack dumps, blame.
+"""The watchdog: time-outs learned per phase, and a decision which rank hangs.
 
 [Note: hang] A rank that hangs makes all others wait in their next collective, so every rank looks
-stuck. The one to find is the one the others wait for. Each node's agent sees how far its own ranks
-are (progress.py) and knows what is usual (`PhaseTimes`). When one is overdue, all agents ask their
-ranks for stack dumps and share where each rank stands (`Standing`); from the same standings every
-agent comes to the same `blame`.
+stuck. The watchdog looks for the rank that the others wait for. Each node's agent reads the
+progress of its own ranks (progress.py) and knows the usual durations (`PhaseTimes`).
 
-A dump is written by a signal handler in C, so a rank that waits in C++ for its peers writes one
-too; a rank that waits for a dead disk does not, and that tells as much. A rank that is stopped is
-one by what the kernel says (vitals.py), in whatever phase and however busy the machine is.
+  1. A node with an overdue rank raises an alarm in the membership (`HangWatch.look`).
+  2. Every node takes stack dumps of its ranks and publishes their status (`_publish`).
+  3. The first node reads the statuses of all nodes and records suspects (`_evaluate`, `blame`).
+  4. The node of a suspect ends it, unless it has moved since (`_suspects_here`).
 
-Nobody healthy is to be ended. So a rank says of every wait what it is for: data and storage have
-minutes. And time in which it was ready to run and got no core does not count against it, nor
-against those that may have waited for it.
+A dump is written by a signal handler in C. So a rank that waits in C++ for its peers writes one; a
+rank that waits for a dead disk does not, which is evidence too. A rank is stopped if the kernel
+says so (vitals.py), in whatever phase and however busy the machine is.
+
+No healthy rank is to be ended. So a rank reports what each wait is for: data and storage have
+minutes. Time in which a rank was ready to run without a core counts neither against it nor against
+ranks that may have waited for it.
 """
 
 import json
@@ -22,23 +25,33 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, get_args
+from typing import get_args
 
 from elastic.group.member import Member
-from elastic.group.membership import Membership, calm, lose, over, raise_alarm, ranks_of, suspect
-from elastic.node.progress import Progress, ProgressPage
+from elastic.group.membership import (
+    Membership,
+    end_alarm,
+    lose_unstarted,
+    raise_alarm,
+    ranks_of,
+    record_suspects,
+    round_over,
+)
+from elastic.node.progress import ProgressPage, RankProgress
+from elastic.node.rank_process import Rank
 from elastic.node.vitals import (
-    MOST,
+    MAX_STARVED_SHARE,
     NO_SIGNS,
+    Activity,
     Signs,
-    Vigil,
-    Where,
-    compiles,
+    VitalsWatch,
+    classify_dump,
+    is_compiling,
     take_dumps,
-    where,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,102 +60,102 @@ ORDER = (
     "failed", "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update",
     "after", "evaluate", "save", "end",
 )  # fmt: skip
-"""The phases as a rank goes through them; within a step, "data" to "save". A rank that failed is
-behind all others, which wait for it until its process has ended."""
+"""Phases in the order in which a rank goes through them; "data" to "save" repeat in each step. A
+failed rank is behind all others, which wait for it until its process has ended."""
 WITHIN_STEP = ("step", "reduce", "update")
 
-FLOOR = 3.5
-"""No time-out is shorter: steps of milliseconds are held up for seconds by a busy machine."""
-PATIENCE = 300.0
-"""For what was not done often enough to know: importing, meeting, a first step that compiles, all
-from cold caches."""
-UNHURRIED = dict.fromkeys(
+MIN_SECONDS = 3.5
+"""Shortest time-out in seconds: a busy machine delays steps of milliseconds by seconds."""
+DEFAULT_SECONDS = 300.0
+"""Time-out in seconds of phases without enough samples, such as importing, meeting, or a first step
+that compiles, all from cold caches."""
+SLOW_FACTORS = dict.fromkeys(
     ("load", "data", "fetch", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
 )
-"""Times PATIENCE: as long as the state takes to cross a slow filesystem."""
+"""Factors of DEFAULT_SECONDS for phases in which the state may cross a slow filesystem."""
 SAVE_SECONDS = 1200.0
-"""After which a save is given up, unless the program says otherwise (`Facts.save_seconds`)."""
-SAVES = {"staging": 1.2, "save": 1.2, "end": 2.4}
-"""Times that, on top: the last rank hears a fifth later that a save was given up, and in the end
-two saves may follow each other. So no rank is ended for a save that may still take so long."""
-HURRIED = (*WITHIN_STEP, "evaluate")
-"""What is done again and again, and computes. All else is done once in a process, or seldom, or
-with storage, which stalls when one of its servers is replaced: that it was quick before, perhaps in
-a smaller world or from memory, is no reason to hurry now."""
-FACTOR = 12
-"""A time-out is so many times what 99 of 100 took: a step may well take ten times as long as those
-before, with other data or by the user's own schedule."""
-WORKING = 30.0
-"""No time-out of a rank that computes is shorter: it may have met a hard case."""
-ENOUGH = 5
-"""Durations from which a time-out is learned."""
-KEPT = 200
-"""Latest durations of a phase that count."""
-AWAY = 1.0
-"""Seconds between two looks after which we, and so perhaps the ranks, must have been stopped."""
+"""Time after which a save is given up, unless the program sets `Facts.save_seconds`."""
+SAVE_FACTORS = {"staging": 1.2, "save": 1.2, "end": 2.4}
+"""Factors of the save's time limit that are added for these phases. The last rank learns a fifth
+later that a save was given up, and at the end two saves may follow each other. So no rank is ended
+for a save that is still within its limit."""
+LEARNED_PHASES = (*WITHIN_STEP, "evaluate")
+"""Phases that repeat and compute, whose time-outs are learned. All others happen once in a process,
+seldom, or depend on storage, which stalls when one of its servers is replaced. That they were quick
+before, perhaps in a smaller world or from memory, is no reason for a short time-out."""
+TIMEOUT_FACTOR = 12
+"""A learned time-out is this multiple of the 99th percentile: a step may take ten times as long as
+those before, with other data or by the user's own schedule."""
+BUSY_SECONDS = 30.0
+"""Shortest time-out in seconds of a rank that computes: it may have a hard case."""
+MIN_SAMPLES = 5
+"""Samples needed for a learned time-out."""
+MAX_SAMPLES = 200
+"""Newest samples of a phase that count."""
+STOPPED_SECONDS = 1.0
+"""Seconds between two polls after which this node, and perhaps its ranks, was stopped."""
 
 
 class PhaseTimes:
-    """How long phases take on the ranks of a node, learned from their progress.
+    """Durations of phases on a node's ranks, learned from their progress.
 
     Args:
         floor: shortest time-out, in seconds.
         patience: time-out, in seconds, of what happens once in a process.
 
-    The first step of a process, and its first validation, always have at least `patience`: they
-    compile. It is also the second try of a step that was taken for a hang, and must not fail for
-    the same reason.
+    The first step of a process and its first validation have at least `patience`, as they compile.
+    The first step may also be the second try of a step that was taken for a hang, and must not fail
+    again.
     """
 
-    def __init__(self, floor: float = FLOOR, patience: float = PATIENCE) -> None:
+    def __init__(self, floor: float = MIN_SECONDS, patience: float = DEFAULT_SECONDS) -> None:
         self.floor, self.patience = floor, patience
         self.save_seconds = SAVE_SECONDS
-        """After which a save is given up; the agent sets it to what the program says."""
+        """Time after which a save is given up; the agent sets it from `Facts.save_seconds`."""
         self.woke = float("-inf")
-        """When the last look came that was late: time before it does not count against a rank."""
-        self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        """Time of the last delayed poll. Time before it does not count against a rank."""
+        self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._looked: float | None = None
-        self._last: dict[int, Progress] = {}
+        self._last: dict[int, RankProgress] = {}
         self._first: dict[tuple[int, str], int] = {}
-        """By rank and phase: the step in which this process was first in it."""
+        """(rank, phase) → first step that this process was in that phase."""
 
     def begin(self, rank: int) -> None:
-        """A new process takes the place of a rank."""
+        """Record that a new process takes the place of a rank."""
         self._last.pop(rank, None)
         self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
-    def follow(self, progress_by_rank: Mapping[int, Progress], now: float) -> None:
-        """Take note of how far ranks are. At every look, so that a duration is known as well as
-        looks are frequent."""
-        if self._looked is not None and now - self._looked > AWAY:
+    def follow(self, progress_by_rank: Mapping[int, RankProgress], now: float) -> None:
+        """Record the progress of ranks. Called at every poll: a duration is as exact as polls are
+        frequent."""
+        if self._looked is not None and now - self._looked > STOPPED_SECONDS:
             self.woke = now
         self._looked = now
         for rank, progress in progress_by_rank.items():
             before = self._last.get(rank)
             if before and progress.at != before.at and before.at >= self.woke:
                 self.add(self._kind(rank, before), progress.at - before.at)
-            if progress.phase in HURRIED:
+            if progress.phase in LEARNED_PHASES:
                 self._first.setdefault((rank, _group(progress.phase)), progress.step)
             self._last[rank] = progress
 
     def forget_steps(self) -> None:
-        """Steps, and all else that ranks share, are going to take longer from now on."""
-        for kind in HURRIED:
+        """Forget durations of phases that ranks share, as they take longer with fewer nodes."""
+        for kind in LEARNED_PHASES:
             self._durations.pop(kind, None)
 
     def add(self, kind: str, seconds: float) -> None:
-        """A phase, a "first step" or "first evaluate", was completed."""
+        """Record a completed phase, "first step" or "first evaluate"."""
         self._durations[kind].append(seconds)
 
-    def limit(self, rank: int, progress: Progress) -> float:
-        """Seconds that a rank may stay where it is."""
+    def limit(self, rank: int, progress: RankProgress) -> float:
         kind = self._kind(rank, progress)
-        if kind in WITHIN_STEP:  # it may wait for a rank that uses all the time that a step has
+        if kind in WITHIN_STEP:  # it may wait for a rank that uses all the time of a step
             return max(self._learned(kind), self._learned("step"))
-        return max(self._learned(kind), 0 if kind in HURRIED else progress.patience)
+        return max(self._learned(kind), 0 if kind in LEARNED_PHASES else progress.patience)
 
-    def _kind(self, rank: int, progress: Progress) -> str:
-        if progress.phase not in HURRIED:
+    def _kind(self, rank: int, progress: RankProgress) -> str:
+        if progress.phase not in LEARNED_PHASES:
             return progress.phase
         group = _group(progress.phase)
         first = self._first.get((rank, group), progress.step)
@@ -150,12 +163,12 @@ class PhaseTimes:
 
     def _learned(self, kind: str) -> float:
         durations = sorted(self._durations[kind])
-        patience = self.patience * UNHURRIED.get(kind, 1)
-        patience += self.save_seconds * SAVES.get(kind, 0)
-        if len(durations) < ENOUGH:
+        patience = self.patience * SLOW_FACTORS.get(kind, 1)
+        patience += self.save_seconds * SAVE_FACTORS.get(kind, 0)
+        if len(durations) < MIN_SAMPLES:
             return patience
         usual = durations[ceil(0.99 * len(durations)) - 1]
-        return max(self.floor if kind in HURRIED else patience, FACTOR * usual)
+        return max(self.floor if kind in LEARNED_PHASES else patience, TIMEOUT_FACTOR * usual)
 
 
 def _group(phase: str) -> str:
@@ -163,308 +176,299 @@ def _group(phase: str) -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a rank stands; shared between agents as JSON."""
+class RankStatus:
+    """Progress of a rank and what it does; published to other nodes as JSON."""
 
     rank: int
     step: int
     phase: str
     seconds: float
-    """Since it entered the phase."""
+    """Time since it entered the phase."""
     limit: float
-    """Seconds that the phase may take."""
-    where: Where = "unknown"
+    """Time that the phase may take."""
+    where: Activity = "unknown"
     starved: float = 0.0
-    """Seconds of these that it waited for a core."""
+    """Part of `seconds` in which it waited for a core."""
 
     @property
     def overdue(self) -> bool:
-        """Its own time is up."""
+        """Whether its own time exceeds the limit."""
         return self.seconds - self.starved > self.limit
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it is, comparable between ranks."""
+        """(step, index of the phase), comparable between ranks."""
         return self.step, ORDER.index(self.phase)
 
 
-def standings(
-    progress_by_rank: Mapping[int, Progress],
+def rank_statuses(
+    progress_by_rank: Mapping[int, RankProgress],
     now: float,
     times: PhaseTimes,
     dumps: Mapping[int, str] | None = None,
     signs: Mapping[int, Signs] | None = None,
-) -> list[Standing]:
-    """Where the ranks of this node stand.
+) -> list[RankStatus]:
+    """The status of each rank of this node.
 
     Args:
-        progress_by_rank: what they said last.
-        now: by time.monotonic().
-        times: what is usual here.
-        dumps: by rank, from `take_dumps`; a rank without one stays "unknown".
-        signs: by rank, what the kernel says.
+        dumps: from `take_dumps`, by rank; a rank without one is "unknown".
+        signs: from `VitalsWatch`, by rank.
     """
     ranks = []
     for rank, progress in sorted(progress_by_rank.items()):
         sign = (signs or {}).get(rank, NO_SIGNS)
         limit = times.limit(rank, progress)
         dump = (dumps or {}).get(rank)
-        if dump and compiles(dump):
+        if dump and is_compiling(dump):
             limit = max(limit, times.patience)
-        one = Standing(
+        status = RankStatus(
             rank,
             progress.step,
             progress.phase,
             max(0.0, now - max(progress.at, times.woke)),
-            max(limit, WORKING) if sign.busy else limit,
-            "stopped" if sign.stopped else "unknown" if dump is None else where(dump),
+            max(limit, BUSY_SECONDS) if sign.busy else limit,
+            "stopped" if sign.stopped else "unknown" if dump is None else classify_dump(dump),
             sign.starved,
         )
         if sign.stopped > times.floor:
-            one = replace(one, limit=times.floor, starved=0.0)
-        ranks.append(one)
+            status = replace(status, limit=times.floor, starved=0.0)
+        ranks.append(status)
     return ranks
 
 
 def overdue(
-    progress_by_rank: Mapping[int, Progress],
+    progress_by_rank: Mapping[int, RankProgress],
     now: float,
     times: PhaseTimes,
     signs: Mapping[int, Signs] | None = None,
-) -> list[Standing]:
-    """The ranks of this node whose time is up."""
-    return [one for one in standings(progress_by_rank, now, times, signs=signs) if one.overdue]
+) -> list[RankStatus]:
+    """The statuses of this node's ranks that exceed their limit."""
+    return [
+        status
+        for status in rank_statuses(progress_by_rank, now, times, signs=signs)
+        if status.overdue
+    ]
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Who hangs, and why we think so."""
+    """The ranks that hang, and the evidence."""
 
     ranks: tuple[int, ...]
-    """Empty when all ranks wait in the same place: the network, or a peer outside the job."""
+    """Empty if all ranks wait in the same place: for the network, or a peer outside the job."""
     reason: str
 
 
-def blame(standings: Sequence[Standing]) -> Blame | None:
-    """The ranks that the others wait for; None while these still have time.
+def blame(statuses: Sequence[RankStatus]) -> Blame | None:
+    """Decide which ranks the others wait for; None while ranks still have time.
 
     Args:
-        standings: of all ranks of the job, with their dumps: one that is missing is not blamed.
+        statuses: of all ranks of the job, with their dumps.
 
-    A rank that is stopped is to blame, and so is one that gives no dump, though overdue; within a
-    step it is so as soon as one that waits for it is, whose node may have learned the time of a
-    step when its own has not.
-    Otherwise it is among those that are the furthest behind: they did not enter the collective in
-    which the others wait. FSDP has collectives in the forward and backward pass, where all ranks
-    report the same phase; there the dumps tell. When all wait in the same place, each may wait for
-    what any of them had no core for.
+    A stopped rank is to blame, and so is an overdue rank without a dump. Within a step such a rank
+    counts as overdue as soon as a rank that waits for it is: that rank's node may have learned the
+    time of a step when its own has not. Otherwise the suspects are among the ranks that are
+    furthest behind, which have not entered the collective in which the others wait. FSDP has
+    collectives in the forward and backward pass, where all ranks report the same phase; there the
+    dumps decide. If all ranks wait in the same place, each may wait for one without a core.
     """
-    waiting = [one.limit for one in standings if one.overdue and one.phase in WITHIN_STEP]
-    silent = [
-        replace(one, limit=min(one.limit, *waiting))
-        if waiting and one.phase in WITHIN_STEP
-        else one
-        for one in standings
-        if one.where in ("stopped", "silent")
+    waiting = [
+        status.limit for status in statuses if status.overdue and status.phase in WITHIN_STEP
     ]
-    silent = [one for one in silent if one.overdue]
+    silent = [
+        replace(status, limit=min(status.limit, *waiting))
+        if waiting and status.phase in WITHIN_STEP
+        else status
+        for status in statuses
+        if status.where in ("stopped", "silent")
+    ]
+    silent = [status for status in silent if status.overdue]
     if silent:
-        stopped = all(one.where == "stopped" for one in silent)
+        stopped = all(status.where == "stopped" for status in silent)
         how = "stopped by a signal" if stopped else "no sign of life: it wrote no stack dump"
         return Blame(_ranks(silent), f"{_describe(silent)}; {how}")
-    behind = min(one.position for one in standings)
-    last = [one for one in standings if one.position == behind]
-    worst = min(_suspicion(one) for one in last)
-    suspects = [one for one in last if _suspicion(one) == worst]
-    if len(suspects) == len(standings) > 1:
-        starved = sum(one.starved for one in standings)
-        if not all(one.seconds - min(starved, MOST * one.seconds) > one.limit for one in standings):
+    behind = min(status.position for status in statuses)
+    last = [status for status in statuses if status.position == behind]
+    worst = min(_suspicion(status) for status in last)
+    suspects = [status for status in last if _suspicion(status) == worst]
+    if len(suspects) == len(statuses) > 1:
+        starved = sum(status.starved for status in statuses)
+        if not all(
+            status.seconds - min(starved, MAX_STARVED_SHARE * status.seconds) > status.limit
+            for status in statuses
+        ):
             return None
         return Blame(
-            (), f"all {len(standings)} ranks stand in the same place: {_describe(last[:1])}"
+            (), f"all {len(statuses)} ranks stand in the same place: {_describe(last[:1])}"
         )
-    if not any(one.overdue for one in suspects):
+    if not any(status.overdue for status in suspects):
         return None
-    how = "behind all others" if len(last) < len(standings) else "the others wait in a collective"
-    if len(standings) == 1:
+    how = "behind all others" if len(last) < len(statuses) else "the others wait in a collective"
+    if len(statuses) == 1:
         how = "it is the only one"
     if suspects[0].where == "elsewhere":
         how += "; by its stack dump it is not in a collective"
     return Blame(_ranks(suspects), f"{_describe(suspects)}; {how}")
 
 
-def _suspicion(standing: Standing) -> int:
-    return get_args(Where).index(standing.where)
+def _suspicion(status: RankStatus) -> int:
+    return get_args(Activity).index(status.where)
 
 
-def _ranks(standings: Iterable[Standing]) -> tuple[int, ...]:
-    return tuple(one.rank for one in standings)
+def _ranks(statuses: Iterable[RankStatus]) -> tuple[int, ...]:
+    return tuple(status.rank for status in statuses)
 
 
-def _describe(standings: Sequence[Standing]) -> str:
-    one = standings[0]
-    which = "rank" if len(standings) == 1 else "ranks"
-    without = f", {one.starved:.1f} s of them without a core" if one.starved > 0.1 else ""
+def _describe(statuses: Sequence[RankStatus]) -> str:
+    status = statuses[0]
+    which = "rank" if len(statuses) == 1 else "ranks"
+    without = f", {status.starved:.1f} s of them without a core" if status.starved > 0.1 else ""
     return (
-        f"{which} {', '.join(map(str, _ranks(standings)))} in step {one.step}, phase {one.phase}, "
-        f"for {one.seconds:.1f} s{without} (allowed: {one.limit:.1f} s)"
+        f"{which} {', '.join(map(str, _ranks(statuses)))} in step {status.step}, "
+        f"phase {status.phase}, for {status.seconds:.1f} s{without} (allowed: {status.limit:.1f} s)"
     )
 
 
-LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE, LOOK_AGAIN_MOST = 1.0, 0.25, 30.0
-"""After an alarm for which nobody was to blame yet: at least, as a share of how long a rank has
-waited by then, at most. Each alarm has all ranks of the job dump their stacks."""
+REALARM_SECONDS, REALARM_SHARE, REALARM_MAX = 1.0, 0.25, 30.0
+"""Time without a further alarm after one without a suspect: minimum, share of the longest wait so
+far, maximum. Each alarm makes all ranks of the job dump their stacks."""
 MISSING_SECONDS = 5.0
-"""Beyond its limit that a rank waits for one without a process, before the node of that is lost."""
-
-
-class Running(Protocol):
-    """A training process of a rank."""
-
-    pid: int
-    local_rank: int
-    dumps: int
-    """File in memory for its stack dumps."""
+"""Time beyond its limit that a rank waits for a rank without a process, before that one's node is
+lost."""
 
 
 class HangWatch:
-    """What a node knows of its ranks, from look to look.
-
-    Args:
-        group: the membership.
-        page: where the ranks say how far they are.
-    """
+    """A node's part in the search for hanging ranks, advanced by `look`."""
 
     def __init__(self, group: Member, page: ProgressPage) -> None:
         self.times = PhaseTimes()
-        self._group, self._page, self._vigil = group, page, Vigil()
-        self._stood: dict[int, Progress] | None = None
-        """What the ranks had said when this node told where they stand, since the alarm."""
-        self._summed = 0
-        """The last alarm of which this node has summed up the standings."""
-        self._judged = 0
-        """The last alarm whose suspects this node has looked at."""
+        self._group, self._page, self._vitals = group, page, VitalsWatch()
+        self._published: dict[int, RankProgress] | None = None
+        """Reports of the ranks when this node published their status; None: no alarm pending."""
+        self._evaluated_alarm = 0
+        """The last alarm that this node, as the first of the round, has evaluated."""
+        self._handled_alarm = 0
+        """The last alarm whose suspects this node has handled."""
         self._quiet_until = 0.0
-        """No alarm before."""
+        """No alarm before this time."""
         self._last_dumps: dict[int, str] = {}
 
     def look(
         self,
         state: Membership,
         generation: tuple[int, int],
-        running: Mapping[int, Running],
+        running: Mapping[int, Rank],
         done: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
-        """Take the next step; returns the ranks that are to be ended now.
+        """Take the next step of [Note: hang]; returns the ranks that are to be ended now.
 
         Args:
-            state: of the membership.
-            generation: (round, generation) that the ranks of this node are in.
-            running: the processes of this node, by rank.
-            done: local ranks of this node whose process has ended well, by rank.
+            generation: (round, generation) of this node's ranks.
+            running: the node's training processes, by rank.
+            done: rank → local rank of processes that have ended well.
         """
-        progress = {rank: self._page.read(one.local_rank) for rank, one in running.items()}
+        progress = {number: self._page.read(rank.local_rank) for number, rank in running.items()}
         now = time.monotonic()
         self.times.follow(progress, now)
-        signs = self._vigil.look({rank: one.pid for rank, one in running.items()}, progress, now)
-        if (state.round, state.generation) != generation or over(state):
+        signs = self._vitals.look(
+            {number: rank.pid for number, rank in running.items()}, progress, now
+        )
+        if (state.round, state.generation) != generation or round_over(state):
             return []
         if not state.alarm:
             late = overdue(progress, now, self.times, signs)
-            longest = max((one.seconds for one in late), default=0.0)
-            quiet = min(max(LOOK_AGAIN_SECONDS, LOOK_AGAIN_SHARE * longest), LOOK_AGAIN_MOST)
-            if self._stood is not None:
-                self._stood, self._quiet_until = None, now + quiet
-            self._quiet_until = min(self._quiet_until, now + quiet)  # who was late has gone on
-            stopped = any(one.where == "stopped" for one in late)
+            longest = max((status.seconds for status in late), default=0.0)
+            quiet = min(max(REALARM_SECONDS, REALARM_SHARE * longest), REALARM_MAX)
+            if self._published is not None:
+                self._published, self._quiet_until = None, now + quiet
+            self._quiet_until = min(self._quiet_until, now + quiet)  # a late rank has moved on
+            stopped = any(status.where == "stopped" for status in late)
             if late and (stopped or now > self._quiet_until):
-                self._group.change(lambda state: raise_alarm(state, *generation))
-        elif self._stood is None:
-            self._stood = {}
-            self._stand(state.alarm, running, done, now, signs)
+                self._group.change(
+                    partial(raise_alarm, round=state.round, generation=state.generation)
+                )
+        elif self._published is None:
+            self._published = {}  # at once: one set of dumps per alarm
+            self._publish(state.alarm, running, done, now, signs)
         elif state.suspicion:
-            return self._judge(state, progress)
-        elif state.alarm != self._summed:
-            self._sum(state)
+            return self._suspects_here(state, progress)
+        elif state.alarm != self._evaluated_alarm:
+            self._evaluate(state)
         return []
 
-    def _stand(
+    def _publish(
         self,
         alarm: int,
-        running: Mapping[int, Running],
+        running: Mapping[int, Rank],
         done: Mapping[int, int],
         now: float,
         signs: Mapping[int, Signs],
     ) -> None:
-        """Tell all nodes where our ranks stand. Aside: a rank that hangs is waited for."""
+        """Publish the status of this node's ranks, in a thread, as a hang delays dumps."""
         ranks = {
-            number: (one.pid, Path(f"/proc/self/fd/{one.dumps}"))
-            for number, one in running.items()
+            number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
+            for number, rank in running.items()
             if not signs[number].stopped
         }
 
         def work() -> None:
             self._last_dumps = take_dumps(ranks)
-            # Who has gone on meanwhile does not hang.
-            self._stood = {rank: self._page.read(one.local_rank) for rank, one in running.items()}
-            ours = standings(self._stood, now, self.times, self._last_dumps, signs)
-            for rank, local_rank in done.items():  # it is ahead of all that still run
-                ours.append(Standing(rank, self._page.read(local_rank).step, "end", 0.0, PATIENCE))
-            self._group.stand(alarm, json.dumps([asdict(one) for one in ours]))
+            # A rank that moves on meanwhile does not hang.
+            self._published = {
+                number: self._page.read(rank.local_rank) for number, rank in running.items()
+            }
+            own = rank_statuses(self._published, now, self.times, self._last_dumps, signs)
+            for number, local_rank in done.items():  # ahead of all ranks that still run
+                step = self._page.read(local_rank).step
+                own.append(RankStatus(number, step, "end", 0.0, DEFAULT_SECONDS))
+            self._group.publish(alarm, json.dumps([asdict(status) for status in own]))
 
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
-    def _sum(self, state: Membership) -> None:
-        """On the first node: once all have told where their ranks stand, find the one that the
-        others wait for. Nobody is blamed while a rank of the job has no process: the others may
-        wait for that one, which its own node starts, or reports. A node that does neither is lost.
-        """
-        alarm, texts = state.alarm, self._group.standings(state.alarm)
+    def _evaluate(self, state: Membership) -> None:
+        """Evaluate the statuses of all nodes, on the first node, once all have published. No rank
+        is blamed while a rank has no process: others may wait for that one, and its node starts or
+        reports it. A node that does neither is lost."""
+        alarm, texts = state.alarm, self._group.statuses(state.alarm)
         if texts is None:
             return
-        self._summed = alarm
-        by_node = [[Standing(**one) for one in json.loads(text)] for text in texts]
-        everyone = [one for ones in by_node for one in ones]
+        self._evaluated_alarm = alarm
+        by_node = [[RankStatus(**status) for status in json.loads(text)] for text in texts]
+        statuses = [status for of_node in by_node for status in of_node]
         missing = [
             node
-            for node, ones in zip(state.members, by_node, strict=False)
-            if len(ones) < ranks_of(state, node)
+            for node, of_node in zip(state.members, by_node, strict=False)
+            if len(of_node) < ranks_of(state, node)
         ]
         if missing:
-            late = max((one.seconds - one.starved - one.limit for one in everyone), default=0.0)
+            waits = [status.seconds - status.starved - status.limit for status in statuses]
+            if max(waits, default=0.0) <= MISSING_SECONDS:
+                self._group.change(end_alarm)
+                return
             why = f"no process of a rank for {MISSING_SECONDS:.0f} s, for which the others wait"
-            gone = late > MISSING_SECONDS
-            if gone:
-                logger.warning("node %s is lost: %s", missing[0], why)
-            self._group.change(
-                lambda state: (
-                    lose(calm(state), missing[0], time.time(), why)
-                    if gone and state.alarm == alarm
-                    else calm(state)
-                )
-            )
-            return
-        found = blame(everyone) if everyone else None
-        if found:
-            ranks, reason = found.ranks, found.reason
-            self._group.change(lambda state: suspect(state, alarm, ranks, reason))
+            logger.warning("node %s is lost: %s", missing[0], why)
+            loss = partial(lose_unstarted, alarm=alarm, node=missing[0], now=time.time(), why=why)
+            self._group.change(loss)
+        elif statuses and (verdict := blame(statuses)):
+            ranks, reason = verdict.ranks, verdict.reason
+            self._group.change(partial(record_suspects, alarm=alarm, ranks=ranks, reason=reason))
         else:
-            self._group.change(calm)
+            self._group.change(end_alarm)
 
-    def _judge(self, state: Membership, progress: Mapping[int, Progress]) -> list[int]:
-        """The rank that the others wait for, if it is here; of ranks that all wait for each other,
-        the first node's first."""
-        self._quiet_until = time.monotonic() + LOOK_AGAIN_SECONDS
-        if self._judged == state.alarm:
+    def _suspects_here(self, state: Membership, progress: Mapping[int, RankProgress]) -> list[int]:
+        """The suspects on this node. If all ranks wait for each other, the first rank of the first
+        node is ended."""
+        self._quiet_until = time.monotonic() + REALARM_SECONDS
+        if self._handled_alarm == state.alarm:
             return []
-        self._judged = state.alarm
+        self._handled_alarm = state.alarm
         first = sorted(progress)[:1] if self._group.name in state.members[:1] else []
-        mine = [rank for rank in state.suspects or first if rank in progress]
-        stood = self._stood or {}
-        if any(progress[rank] != stood.get(rank) for rank in mine):
-            self._group.change(calm)  # it has gone on after all
+        suspects = [rank for rank in state.suspects or first if rank in progress]
+        published = self._published or {}
+        if any(progress[rank] != published.get(rank) for rank in suspects):
+            self._group.change(end_alarm)  # a suspect has moved on
             return []
         logger.warning("a hang: %s", state.suspicion)
-        for rank in mine:
+        for rank in suspects:
             logger.warning("stack of rank %d:\n%s", rank, self._last_dumps.get(rank, ""))
-        return mine
+        return suspects

@@ -1,16 +1,15 @@
-"""The warm process of a node that training processes are forked from.
+"""The zygote: the warm process of a node from which training processes are forked.
 
-A fork of the agent (`fork`), or `python -m elastic.node.zygote`. It has imported what they need and
-started nothing: no threads, no CUDA, no process group. So a training process is there in
-milliseconds instead of the seconds that importing torch takes, at the start and after every
-failure, and the ranks of a node share the memory of the code.
+It is a fork of the agent, or `python -m elastic.node.zygote`. It has imported what ranks need and
+started nothing: no threads, no CUDA, no process group. So a training process starts in milliseconds
+instead of the seconds that importing torch takes, at first and after every failure, and the ranks
+of a node share the memory of the code.
 
-It is told what to do by the node's agent (agent.py) over a socket, one JSON object a message:
-`{"preload": [module]}`, `{"describe": [package, ranks, argument, …]}` (see facts.py),
-`{"spawn": key, "env": {…}}` with the file descriptors of a job (see `RankProgram`), and
-`{"kill": key}`; it answers `{"folders": {…}}` and then `{"facts": {…}}`, `{"started": key, "pid":
-…}` and `{"ended": key, "code": …}`. When the agent goes, so does it, and with it every process it
-forked.
+The agent (agent.py) sends it one JSON object a message: `{"preload": [module]}`, `{"describe":
+[package, ranks, argument, …]}` (see program.py), `{"spawn": key, "env": {…}}` with the file
+descriptors of a program (see `RankProgram`), and `{"kill": key}`. It answers `{"folders": {…}}` and
+then `{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When the agent
+ends, so does the zygote, and with it every process that it has forked.
 """
 
 import atexit
@@ -31,34 +30,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic.exits import SIGNALS, heeded
-from elastic.node.program import ask, ask_folders
+from elastic.exits import SIGNALS, handled_signals
+from elastic.node.program import read_facts, read_folders
 from elastic.node.progress import ProgressPage
 from elastic.node.vitals import register_dumps
-from elastic.process import die_with_parent, outlive, search_path, set_name
+from elastic.process import die_with_parent, search_path, set_name, tolerate_lost_output
 
 MAX_MESSAGE = 1 << 16
 RECALL = "PERDURE_RECALL"
-"""Environment variable: descriptor of a socket to its agent; see recall.py."""
+"""Environment variable: descriptor of the socket to the agent; see recall.py."""
 RESERVE = "PERDURE_RESERVE"
-"""Environment variable: this process is no rank yet, and is told by its agent when it is one."""
+"""Environment variable: this process is in reserve, and becomes a rank when its agent says so."""
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank runs, as its stand-in (standin.py) describes it."""
+    """The program of a rank, from its stand-in (standin.py)."""
 
     entry: str
-    """module:function, called with `arguments`; its process ends when it returns."""
+    """module:function, called with `arguments`; the process ends when it returns."""
     prepare: str
-    """module:function, called with the tuple of `arguments` in the zygote, so that its forks find
-    what it has cached; if it fails, it will again in the fork, where people see it."""
+    """module:function, called with the tuple of `arguments` in the zygote to fill caches for its
+    forks. An exception is ignored: the fork raises it again, where people see it."""
     arguments: list[str]
     environment: dict[str, str]
     directory: str
 
     def pack(self) -> int:
-        """As a file in memory, whose descriptor is returned: no message is large enough."""
+        """Write it to a file in memory, as it may exceed any message; returns the descriptor."""
         descriptor = os.memfd_create("perdure-job")
         with open(os.dup(descriptor), "wb") as file:
             file.write(json.dumps(self.__dict__).encode())
@@ -66,24 +65,24 @@ class RankProgram:
 
     @staticmethod
     def unpack(descriptor: int) -> "RankProgram":
-        """What `pack` packed."""
+        """Read what `pack` wrote."""
         size = os.fstat(descriptor).st_size
         return RankProgram(**json.loads(os.pread(descriptor, size, 0)))
 
 
-def command(descriptor: int, agent: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a zygote that is a new program, not a fork."""
+def new_program_arguments(descriptor: int, agent: int) -> tuple[list[str], dict[str, str]]:
+    """(arguments, environment) of a zygote that is a new program instead of a fork."""
     arguments = [sys.executable, "-P", "-m", "elastic.node.zygote", f"{descriptor}", f"{agent}"]
     return arguments, {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
 
 
 def fork(descriptor: int, page: int) -> int:
-    """Fork this process into its zygote; returns the process id. Where this process has used CUDA,
-    the fork becomes a new program.
+    """Fork this process into its zygote; returns the process id. If this process has used CUDA, the
+    fork executes a new program.
 
     Args:
         descriptor: socket to the agent.
-        page: memory that it shares with the agent (progress.py).
+        page: memory shared with the agent (progress.py).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -92,19 +91,20 @@ def fork(descriptor: int, page: int) -> int:
     if pid:
         return pid
     try:
-        os.setpgid(0, 0)  # Ctrl-C is for the agent
+        os.setpgid(0, 0)  # the agent handles Ctrl-C
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for other in map(int, os.listdir("/proc/self/fd")):
             if other > 2 and other not in (descriptor, page):
-                with suppress(OSError):  # the one of this listing
+                with suppress(OSError):  # the descriptor of this listing
                     os.close(other)
         if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
             # torchrun has asked CUDA for GPUs: neither this process nor its forks could use it.
             for inherited in (descriptor, page):
                 os.set_inheritable(inherited, True)
-            arguments, environment = command(descriptor, agent)
+            arguments, environment = new_program_arguments(descriptor, agent)
             os.execve(sys.executable, arguments, environment)
-        # What the agent would do at its end, and what would close descriptors that are others' now.
+        # Drop the agent's exit functions, and objects that would close descriptors that are others'
+        # now.
         atexit._clear()
         gc.freeze()
         sys.path[:] = path
@@ -116,17 +116,16 @@ def fork(descriptor: int, page: int) -> int:
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
-    """Serve the agent, process `parent`, at the other end of the socket `descriptor` until it
-    goes."""
+    """Serve the agent, process `parent`, over the socket `descriptor` until it ends."""
     die_with_parent(parent)
     set_name("zygote")
-    # Libraries ask for GPUs when they are imported. torch is to answer without starting CUDA, which
-    # the forks could not use then.
+    # Libraries look for GPUs when they are imported. torch must answer without starting CUDA, which
+    # forks could not use then.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    outlive()
-    # Ctrl-C reaches every process of the terminal, Slurm's signals every one of the job step; here
-    # the agent decides.
-    of_ranks = heeded() - {signal.SIGINT}  # Ctrl-C is for the agent
+    tolerate_lost_output()
+    # Ctrl-C reaches every process of the terminal, Slurm's signals every process of the job step;
+    # the agent decides what they mean.
+    of_ranks = handled_signals() - {signal.SIGINT}  # the agent handles Ctrl-C
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=descriptor)
@@ -140,7 +139,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
                     message, descriptors = _receive(agent)
                     if message is None:
                         os._exit(0)
-                    _obey(message, descriptors, agent, selector, children, of_ranks)
+                    _handle(message, descriptors, agent, selector, children, of_ranks)
                     for received in descriptors:
                         os.close(received)
                 else:
@@ -153,7 +152,7 @@ def main(descriptor: int, parent: int) -> NoReturn:
     os._exit(0)
 
 
-def _obey(
+def _handle(
     message: Mapping[str, Any],
     descriptors: list[int],
     agent: socket.socket,
@@ -173,14 +172,14 @@ def _obey(
             os.kill(children[message["kill"]], signal.SIGKILL)
     else:
         name = message["spawn"]
-        job = RankProgram.unpack(descriptors[0])
-        _prepare(job)
+        program = RankProgram.unpack(descriptors[0])
+        _prepare(program)
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
             selector.close()
             agent.close()
-            _become(job, message["env"], descriptors[1:], zygote, of_ranks)
+            _run_rank(program, message["env"], descriptors[1:], zygote, of_ranks)
         children[name] = pid
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (name, pid))
         _send(agent, {"started": name, "pid": pid})
@@ -189,68 +188,70 @@ def _obey(
 def _preload(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception:  # the process that needs it will say so, where people see it
-        sys.modules.pop(module, None)
+    except Exception:  # the process that needs it will raise it, where people see it
+        sys.modules.pop(module, None)  # a half-imported module must not stay
 
 
 def _folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
-    """What the program of the ranks says of the paths that it needs."""
+    """Paths that the program's ranks need; empty if it fails."""
     try:
-        return ask_folders(package, arguments)
-    except Exception:  # `_describe` tells
+        return read_folders(package, arguments)
+    except Exception:  # `_describe` reports the error
         return {}
 
 
 def _describe(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the program of the ranks says of its job."""
+    """The program's facts, or the error that it raised."""
     try:
-        return ask(package, ranks, arguments)
+        return read_facts(package, ranks, arguments)
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{package}: {type(error).__name__}: {error}"}
 
 
-def _prepare(job: RankProgram) -> None:
+def _prepare(program: RankProgram) -> None:
     """Do once what every fork would do again."""
-    module, _, function = job.prepare.partition(":")
+    module, _, function = program.prepare.partition(":")
     _preload(module)
     with suppress(Exception):
-        os.chdir(job.directory)
-        sys.path.append(job.directory)  # last: a program of the user's own may lie there
-        getattr(importlib.import_module(module), function)(tuple(job.arguments))
-    # A collection would look at all of it in every fork, and so copy its pages.
+        os.chdir(program.directory)
+        sys.path.append(
+            program.directory
+        )  # last, as a user's modules may have names of installed ones
+        getattr(importlib.import_module(module), function)(tuple(program.arguments))
+    # A collection in a fork would touch all objects, and so copy their pages.
     gc.freeze()
 
 
-def _become(
-    job: RankProgram,
+def _run_rank(
+    program: RankProgram,
     environment: Mapping[str, str],
     streams: list[int],
     parent: int,
     signals: Collection[signal.Signals],
 ) -> NoReturn:
-    """Turn this fork of `parent` into the process that runs a job; its streams become those of the
-    stand-in. `signals` are no longer ignored."""
+    """Turn this fork of `parent` into a rank: run the program with the streams of the stand-in, the
+    file for dumps and the agent's socket as `streams`. `signals` get their default action back."""
     code = 1
     try:
         die_with_parent(parent)
         set_name("reserve" if RESERVE in environment else "rank")
-        os.setsid()
+        os.setsid()  # the terminal's signals are for the agent
         *standard, dumps, recall = streams
         for target, stream in enumerate(standard):
             os.dup2(stream, target)
-        outlive()
-        os.environ.clear()
-        os.environ.update({**job.environment, **environment})
+        tolerate_lost_output()
+        os.environ.clear()  # the rank gets its stand-in's environment, not the agent's
+        os.environ.update({**program.environment, **environment})
         os.environ[RECALL] = f"{recall}"
-        os.chdir(job.directory)
+        os.chdir(program.directory)
         for number in signals:
             signal.signal(number, signal.SIG_DFL)
         register_dumps(Path(f"/proc/self/fd/{dumps}"))
         _set_threads()
-        sys.argv = [job.entry.partition(":")[0], *job.arguments]
-        module, _, function = job.entry.partition(":")
-        getattr(importlib.import_module(module), function)(job.arguments)
+        sys.argv = [program.entry.partition(":")[0], *program.arguments]
+        module, _, function = program.entry.partition(":")
+        getattr(importlib.import_module(module), function)(program.arguments)
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
@@ -259,11 +260,11 @@ def _become(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # exit functions are the zygote's
 
 
 def _set_threads() -> None:
-    """Those that torchrun gives a rank: torch read the environment before that was known."""
+    """Set the number of threads that torchrun gives a rank: torch read the environment earlier."""
     threads, torch = os.environ.get("OMP_NUM_THREADS"), sys.modules.get("torch")
     if threads and torch and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
@@ -277,19 +278,19 @@ def _receive(agent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
     try:
         agent.send(json.dumps(message).encode())
-    except OSError:  # the agent is gone; the kernel ends us
+    except OSError:  # the agent is gone; the kernel kills this process
         os._exit(0)
 
 
 PRELOAD = "PERDURE_PRELOAD"
 """Environment variable: modules that training processes need, separated by commas."""
-HARMLESS = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx|pts/.*|shm/.*)")
-"""Devices that a fork may share."""
+SHAREABLE_DEVICES = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx|pts/.*|shm/.*)")
+"""Devices that forks may share."""
 
 
 @dataclass
 class Zygote:
-    """A running one."""
+    """The agent's handle of its zygote."""
 
     page: ProgressPage
     pid: int
@@ -297,8 +298,8 @@ class Zygote:
 
     @staticmethod
     def start(page: ProgressPage) -> "Zygote":
-        """Start one, in a thread that lives as long as it is to; it begins to import at once. A
-        fork of this process where that will do: it has imported torch already."""
+        """Start a zygote, which begins to import at once. Called in a thread that lives as long as
+        the zygote is needed. Forks this process if it can: torch is imported."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = theirs.fileno(), page.descriptor
         pid = fork(*descriptors) if _can_fork() else _start_new(*descriptors)
@@ -308,10 +309,10 @@ class Zygote:
         return Zygote(page, pid, ours)
 
     def end(self) -> int:
-        """Kill it, and all that it has forked; its exit code."""
+        """Kill it, and all that it has forked; returns its exit code."""
         if not self.pid:
             return 0
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)  # its forks die with it
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         self.socket.close()
@@ -319,27 +320,27 @@ class Zygote:
 
 
 def _can_fork() -> bool:
-    """Whether a fork of this process is as good as a new one: it has no thread besides this and
-    those of numpy, which can be forked, and no GPU, the use of which cannot."""
+    """Whether a fork of this process can be a zygote: it has no threads but this and numpy's, which
+    survive a fork, and has opened no GPU, which cannot be used after a fork."""
     if "torch" not in sys.modules or threading.active_count() > 1:
         return False
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the one of this listing
+        with suppress(OSError):  # the descriptor of this listing
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return not any(file.startswith("/dev/") and not HARMLESS.match(file) for file in files)
+    return not any(file.startswith("/dev/") and not SHAREABLE_DEVICES.match(file) for file in files)
 
 
 def _start_new(descriptor: int, page: int) -> int:
     return os.posix_spawn(
         sys.executable,
-        *command(descriptor, os.getpid()),
+        *new_program_arguments(descriptor, os.getpid()),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, descriptor, descriptor),  # to be inherited
+            (os.POSIX_SPAWN_DUP2, descriptor, descriptor),  # makes the descriptor inheritable
             (os.POSIX_SPAWN_DUP2, page, page),
         ],
-        setpgroup=0,  # Ctrl-C is for the agent
+        setpgroup=0,  # the agent handles Ctrl-C
     )
 
 
@@ -347,15 +348,15 @@ _early: list[Zygote] = []
 
 
 def start_early() -> None:
-    """Start the zygote of the agent that this process is going to be, unless that was done: before
-    there are threads, and while this process still imports what an agent needs. torchrun makes the
-    agent's handler itself, so there is nobody to give it to."""
+    """Start the zygote of this process's future agent, unless it is started: before there are
+    threads, and while this process still imports. torchrun creates the agent's handler itself, so
+    the zygote is kept in this module until then."""
     if not _early:
         _early.append(Zygote.start(ProgressPage.make()))
 
 
 def first_zygote() -> Zygote:
-    """The one that was started early, or a new one."""
+    """The zygote of `start_early`, or a new one."""
     return _early.pop() if _early else Zygote.start(ProgressPage.make())
 
 

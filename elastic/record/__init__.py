@@ -1,1 +1,1 @@
-"""What happened to a run, and what follows from it."""
+"""The record of a run, and what is computed from it."""

@@ -1,11 +1,11 @@
-"""A ledger, read: the attempts of a run, and the proof that no sequence is lost or used twice.
+"""A ledger as the history of a run, and the proof that no sequence is lost or used twice.
 
-[Note: line of a run] An attempt goes on from the state that another has reached, its parent, whose
-name stands in the start line because it lives in the state. So attempts form a tree. (In ledgers
-that name none, the parent is the newest attempt before that did the step loaded.) The *line* of
-the newest attempt is its own steps, those of its parent up to the step loaded, and so on: these are
-the steps that made the weights, and the sequences of their ranges must be 0, 1, 2, … without a gap
-or a repetition. All other steps were computed in vain.
+[Note: line of a run] An attempt continues from a state that another attempt, its parent, has
+reached. The state holds the parent's name, and the start line repeats it. So attempts form a tree.
+(In ledgers without these names, the parent is the newest earlier attempt that did the loaded step.)
+The *line* of the newest attempt is its own steps, those of its parent up to the loaded step, and so
+on: the steps that made the weights. The sequences of their ranges must be 0, 1, 2, … without a gap
+or repetition. All other steps were computed in vain.
 """
 
 import math
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
-from elastic.record.ledger import LEDGER, Start
+from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import WrongValueError, read_line
 
 UNRECORDED_STEPS = 3
-"""A process that is killed may have done a step and not have written its line."""
+"""Steps that a killed process may have done without writing their lines."""
 UNRECORDED_SECONDS = 60.0
-"""So much of what was written a machine that crashes may lose: Linux flushes pages after 30 s."""
+"""Seconds of written lines that a crash of the machine may lose: Linux flushes pages after 30 s."""
 PLANNED = (EXIT_DONE, EXIT_REQUEUE, EXIT_PAUSED, EXIT_INTERRUPTED)
 
 
@@ -33,98 +33,88 @@ class LedgerError(Exception):
 
 
 class StepLine(NamedTuple):
-    """A `step` line."""
-
     step: int
     first: int
     after_last: int
     seconds: float
     after: float
-    """When it was done: seconds since the start line."""
+    """Seconds from the start line to the end of the step."""
     skipped: str
-    """What was wrong, if it left the weights alone, see [Note: verdicts] of ledger.py; else ""."""
+    """Why the step left the weights alone, see ledger.py [Note: verdicts]; "" if it did not."""
     line: int
-    """Its number in the file."""
     loss: float | None = None
-    """NaN if it was not finite; None if the line has none. The same holds for `norm`."""
+    """NaN: not finite; None: the line has none. The same holds for `norm`."""
     norm: float | None = None
     consumed: str | None = None
-    """Digest of what the ranks took for it."""
+    """Digest of the sequences that the ranks consumed."""
 
 
 class RollbackLine(NamedTuple):
-    """A `rollback` line."""
-
     step: int
     to: int
     """Step whose weights were loaded."""
     source: str
     after_step: int
-    """The newest step recorded before it."""
+    """Newest step recorded before the roll-back."""
     line: int
 
 
 @dataclass
 class Attempt:
-    """What one start of training processes wrote.
+    """Lines that one start of training processes wrote.
 
-    Times named here are Unix times on one time line for the whole run: between attempts on one boot
-    of one machine the monotonic clock counts, else the wall clock, and time never goes back.
+    Times are Unix times on one time line for the whole run. Between attempts in the same boot of
+    one machine the monotonic clock counts, else the wall clock, and time never goes back.
     """
 
     number: int
-    """From 1."""
-    start: Start
+    start: StartLine
     line: int
-    """Number of the start line in the ledger."""
     steps: list[StepLine] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Notices too."""
     rollbacks: list[RollbackLine] = field(default_factory=list)
     end: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
-    """Its launch."""
+    """Time of its launch."""
     loaded: float = 0.0
-    """Its start line."""
+    """Time of its start line."""
     finished: float = 0.0
-    """Its last line."""
+    """Time of its last line."""
     parent: "Attempt | None" = None
-    """The attempt whose state it goes on from; None for fresh weights, and where nobody did it."""
+    """Attempt whose state it continues; None for fresh weights, and where none did the loaded
+    step."""
     unrecorded: int = 0
-    """Steps of the parent that only this start tells of."""
+    """Steps of the parent that only this attempt's start line proves."""
 
     @property
     def last_step(self) -> int:
-        """Highest step reached, as far as recorded."""
         return max((step.step for step in self.steps), default=self.start.step)
 
 
 @dataclass(frozen=True)
 class History:
-    """A ledger, read."""
+    """All attempts of a ledger, and what contradicts the proof."""
 
     attempts: list[Attempt]
     problems: list[str]
-    """What contradicts that every sequence was consumed exactly once; empty: nothing."""
+    """Contradictions to the claim that every sequence was consumed exactly once."""
     kept: dict[int, int]
-    """Number of an attempt on the line of the newest → its newest step that is on that line."""
+    """Number of an attempt on the newest attempt's line → its last step on that line."""
 
     @property
     def step(self) -> int:
-        """Steps done."""
         return self.attempts[-1].last_step
 
     @property
     def sequences(self) -> int:
-        """Sequences consumed."""
         newest = self.attempts[-1]
         return newest.steps[-1].after_last if newest.steps else newest.start.sequences
 
     @property
     def unrecorded(self) -> int:
-        """Steps that left no line of their own; the starts that follow prove their sequences."""
+        """Steps on the line without a line of their own; later starts prove their sequences."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
     def survives(self, attempt: Attempt, step: StepLine) -> bool:
@@ -132,17 +122,17 @@ class History:
         return step.step <= self.kept.get(attempt.number, -1)
 
     def taken_back(self) -> list[tuple[int, int]]:
-        """(step that was gone back to, step before the roll-back) of those on the line: what the
-        steps between made of the weights is in none of the newest."""
+        """(step loaded, step before the roll-back) of the roll-backs on the line. The newest
+        weights hold nothing of the steps between."""
         return [
-            (one.to, one.step)
+            (item.to, item.step)
             for attempt in self.attempts
-            for one in attempt.rollbacks
-            if one.step <= self.kept.get(attempt.number, -1)
+            for item in attempt.rollbacks
+            if item.step <= self.kept.get(attempt.number, -1)
         ]
 
     def failed(self, attempt: Attempt) -> str | None:
-        """Why an attempt ended, if by a failure."""
+        """Why an attempt failed; None if it did not."""
         following = self.next(attempt)
         if following and following.start.cause is not None:
             return describe_failure(following.start.cause)
@@ -151,7 +141,6 @@ class History:
         return "died without a word" if following else None
 
     def next(self, attempt: Attempt) -> Attempt | None:
-        """The attempt after this one in time."""
         return self.attempts[attempt.number] if attempt.number < len(self.attempts) else None
 
     def summary(self) -> str:
@@ -163,10 +152,10 @@ class History:
 
 
 def describe_failure(cause: Mapping[str, Any]) -> str:
-    """Who and why, as far as it is known."""
+    """The rank or node that failed, and why, as far as known."""
     rank, node = cause.get("rank"), cause.get("node")
-    who = f"rank {rank}" if rank is not None else f"node {node}" if node else ""
-    return ": ".join(filter(None, [who, str(cause.get("why", "failed"))]))
+    culprit = f"rank {rank}" if rank is not None else f"node {node}" if node else ""
+    return ": ".join(filter(None, [culprit, str(cause.get("why", "failed"))]))
 
 
 def read_history(path: str | Path) -> History:
@@ -176,7 +165,7 @@ def read_history(path: str | Path) -> History:
         path: of the file, or of the run directory.
 
     Raises:
-        LedgerError: there is none, or no attempt in it has begun.
+        LedgerError: there is no ledger, or no attempt in it has begun.
     """
     path = Path(path)
     path = path / LEDGER if path.is_dir() else path
@@ -185,21 +174,21 @@ def read_history(path: str | Path) -> History:
     try:
         with os.fdopen(open_to_read(path, follow=True), "rb") as file:
             for number, line in enumerate(file, 1):
-                _take(line, number, attempts, problems)
+                _add_line(line, number, attempts, problems)
     except OSError as error:
         raise LedgerError(f"{path}: {error.strerror}; give the directory of a run") from error
     if not attempts:
-        found = f" ({problems[0]})" if problems else ""
+        problem = f" ({problems[0]})" if problems else ""
         raise LedgerError(
-            f"{path}: no attempt has begun{found}; give the directory of a run that has"
+            f"{path}: no attempt has begun{problem}; give the directory of a run that has"
         )
     _set_times(attempts)
     problems += _problems(attempts)
     return History(attempts, problems, _kept(attempts))
 
 
-def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]) -> None:
-    """One line. One that is torn is left out: if something hangs on it, the numbers tell."""
+def _add_line(line: bytes, number: int, attempts: list[Attempt], problems: list[str]) -> None:
+    """Add one line to its attempt. A torn line is left out; counters show if it matters."""
     try:
         values = read_line(line)
         kind = values.pop("kind")
@@ -208,7 +197,7 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
             attempts.append(Attempt(len(attempts) + 1, start, number, phases=dict(start.phases)))
             return
         name, after = str(values.pop("attempt")), float(values["after"])
-        attempt = next((one for one in reversed(attempts) if one.start.attempt == name), None)
+        attempt = next((item for item in reversed(attempts) if item.start.attempt == name), None)
         if attempt is None:
             problems.append(f"line {number}: a {kind} of attempt {name}, which has no start")
             return
@@ -238,19 +227,20 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         elif kind == "end":
             numbers = {"code": int(values["code"]), "step": int(values["step"]), "line": number}
             attempt.end = {**values, **numbers, "reason": values["reason"]}
-        attempt.finished = max(attempt.finished, after)  # an offset, until times are set
+        # seconds since the start line, until `_set_times`
+        attempt.finished = max(attempt.finished, after)
     except WrongValueError as error:
         problems.append(f"line {number}: {error}")
     except (ValueError, KeyError, TypeError, AttributeError):
         return
 
 
-def last_start(path: str | Path, *, trained: bool) -> Start | None:
-    """The newest start line of a ledger, without reading all of it; None if there is none.
+def last_start(path: str | Path, *, trained: bool) -> StartLine | None:
+    """The newest start line of a ledger, read from the file's end; None if there is none.
 
     Args:
         path: of the file, or of the run directory.
-        trained: pass over attempts after the newest step line, as they did no step.
+        trained: skip attempts after the newest step line, which did no step.
     """
     path = Path(path)
     path = path / LEDGER if path.is_dir() else path
@@ -265,19 +255,19 @@ def last_start(path: str | Path, *, trained: bool) -> Start | None:
                 return None
             data.seek(begin)
             values = read_line(data.readline())
-    except (OSError, ValueError):  # there is none; it is empty; its last line is torn
+    except (OSError, ValueError):  # missing, empty, or with a torn last line
         return None
     return _start(values)
 
 
-def _start(values: Mapping[str, Any]) -> Start:
-    """A start line as a `Start`.
+def _start(values: Mapping[str, Any]) -> StartLine:
+    """Parse the values of a start line.
 
     Raises:
         TypeError, ValueError: it is none.
     """
-    known = {item.name for item in fields(Start)}
-    start = Start(**{name: value for name, value in values.items() if name in known})
+    known = {item.name for item in fields(StartLine)}
+    start = StartLine(**{name: value for name, value in values.items() if name in known})
     if not all(len(pair) == 2 for pair in start.changed.values()):
         raise ValueError("changed: not pairs")
     return start
@@ -290,7 +280,7 @@ def _set_times(attempts: list[Attempt]) -> None:
         attempt.loaded = start.at
         if before and start.boot and start.boot == before.start.boot:
             attempt.loaded = before.loaded + start.monotonic - before.start.monotonic
-            # Who was cut off may have gone on for a while beside the next attempt.
+            # A process that was cut off may have gone on beside the next attempt.
             before.finished = min(before.finished, attempt.loaded)
         attempt.began = attempt.loaded - sum(start.phases.values())
         if before:
@@ -304,7 +294,7 @@ def _set_times(attempts: list[Attempt]) -> None:
 
 
 def _problems(attempts: list[Attempt]) -> Iterator[str]:
-    """Link every attempt to its parent, and name all that does not fit together."""
+    """Link every attempt to its parent, and yield what contradicts the proof."""
     for attempt in attempts:
         earlier = attempts[: attempt.number - 1]
         yield from _link(attempt, earlier)
@@ -313,7 +303,7 @@ def _problems(attempts: list[Attempt]) -> Iterator[str]:
 
 
 def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
-    """Set the parent of `attempt`: who did the step that it loaded."""
+    """Set the parent of `attempt`, which did the step it loaded; yield contradictions."""
     start = attempt.start
     where = _name(attempt)
     if start.step == 0:
@@ -325,7 +315,7 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
         return
     parent = _guessed_parent(attempt, earlier)
     if start.parent:
-        parent = next((one for one in earlier if one.start.attempt == start.parent), None)
+        parent = next((item for item in earlier if item.start.attempt == start.parent), None)
         if parent is None:
             yield (
                 f"{where} loaded step {start.step} of attempt {start.parent}, which has no start "
@@ -362,14 +352,14 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
 
 
 def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
-    """Who did the step that `attempt` loaded, where its start line does not say."""
+    """The attempt that did the step loaded by `attempt`, whose start line names none."""
     start = attempt.start
     parent = earlier[-1] if earlier else None
     while parent and start.step <= parent.start.step:
         parent = parent.parent
     if not (parent and start.step <= parent.last_step):
-        # Beyond the record of the attempt before: its last lines may be lost. Or the state comes
-        # from an attempt that was thought to be lost, whose checkpoint has turned up.
+        # The loaded step is beyond the record of the attempt before: its last lines may be lost, or
+        # the checkpoint of an earlier attempt has turned up.
         torn = parent is not None and _may_be_unrecorded(parent, attempt)
         if not torn or start.source != "memory":
             others = (other for other in reversed(earlier) if _cursor(other, start.step))
@@ -378,15 +368,15 @@ def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
 
 
 def _cursor(attempt: Attempt, number: int) -> int | None:
-    """Where a step of an attempt ended, or the one it loaded; None if it has no line."""
+    """Sequences consumed by an attempt up to the end of a step; None if it has no line for it."""
     if number == attempt.start.step:
         return attempt.start.sequences
     return next((step.after_last for step in attempt.steps if step.step == number), None)
 
 
 def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
-    """Whether the steps that `attempt` loaded beyond what `parent` recorded were lost with the last
-    lines: few enough, and the cursor is where they would have left it."""
+    """Whether the steps that `attempt` loaded beyond the record of `parent` were lost with its last
+    lines: they are few, and the cursor is where they would have left it."""
     missing = attempt.start.step - parent.last_step
     cursor = parent.steps[-1].after_last if parent.steps else parent.start.sequences
     if attempt.start.sequences - cursor != missing * parent.start.global_batch:
@@ -399,7 +389,7 @@ def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
 
 
 def _gaps(attempt: Attempt) -> Iterator[str]:
-    """What does not follow from the line before, inside an attempt."""
+    """Yield steps of an attempt that do not follow from the line before."""
     number, cursor = attempt.start.step, attempt.start.sequences
     for step in attempt.steps:
         where = f"step {step.step} (attempt {attempt.number}, line {step.line})"
@@ -420,7 +410,7 @@ def _gaps(attempt: Attempt) -> Iterator[str]:
 
 
 def _verdicts(attempt: Attempt) -> Iterator[str]:
-    """What step lines lack that they must have, and marks that contradict numbers or counters."""
+    """Yield step lines without required fields, and marks that contradict numbers or counters."""
     start, counted = attempt.start, attempt.start.skipped is not None
     for step in attempt.steps:
         where = f"step {step.step} (attempt {attempt.number}, line {step.line})"
@@ -433,20 +423,20 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
         if bad and not step.skipped:
             yield f"{where}: {bad[0]} is {numbers[bad[0]]}, but the step is not marked as skipped"
         elif counted and step.skipped and step.skipped not in (bad or ["weights"]):
-            told = ", ".join(f"{name} is {value}" for name, value in numbers.items())
-            yield f"{where} is marked as skipped for its {step.skipped}, but {told}"
-    for one in attempt.rollbacks:
-        where = f"the roll-back of attempt {attempt.number} (line {one.line})"
-        if one.step != one.after_step or not 0 <= one.to < one.step:
+            values = ", ".join(f"{name} is {value}" for name, value in numbers.items())
+            yield f"{where} is marked as skipped for its {step.skipped}, but {values}"
+    for item in attempt.rollbacks:
+        where = f"the roll-back of attempt {attempt.number} (line {item.line})"
+        if item.step != item.after_step or not 0 <= item.to < item.step:
             yield (
-                f"{where} goes from step {one.step} to step {one.to}, but stands after step "
-                f"{one.after_step}"
+                f"{where} goes from step {item.step} to step {item.to}, but stands after step "
+                f"{item.after_step}"
             )
     yield from _counters(attempt)
 
 
 def _counters(attempt: Attempt) -> Iterator[str]:
-    """Where the counters of a start, a save or an end are not what the lines up to there say."""
+    """Yield counters of a start, save or end line that differ from the lines before it."""
     start, parent = attempt.start, attempt.parent
     for name, what in (("skipped", "steps skipped"), ("rollbacks", "roll-backs")):
         began, before = getattr(start, name), None
@@ -472,16 +462,16 @@ def _counters(attempt: Attempt) -> Iterator[str]:
     last = attempt.last_step
     reached = [("saved", save["step"]) for save in attempt.saves if save.get("ok")]
     reached += [("ended after", attempt.end["step"])] if attempt.end else []
-    for what, step in [one for one in reached if one[1] > last][:1]:
+    for what, step in [item for item in reached if item[1] > last][:1]:
         yield f"attempt {attempt.number} {what} step {step}, but its record ends at step {last}"
 
 
 def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
-    """What a counter of an attempt was when `line` was written, for the state of `step`."""
+    """Value of a counter for the state of `step`, by the lines before number `line`."""
     marked: list[StepLine] | list[RollbackLine] = attempt.rollbacks
     if name == "skipped":
-        marked = [one for one in attempt.steps if one.skipped]
-    return sum(one.step <= step and one.line < line for one in marked)
+        marked = [item for item in attempt.steps if item.skipped]
+    return sum(item.step <= step and item.line < line for item in marked)
 
 
 def _finite(value: float) -> bool:
@@ -492,14 +482,14 @@ def _name(attempt: Attempt) -> str:
     return f"attempt {attempt.number} (line {attempt.line})"
 
 
-def _between(expected: int, found: int) -> str:
-    low, high = sorted((expected, found))
-    fate = "never consumed" if found > expected else "consumed twice"
+def _between(expected: int, actual: int) -> str:
+    low, high = sorted((expected, actual))
+    fate = "never consumed" if actual > expected else "consumed twice"
     return f"sequences {low} to {high - 1} are {fate}"
 
 
 def _kept(attempts: list[Attempt]) -> dict[int, int]:
-    """The line of the newest attempt."""
+    """The line of the newest attempt; see `History.kept`."""
     kept: dict[int, int] = {}
     attempt: Attempt | None = attempts[-1]
     newest = attempts[-1].last_step

@@ -1,4 +1,5 @@
-"""A file that lines are added to, by a process that a full disk must not end."""
+"""Files of JSON lines: appended to by a process that a full disk must not end, and read with
+checks, as anybody may have written them."""
 
 import json
 import logging
@@ -16,20 +17,19 @@ from elastic.node.files import open_to_append
 logger = logging.getLogger(__name__)
 
 BATCH = 256
-"""Lines handed to the operating system at once, when many wait."""
+"""Most waiting lines per write."""
 
 
 class Lines:
-    """The writing end of a file of lines, made when it is not there.
+    """Appends to a file of lines, created if missing.
 
-    Each line is handed to the operating system at once, so it survives the death of this process.
-    What a disk that is full or gone does not take waits in memory, in order, and is written before
-    the next line.
+    Each line is passed to the operating system at once, so it survives the death of this process.
+    Lines that a full or missing disk does not take wait in memory, in order.
 
     Args:
         path: of the file; its directory exists.
-        waiting: lines that an earlier process may not have written. Those in the file already are
-            not written again.
+        waiting: lines that an earlier process may not have written. Those that the file has already
+            are not written again.
         trusted: other users (uids) whose file it may be; any other file is put aside.
     """
 
@@ -40,27 +40,27 @@ class Lines:
         self._file: int | None = None
         self._lines = deque(line.encode() for line in waiting)
         self._from_before = bool(self._lines)
-        self._begun = 0
-        """Bytes of the first line that waits which are written."""
+        self._written_bytes = 0
+        """Bytes of the first waiting line that are written."""
         self._failing = False
 
     @property
     def waiting(self) -> list[str]:
-        """Lines that are not written, or in part."""
+        """Lines that are not written, or only in part."""
         return [line.decode() for line in self._lines if line]
 
     def add(self, line: str) -> None:
-        """Add a line, given without its end. Raises no OSError."""
+        """Append a line, passed without its newline. Raises no OSError."""
         self._lines.append(line.encode())
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait, as far as the file takes them."""
+        """Write waiting lines, as far as the file takes them."""
         try:
             while self._lines:
                 if self._file is None:
                     self._file = self._open()
-                self._written(os.writev(self._file, self._next()))
+                self._drop_written(os.writev(self._file, self._next()))
             self._failing = False
         except OSError as error:
             if not self._failing:
@@ -72,7 +72,7 @@ class Lines:
             self._failing = True
 
     def close(self) -> None:
-        """Close the file. Lines that wait are lost with this process."""
+        """Close the file. Lines that still wait are lost with this process."""
         if self._lines:
             self.flush()
         if self._file is not None:
@@ -80,7 +80,7 @@ class Lines:
             self._file = None
 
     def _open(self) -> int:
-        """Open the file; from now on the lines that wait are those that it does not have.
+        """Open the file, and drop waiting lines that it has already.
 
         Raises:
             OSError: it cannot be opened or read.
@@ -88,9 +88,9 @@ class Lines:
         file = open_to_append(self._path, self._trusted)
         try:
             if self._from_before:
-                with open(f"/proc/self/fd/{file}", "rb") as there:
+                with open(f"/proc/self/fd/{file}", "rb") as existing:
                     missing = dict.fromkeys(self._lines)
-                    for line in there:
+                    for line in existing:
                         missing.pop(line.removesuffix(b"\n"), None)
                 self._lines, self._from_before = deque(missing), False
             if not _ends_well(file):  # another process was killed while it wrote its last line
@@ -102,17 +102,17 @@ class Lines:
 
     def _next(self) -> list[bytes]:
         first, *others = (line + b"\n" for line in islice(self._lines, BATCH))
-        return [first[self._begun :], *others]
+        return [first[self._written_bytes :], *others]
 
-    def _written(self, count: int) -> None:
-        """The file has taken `count` bytes more. The rest of a line cut short is written next."""
-        self._begun += count
-        while self._lines and self._begun > len(self._lines[0]):
-            self._begun -= len(self._lines.popleft()) + 1
+    def _drop_written(self, count: int) -> None:
+        """Drop `count` written bytes. The rest of a partly written line comes next."""
+        self._written_bytes += count
+        while self._lines and self._written_bytes > len(self._lines[0]):
+            self._written_bytes -= len(self._lines.popleft()) + 1
 
 
 def _ends_well(file: int) -> bool:
-    """Whether the file is empty or its last line is whole."""
+    """Whether the file is empty or ends with a newline."""
     size = os.fstat(file).st_size
     return size == 0 or os.pread(file, 1, size - 1) == b"\n"
 
@@ -125,15 +125,15 @@ _DIGEST = re.compile(r"[0-9a-f]{9,128}")
 
 
 class WrongValueError(ValueError):
-    """A line that is whole, and none that a run writes."""
+    """A complete line with a value that no run writes."""
 
 
 def read_line(line: bytes | str) -> dict[str, Any]:
-    """The values of a line of a ledger. Those that a reader computes with have their types.
+    """Parse a line of a ledger. Fields that readers compute with are checked.
 
     Raises:
-        WrongValueError: a value is none that a run writes; says which.
-        ValueError: the line is torn, or no object of a ledger.
+        WrongValueError: a field has a value that no run writes; says which.
+        ValueError: the line is torn, or not an object of a ledger.
     """
     values = _object(line)
     kind = values.get("kind")
@@ -146,13 +146,13 @@ def read_line(line: bytes | str) -> dict[str, Any]:
 
 
 def read_record(line: bytes | str) -> dict[str, Any] | None:
-    """A record of metrics.jsonl: `step`, `time`, `event` (text) and metrics (numbers, null: not
-    finite). Anything else in it is left out. None: the line is torn, or no record."""
+    """Parse a record of metrics.jsonl: `step`, `time`, `event` (text) and metrics (numbers; null:
+    not finite). Other fields are left out. None: the line is torn or no record."""
     try:
         values = _object(line)
     except ValueError:
         return None
-    if not (_whole(values.get("step")) and _moment(values.get("time"))):
+    if not (_whole(values.get("step")) and _seconds(values.get("time"))):
         return None
     return {
         name: value
@@ -163,21 +163,21 @@ def read_record(line: bytes | str) -> dict[str, Any] | None:
 
 def _object(line: bytes | str) -> dict[str, Any]:
     try:
-        found = json.loads(line, parse_constant=_refuse)
+        values = json.loads(line, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("nested too deep") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ValueError("no object")
-    level: list[Any] = [found]
+    level: list[Any] = [values]
     for _ in range(_MAX_NESTING):
-        inner = [one for value in level for one in _inside(value)]
-        if any(isinstance(one, int) and abs(one) > _MAX_WHOLE for one in inner):
+        inner = [item for value in level for item in _inside(value)]
+        if any(isinstance(item, int) and abs(item) > _MAX_WHOLE for item in inner):
             raise ValueError("a whole number that no run writes")
-        if any(isinstance(one, float) and not math.isfinite(one) for one in inner):
+        if any(isinstance(item, float) and not math.isfinite(item) for item in inner):
             raise ValueError("a number without an end")  # Python reads 1e999 as infinity
-        level = [one for one in inner if isinstance(one, dict | list)]
+        level = [item for item in inner if isinstance(item, dict | list)]
         if not level:
-            return found
+            return values
     raise ValueError("nested too deep")
 
 
@@ -201,17 +201,12 @@ def _seconds(value: Any) -> bool:
     return _number(value) and 0 <= value <= _YEAR_9999
 
 
-def _moment(value: Any) -> bool:
-    """Unix time that a calendar has."""
-    return _seconds(value)
-
-
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
 def _name(value: Any) -> bool:
-    """What may be the name of a file."""
+    """Whether `value` can be a file name."""
     return isinstance(value, str) and bool(re.fullmatch(r"\w*", value))
 
 
@@ -232,7 +227,7 @@ def _cause(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    """A count or a cursor. What is below 0 is for the proof to name."""
+    """Whether `value` is a count or cursor. Negative ones are left for the proof to report."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

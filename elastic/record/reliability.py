@@ -1,9 +1,9 @@
-"""Where the time of a run went: folds over its ledger. Pure.
+"""Goodput, failures and recovery times of a run, and the save interval. Pure functions.
 
-Goodput is the time in steps whose result survived over the wall time from the first launch to the
-last line. MTBF is the time a run was up over its failures. MTTR is the mean time from a failure to
-the first step beyond the highest ever reached, so it contains the steps done again. (The words
-follow ByteRobust, arXiv 2509.16293, whose ETTR is our goodput.)
+Goodput is the time in steps whose result survived, divided by the wall time from the first launch
+to the last line. MTBF is the run's uptime divided by its failures. MTTR is the mean time from a
+failure to the first step beyond the highest one reached before, so it includes repeated steps.
+(Terms as in ByteRobust, arXiv 2509.16293, whose ETTR is our goodput.)
 """
 
 import bisect
@@ -18,24 +18,23 @@ from elastic.record.history import Attempt, History, StepLine
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds. Everything but `wall` adds up to `wall`."""
+    """Seconds of a run by what they were spent on; everything but `wall` adds up to `wall`."""
 
     wall: float
     kept: float
     """In steps whose result survived."""
     redone: float
-    """In steps that had to be done again, the one that a failure cut off included."""
+    """In steps that were repeated, including those that a failure cut off."""
     skipped: float
-    """In steps whose numbers were bad, and those that a roll-back took back."""
+    """In steps that were skipped for bad numbers, and steps that a roll-back undid."""
     starting: Mapping[str, float]
     """From a launch or a failure to the first step, by phase."""
     stalled: float
-    """Standing still for saves, as far as it was measured."""
+    """Standing still for saves, as far as measured."""
     between: float
-    """Between steps otherwise: evaluation, records, waiting for the last save."""
+    """Between steps for other reasons: evaluation, records, waiting for the last save."""
     idle: float
-    """Not running: between attempts, when neither a failure nor a change of nodes led from one to
-    the next."""
+    """Not running: between attempts that neither a failure nor a change of nodes links."""
 
     @property
     def share(self) -> float:
@@ -44,7 +43,7 @@ class Goodput:
 
     @property
     def share_of_uptime(self) -> float:
-        """Goodput if the idle time is left out."""
+        """The goodput without idle time."""
         up = self.wall - self.idle
         return self.kept / up if up else 0.0
 
@@ -54,7 +53,7 @@ def goodput(history: History) -> Goodput:
     attempts = history.attempts
     kept = redone = skipped = stalled = between = 0.0
     starting: dict[str, float] = {}
-    in_vain = _in_vain(history)
+    in_vain = _wasted(history)
     for attempt in attempts:
         for phase, seconds in _startup(attempt).items():
             starting[phase] = starting.get(phase, 0.0) + seconds
@@ -81,7 +80,7 @@ def goodput(history: History) -> Goodput:
 
 
 def idle_spans(history: History) -> list[tuple[float, float]]:
-    """(from, to) of the times between attempts in which nothing ran."""
+    """(begin, end) of the times between attempts in which nothing ran."""
     return [
         (before.finished, after.began)
         for before, after in pairwise(history.attempts)
@@ -90,8 +89,8 @@ def idle_spans(history: History) -> list[tuple[float, float]]:
 
 
 def failed_at(before: Attempt, after: Attempt) -> float:
-    """When the failure came that led from one attempt to the next. The clock that stamped it may be
-    another machine's: it was after the last line of the one, and before the launch of the other."""
+    """Time of the failure between two attempts. The clock that stamped it may be another machine's,
+    so it is limited to the time between the last line of `before` and the launch of `after`."""
     cause = after.start.cause or {}
     ago = after.start.at - float(cause.get("at") or after.start.at)
     return min(max(after.loaded - ago, before.finished), after.began)
@@ -99,21 +98,21 @@ def failed_at(before: Attempt, after: Attempt) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often a run fails, and how fast it is back."""
+    """How often a run fails, and how soon it is back."""
 
     failures: int
     node_seconds: float
-    """For which nodes were up, added up over nodes."""
+    """Sum of the nodes' uptimes."""
     mtbf: float | None
-    """Seconds a run is up between failures; None without one."""
+    """Seconds of uptime between failures; None without a failure."""
     mttr: float | None
-    """Mean seconds from a failure to the first new step; None where none was ever overcome."""
+    """Mean seconds from a failure to the first new step; None without a recovery."""
     recoveries: Mapping[int, float]
-    """The same by number of the attempt that a failure led to."""
+    """Number of the attempt that a failure led to → seconds to its first new step."""
 
 
 def reliability(history: History) -> Reliability:
-    """Count failures, and what they cost until the run was further than before."""
+    """Count failures, and measure what they cost until the run was further than before."""
     attempts = history.attempts
     failures = sum(history.failed(attempt) is not None for attempt in attempts)
     idle = {end: end - begin for begin, end in idle_spans(history)}
@@ -137,12 +136,12 @@ def reliability(history: History) -> Reliability:
 
 
 def goodput_curve(history: History) -> list[tuple[float, float]]:
-    """(Unix time, share of the uptime until then that is in steps which survived), by step."""
+    """(Unix time, share of the uptime until then spent in steps that survived), one per step."""
     spans = idle_spans(history)
     ends = [end for _, end in spans]
     idle = [0.0, *accumulate(end - begin for begin, end in spans)]
     began, kept, curve = history.attempts[0].began, 0.0, []
-    in_vain = _in_vain(history)
+    in_vain = _wasted(history)
     for attempt in history.attempts:
         for step in attempt.steps:
             now = attempt.loaded + step.after
@@ -153,14 +152,14 @@ def goodput_curve(history: History) -> list[tuple[float, float]]:
     return curve
 
 
-def _in_vain(history: History) -> Callable[[StepLine], bool]:
-    """Tells whether a step on the line left nothing in the newest weights."""
+def _wasted(history: History) -> Callable[[StepLine], bool]:
+    """A predicate: whether the newest weights hold nothing of a step on the line."""
     taken_back = history.taken_back()
     return lambda step: bool(step.skipped) or any(to < step.step <= last for to, last in taken_back)
 
 
 def _regrouped(attempt: Attempt) -> bool:
-    """The attempt paused for a change of nodes: the job went on."""
+    """Whether the attempt paused for a change of nodes, after which the job went on."""
     return attempt.end is not None and attempt.end["code"] == EXIT_PAUSED
 
 
@@ -170,21 +169,21 @@ def _first_step_began(attempt: Attempt) -> float:
 
 
 def _startup(attempt: Attempt) -> dict[str, float]:
-    """From the launch to the first step, by phase. Phases may reach back before the launch of this
-    attempt (a fork knows when its job was launched): then the early ones are cut."""
+    """Seconds from the launch to the first step, by phase. Phases that reach back before the launch
+    of this attempt are cut: a fork knows when its job was launched."""
     end = _first_step_began(attempt) if attempt.steps else attempt.finished
     rest, phases = end - attempt.began, dict(attempt.phases)
     if "first step" in phases and attempt.steps:
         phases["first step"] = max(0.0, phases["first step"] - attempt.steps[0].seconds)
     split = {}
-    for phase, seconds in reversed(phases.items()):
+    for phase, seconds in reversed(phases.items()):  # early phases may reach back before the launch
         split[phase] = min(rest, seconds)
         rest -= split[phase]
     return {"other": rest, **split} if rest > 0 else split
 
 
 def _passed(attempts: list[Attempt], highest: int) -> float | None:
-    """When the first step beyond `highest` was done."""
+    """Time of the first step beyond `highest`; None without one."""
     for attempt in attempts:
         for step in attempt.steps:
             if step.step > highest:
@@ -193,23 +192,22 @@ def _passed(attempts: list[Attempt], highest: int) -> float | None:
 
 
 PRIOR_SECONDS = 24 * 3600.0
-"""Time between failures of one node, before anything is known of it."""
+"""Prior mean of the time between failures of a node."""
 MAX_SECONDS = 30 * 60.0
 MIN_STALLS = 10
-"""Between two saves there are at least so many stalls: saving never costs more than a tenth."""
+"""Least interval between saves, in stalls: saving costs at most a tenth."""
 
 
 def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
-    """Seconds between failures to expect of a job.
+    """Expected seconds between failures of a job.
 
     Args:
-        failures: seen so far.
-        node_seconds: for which nodes were running, added up over nodes.
-        nodes: of the job now.
+        failures: observed so far.
+        node_seconds: sum of the nodes' uptimes.
 
-    The failure rate of a node has a Gamma prior of shape 1 and mean one in `PRIOR_SECONDS`;
-    failures are a Poisson process, so the posterior is Gamma again. This is the inverse of its mean
-    rate, over all nodes.
+    The failure rate of a node has a Gamma prior of shape 1 and mean 1 / `PRIOR_SECONDS`. Failures
+    are a Poisson process, so the posterior is Gamma again. The result is 1 / its mean rate, over
+    all nodes.
     """
     if failures < 0 or not node_seconds >= 0 or nodes < 1:
         raise ValueError(
@@ -220,16 +218,16 @@ def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
 
 
 def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds between saves that lose the least time, to saving and to steps done again.
+    """Seconds between saves that minimise the time lost to saving and to repeated steps.
 
     Args:
-        stall_seconds: for which training stands still at a save; not the time of writing, where
-            training goes on.
+        stall_seconds: for which training stands still at a save, without the writing that overlaps
+            with training.
         mtbf_seconds: between failures that need the checkpoint.
 
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    equation 37; never below ten stalls, and not above 30 minutes unless ten stalls are longer.
-    0 for a save that costs nothing: as often as can be.
+    equation 37; at least ten stalls, and at most 30 minutes unless ten stalls are longer. 0 for a
+    save that costs nothing: as often as possible.
     """
     if not (stall_seconds >= 0 and mtbf_seconds > 0):
         raise ValueError(
@@ -244,15 +242,15 @@ def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 FIRST_SECONDS = 60.0
-"""When the first checkpoint of an attempt is due, by which its cost is measured."""
+"""Time of an attempt's first checkpoint, which measures the cost of a save."""
 
 
 class SaveClock:
-    """When checkpoints are due if the run is to decide. On rank 0, which tells the others.
+    """Decides when checkpoints are due. On rank 0, which broadcasts the decision.
 
     Args:
-        mtbf: seconds between failures to expect; `expected_mtbf`.
-        now: by time.monotonic(), as everywhere here.
+        mtbf: expected seconds between failures; `expected_mtbf`.
+        now: by time.monotonic(), as in all methods.
     """
 
     def __init__(self, mtbf: float, now: float) -> None:
@@ -268,13 +266,12 @@ class SaveClock:
         return max(best_interval(self._stall, self._mtbf), 2 * self._writing)
 
     def due(self, now: float) -> bool:
-        """Whether it is time."""
         return now - self._last >= self.interval
 
     def begun(self, now: float, stall: float) -> None:
-        """A checkpoint has begun, for which training stood still for `stall` seconds."""
+        """Record a save for which training stood still for `stall` seconds."""
         self._last, self._stall = now, stall
 
     def written(self, seconds: float) -> None:
-        """It was written in so many seconds."""
+        """Record that the save took `seconds` to write."""
         self._writing = seconds

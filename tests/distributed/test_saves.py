@@ -4,7 +4,7 @@ import json
 
 from elastic.node.agent import Node
 from elastic.node.program import Program
-from elastic.node.progress import Progress
+from elastic.node.progress import RankProgress
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until
 from tests.elastic.node.test_strangers import Group
@@ -37,7 +37,7 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
         assert facts
         assert not facts.error
         for phase in ("staging", "save", "end"):
-            assert node._hangs.times.limit(0, Progress(9, phase, 0.0, False)) > 1.2 * 90_000
+            assert node._hangs.times.limit(0, RankProgress(9, phase, 0.0, False)) > 1.2 * 90_000
     finally:
         node.stop()
 

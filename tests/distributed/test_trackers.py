@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from benchmarks.support import python_path
 from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
-from elastic import Start
-from elastic.node.companion import Companion, part_with
+from elastic import StartLine
+from elastic.node.companion import Companion, end_companions
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import RECIPE, ROOT, Forked, losses, soak
@@ -69,7 +69,7 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
     tail = Tail(path, 0.0)
     assert len(tail.read()[1]) == 3
-    start = Start(step=1, sequences=8, global_batch=8, world_size=1)
+    start = StartLine(step=1, sequences=8, global_batch=8, world_size=1)
     with Log(recipe, start, silent=False) as log:
         log.record(2, {"loss": 1.0})
         log.record(2, {"validation_loss": 2.0})
@@ -148,7 +148,7 @@ def test_a_companion_that_hangs_is_not_waited_for(tmp_path, monkeypatch, caplog)
     while not Path("runs").exists():
         assert companion.lives
         time.sleep(0.01)
-    part_with([companion], 0.2)
+    end_companions([companion], 0.2)
     assert not companion.lives
     assert time.monotonic() - started < 5
     assert "hangs did not end in time" in caplog.text
@@ -232,7 +232,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
 def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):
     companion = Companion(["trainer.run.trackers", str(tmp_path), "hooks", "os:kill"])
     companion._process.kill()
-    part_with([companion], 30)
+    end_companions([companion], 30)
     assert "hooks os:kill ended with exit code -9; what it had not done is lost" in caplog.text
 
 
@@ -266,7 +266,7 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     steps(400, 401)
     for pid in family:
         os.kill(pid, signal.SIGKILL)
-    part_with([companion], 30)
+    end_companions([companion], 30)
     killed = next((tmp_path / "wandb").glob("*run-*/*.wandb"))
     with killed.open("ab") as file:
         file.write(b"torn")
@@ -276,7 +276,7 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     steps(403)
     os.kill(family[1], signal.SIGKILL)
     steps(404, 405)
-    part_with([companion], 30)
+    end_companions([companion], 30)
     assert not_in_wandb(tmp_path) == []
     assert not killed.read_bytes().endswith(b"torn")  # `wandb sync` would stop there
     files = wandb_rows(tmp_path)

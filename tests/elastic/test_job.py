@@ -31,7 +31,7 @@ def test_ranks_pause_after_the_same_step_and_any_of_them_may_ask(tmp_path):
             for step in job.steps(0, 9):
                 steps.append((step, rank and job.due_to_pause() and job.due_to_pause()))
                 if (rank, step) == (1, 3):
-                    page.ask_to_pause(1, leaving=False)
+                    page.request_pause(1, leaving=False)
         except Paused as left:
             return left.code, steps
         return None
@@ -43,7 +43,7 @@ def test_ranks_pause_after_the_same_step_and_any_of_them_may_ask(tmp_path):
 
 def test_nobody_leaves_after_the_last_step(tmp_path):
     page = ProgressPage.make()
-    page.ask_to_pause(0, leaving=True)
+    page.request_pause(0, leaving=True)
 
     def work(rank):
         job = job_of(rank, 1, page)

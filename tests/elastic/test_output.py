@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from elastic import process
-from elastic.process import _Outliving
+from elastic.process import _LossyOutput
 
 PROGRAM = """
 import sys
-from elastic.process import lost, outlive
-outlive()
+from elastic.process import lost_output, tolerate_lost_output
+tolerate_lost_output()
 for line in range(5000):
     print("line", line)
 print("error", file=sys.stderr, flush=True)
 sys.stdout.flush()
-open("lost", "w").write(lost())
+open("lost", "w").write(lost_output())
 """
 
 
@@ -58,7 +58,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
 
 def test_output_resumes_with_a_note_of_what_is_missing(tmp_path):
     with (tmp_path / "log").open("wb") as log:
-        raw = _Outliving(log.fileno())
+        raw = _LossyOutput(log.fileno())
         assert raw.write(b"one\ntw") == 6
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))  # as a full disk cuts a write short
@@ -77,7 +77,7 @@ def test_output_resumes_with_a_note_of_what_is_missing(tmp_path):
 def test_a_reader_that_does_not_read_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(process, "PATIENCE_SECONDS", 0.1)
     reader, writer = os.pipe()
-    raw = _Outliving(writer)
+    raw = _LossyOutput(writer)
     text = b"x" * 99 + b"\n"
     for _ in range(2000):  # more than a pipe holds
         raw.write(text)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic import EXIT_FAILED, EXIT_PAUSED, EXIT_WRONG_INPUT
-from elastic.process import plain
+from elastic.process import plain_text
 from elastic.world import is_lost_peer, leave_world, limit_waits, wait_until_freed
 
 SYSTEM_ERROR = (
@@ -45,9 +45,11 @@ def test_gloo_has_not_the_last_word():
     told = "Connection closed by peer [127.0.0.1]:59073"
     advice = ". This is typically caused by a remote worker crashing. Check the logs … GLHF!"
     place = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
-    assert plain(RuntimeError(place + told + advice)) == told
-    assert plain(f"{told}{advice}\nsecond line") == f"{told}\nsecond line"
-    assert plain(RuntimeError("[rank 1] a message of its own")) == "[rank 1] a message of its own"
+    assert plain_text(RuntimeError(place + told + advice)) == told
+    assert plain_text(f"{told}{advice}\nsecond line") == f"{told}\nsecond line"
+    assert (
+        plain_text(RuntimeError("[rank 1] a message of its own")) == "[rank 1] a message of its own"
+    )
 
 
 @pytest.mark.parametrize(

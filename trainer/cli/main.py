@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
-from elastic.process import outlive
+from elastic.process import tolerate_lost_output
 from trainer.cli.chaos import add_chaos_command
 from trainer.cli.ckpt import add_ckpt_command
 from trainer.cli.compare import add_compare_command
@@ -28,7 +28,7 @@ def main() -> None:
     # What this starts does not look for modules in the working directory first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if sys.argv[1:2] in (["train"], ["store"]):  # of others, output is all there is
-        outlive()
+        tolerate_lost_output()
     show_only_visible()
     arguments = parse(sys.argv[1:])
     try:

@@ -13,7 +13,7 @@ from elastic.exits import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
     EXIT_WRONG_INPUT,
-    heeded,
+    handled_signals,
     leave_at_once,
 )
 from elastic.group.job_secret import SECRET_FILE
@@ -80,7 +80,7 @@ def add_store_command(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    for number in heeded():  # until the node's agent takes them
+    for number in handled_signals():  # until the node's agent takes them
         signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.run.worker")

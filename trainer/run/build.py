@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from checkpointing import Spare, TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
-from elastic import Pulse, Start, World, describe_failure
+from elastic import Pulse, StartLine, World, describe_failure
 from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
@@ -124,7 +124,7 @@ def build(
             )
         if world.is_main:
             show_recipe(run_dir, text)
-        start = Start(
+        start = StartLine(
             attempt=agreement.attempt,
             parent=(progress.attempt or None) if state else "",
             skipped=progress.skipped,

@@ -44,7 +44,7 @@ class Validation:
         made up for by `finish`.
 
         Args:
-            asked: the sum of `asked_to_pause` so far.
+            asked: the sum of `pause_request` so far.
 
         Returns it, with what was asked meanwhile.
         """
@@ -126,7 +126,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
         try:
             while some := list(islice(pairs, together)):
                 pulse.report(step, "evaluate")
-                if leaving := heed and asked_to_pause(pulse) >= PAUSE_TO_LEAVE:
+                if leaving := heed and pause_request(pulse) >= PAUSE_TO_LEAVE:
                     break
                 model.run([inputs for _, inputs in some], forward, train=False)
                 pulse.report(step, "data")
@@ -146,6 +146,6 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     )
 
 
-def asked_to_pause(pulse: Pulse) -> float:
-    """The sum of `Pulse.asked_to_pause` over the ranks. Called on all ranks."""
-    return Sum(pulse.asked_to_pause).wait()
+def pause_request(pulse: Pulse) -> float:
+    """The sum of `Pulse.pause_request` over the ranks. Called on all ranks."""
+    return Sum(pulse.pause_request).wait()

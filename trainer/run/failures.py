@@ -18,7 +18,7 @@ from elastic import (
     Pulse,
 )
 from elastic.node.recall import Recall, Recalled
-from elastic.process import plain
+from elastic.process import plain_text
 from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import known_errors, told
 from trainer.recipe.factory import OwnCodeError
@@ -66,7 +66,7 @@ class Telling:
         if error is self._told:
             return code
         self._told = error
-        what = printable(plain(error).partition("\n")[0])
+        what = printable(plain_text(error).partition("\n")[0])
         line = f"{type(error).__name__}: {what}"
         if isinstance(error, SaveFailed):  # the agent prints it again; rank 0 says why
             line = f"{type(error).__name__}: {error}".partition(" failed")[0] + " failed"
@@ -77,7 +77,7 @@ class Telling:
             time.sleep(wait)
             cause = error.__cause__ if code == EXIT_DO_NOT_REQUEUE else None
             trace = "".join(traceback.format_exception(cause)) if cause else ""
-            text = "" if self._pulse.told_by_first else trace + told(error)
+            text = "" if self._pulse.same_error_as_first else trace + told(error)
         elif code == EXIT_PEER_GONE:
             text = f"rank {self._rank}: a peer is gone: {what}"
         elif _says_peer_is_lost(error) and not isinstance(error, DistBackendError):

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from checkpointing import SaveOutcome
 from checkpointing.storage.trust import Trusted
-from elastic import LEDGER, Ledger, Start
+from elastic import LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
-from elastic.process import lost
+from elastic.process import lost_output
 from elastic.record.ledger import clock
 from elastic.record.lines import Lines, read_record
 from trainer.recipe import Recipe
@@ -95,7 +95,7 @@ class Log:
     """
 
     def __init__(
-        self, recipe: Recipe, start: Start, unwritten: Sequence[str] = (), *, silent: bool
+        self, recipe: Recipe, start: StartLine, unwritten: Sequence[str] = (), *, silent: bool
     ) -> None:
         self.silent = silent
         if silent:
@@ -201,7 +201,7 @@ class Log:
         if ranks and not self._told_mute:
             self._told_mute = True
             what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
-            here = {"here": why} if (why := lost()) else {}
+            here = {"here": why} if (why := lost_output()) else {}
             self._ledger.event("output lost", what=what, **here)
 
     def rollback(self, step: int, to: int, source: str, number: int) -> None:
@@ -251,7 +251,7 @@ class Log:
     def end(self, code: int, reason: str) -> int:
         """Note in the ledger how this attempt ended; returns the exit code."""
         if not self.silent:
-            self._tell_mute(bool(lost()))
+            self._tell_mute(bool(lost_output()))
             self._ledger.end(code, reason)
         return code
 

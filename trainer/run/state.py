@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpointing import TensorCheckpointer
-from elastic import Pulse, Start, World
+from elastic import Pulse, StartLine, World
 from elastic.group.batch_plan import BatchPlan
 from elastic.node.recall import Recall
 from trainer.optim.optimizer import LossScale
@@ -78,7 +78,7 @@ class Run:
     """The learning-rate schedule."""
     progress: Progress
     checkpointer: TensorCheckpointer
-    start: Start
+    start: StartLine
     """What this attempt began with."""
     log: Log
     pulse: Pulse

@@ -49,7 +49,7 @@ class StepResult:
     save: bool
     """Rank 0 would save now."""
     pause: float
-    """0, or all ranks end after this step: the sum of `Pulse.asked_to_pause` over them."""
+    """0, or all ranks end after this step: the sum of `Pulse.pause_request` over them."""
     mute: int
     """Ranks of which output was dropped (`Pulse.mute`)."""
     consumed: str | None
@@ -270,7 +270,7 @@ def gradients(
     # One small all-reduce tells every rank the loss, the gradient norm, whether both are good,
     # whether any rank is asked to pause or mute, or has saved numbers that are not finite, and what
     # all have consumed and counted.
-    if given and device.type == "cuda" and step < recipe.run.steps and not pulse.asked_to_pause:
+    if given and device.type == "cuda" and step < recipe.run.steps and not pulse.pause_request:
         computed = mark(device)
         pulse.report(step, "fetch")
         given.fetch(computed)
@@ -285,7 +285,7 @@ def gradients(
     sums = [part.reshape(1) for part in (loss_sum, *recorded)]
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
-    asked = pulse.wants_save, pulse.asked_to_pause, pulse.mute, bool(run.checkpointer.not_finite)
+    asked = pulse.wants_save, pulse.pause_request, pulse.mute, bool(run.checkpointer.not_finite)
     told = (counted, *asked, *(digest or (0, 0)))
     flags = [  # filled on the device: a copy from the host would wait for all that was launched
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)

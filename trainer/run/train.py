@@ -6,7 +6,7 @@ import gc
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
 from elastic.world import supervised
 from trainer.data.loader import load, requests
-from trainer.run.evaluate import Validation, asked_to_pause
+from trainer.run.evaluate import Validation, pause_request
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
@@ -32,7 +32,7 @@ def train(run: Run, startup: Startup) -> int:
     )
     inputs = Inputs(micro_batches, run.plan.passes)
     startup.mark("data")
-    if not run.done and (asked := asked_to_pause(pulse)):
+    if not run.done and (asked := pause_request(pulse)):
         return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
     speed = Speed(run)
     validation = Validation(run, speed)
@@ -103,7 +103,7 @@ def why_stopped(run: Run, result: StepResult) -> str:
 
 def stop_together(run: Run, asked: float, *, saved: bool = False) -> int:
     """End this world after the step just done, unless `saved` with its state made safe; returns the
-    exit code. On all ranks, that have agreed on `asked`, the sum of their `asked_to_pause`."""
+    exit code. On all ranks, that have agreed on `asked`, the sum of their `pause_request`."""
     leaving = asked >= PAUSE_TO_LEAVE
     if not saved:
         pause(run, leaving=leaving)

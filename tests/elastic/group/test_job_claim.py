@@ -11,7 +11,7 @@ from elastic.group import job_claim as claims
 from elastic.group.job_claim import Claim, claim, claim_key
 from elastic.group.job_secret import Secret, SecretError
 from elastic.group.member import Member
-from elastic.group.membership import Ask, Limits
+from elastic.group.membership import Limits, NodeRequest
 from elastic.group.store import StoreClient, host_store
 
 SECRETS = [Secret(b"of the one" * 4), Secret(b"of another" * 4)]
@@ -21,7 +21,7 @@ KEY = claim_key("run")
 @pytest.fixture
 def client(monkeypatch):
     """client() → one of a real store."""
-    monkeypatch.setattr(claims, "STILL_SECONDS", 1.0)
+    monkeypatch.setattr(claims, "STALE_SECONDS", 1.0)
     monkeypatch.setattr(claims, "VISIBLE_SECONDS", 0.2)
     store = host_store("127.0.0.1", 0)
     return lambda: StoreClient("127.0.0.1", store.port, 5.0)
@@ -38,7 +38,7 @@ def start(client, tmp_path):
         member = Member(client(), "run", f"node {len(members)}", limits, lambda: None, None)
         members.append(member)
         member.start(secret, begun.mark)
-        member.ask(Ask())
+        member.request(NodeRequest())
         return member
 
     yield start
@@ -97,8 +97,8 @@ def test_who_came_first_stays_when_the_store_has_forgotten_it(start, client, tmp
     assert first.wait_for(lambda state: state.round == 1, 10)
     time.sleep(1.0)  # its counter is ahead
     held = threading.Event()
-    keep = first._keep_claim
-    first._keep_claim = lambda: held.is_set() and keep()  # as one that does not reach the store
+    keep = first._renew_claim
+    first._renew_claim = lambda: held.is_set() and keep()  # as one that does not reach the store
     client().swap(KEY, client().get(KEY), b"")
     second = start(SECRETS[1], "b")
     held.set()

@@ -10,8 +10,9 @@ from checkpointing import StorageError
 from checkpointing.save.secret import job_secret
 from elastic.group.job_claim import claim_key
 from elastic.group.job_secret import Secret, SecretError, find_secret, make_secret, read_secret
-from elastic.group.member import Member, key_prefix
-from elastic.group.membership import Ask, Closed, Limits, Membership, heed
+from elastic.group.member import Member
+from elastic.group.membership import JobEnd, Limits, Membership, NodeRequest, apply_request
+from elastic.group.sealed import key_prefix
 from elastic.group.store import StoreClient, host_store
 
 SECRET = Secret(b"of the job" * 4)
@@ -32,7 +33,7 @@ def job():
                 client = StoreClient("127.0.0.1", store.port, 5.0)
                 member = Member(client, "run", name, LIMITS, lambda: None, lease=2.0)
                 member.start(SECRET)
-                member.ask(Ask())
+                member.request(NodeRequest())
                 members.append(member)
             for member in members:
                 assert member.wait_for(lambda state: state.size == len(names), 10)
@@ -53,14 +54,14 @@ def still_works(members):
 def test_what_strangers_write_is_dropped_and_told_once(job, caplog):
     members = job("a", "b")
     prefix = key_prefix("run", SECRET)
-    closed = replace(members[0].state, version=1 << 60, closed=Closed(0, "by a stranger"))
+    closed = replace(members[0].state, version=1 << 60, closed=JobEnd(0, "by a stranger"))
     for value in (b"\xff\xfe garbage", b"{}", closed.encode(), b"0" * 64 + closed.encode()):
         for key in (f"{prefix}/state", f"{prefix}/beat/a", f"{prefix}/beat/b", "perdure/run/state"):
             job.stranger.set(key, value)
         assert still_works(members)
     assert members[0].state.closed is None
     assert members[0].state.members == ("a", "b")
-    assert sum(member.dropped[f"{prefix}/state"] for member in members) > 0
+    assert sum(member.keys.dropped[f"{prefix}/state"] for member in members) > 0
     told = [record for record in caplog.records if f"{prefix}/state" in record.getMessage()]
     assert len(told) <= len(members)
     assert not [record for record in caplog.records if record.exc_info]
@@ -79,7 +80,7 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
     assert sealing.open(f"{prefix}/state", old)
     assert sealing.open("perdure/other/state", old) is None
     # Of the same name and secret, and recorded before this job began: a long life, and its end.
-    before = Membership(version=(int(time.time()) - 3600) * 1000, closed=Closed(0, "finished"))
+    before = Membership(version=(int(time.time()) - 3600) * 1000, closed=JobEnd(0, "finished"))
     key = f"{prefix}/state"
     job.stranger.set(key, sealing.seal(key, before.encode()))
     assert still_works(members)
@@ -89,7 +90,9 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
 def test_a_newcomer_who_finds_garbage_or_an_empty_store_does_not_end_the_job(job):
     members = job("a", "b")
     key = f"{key_prefix('run', SECRET)}/state"
-    newcomers = heed(Membership(), "c", Ask(), time.time() + 9)  # it was faster than a and b
+    newcomers = apply_request(
+        Membership(), "c", NodeRequest(), time.time() + 9
+    )  # it was faster than a and b
     assert newcomers.version > members[0].state.version
     job.stranger.set(key, SECRET.derive("membership").seal(key, newcomers.encode()))
     assert still_works(members)
@@ -104,7 +107,7 @@ def test_a_job_that_waits_for_nodes_tells_by_which_secret():
     clients = [StoreClient("127.0.0.1", store.port, 5.0) for _ in range(2)]
     member = Member(clients[0], "run", "a", LIMITS, lambda: None, lease=2.0)
     member.start(SECRET)
-    member.ask(Ask())
+    member.request(NodeRequest())
     deadline = time.monotonic() + 10
     while not (found := clients[1].get(claim_key("run"))) and time.monotonic() < deadline:
         time.sleep(0.01)

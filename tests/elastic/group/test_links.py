@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.group.health import check_folders, mount_of
+from elastic.group.health import check_folders, describe_mount
 from elastic.group.network import network_problems
-from elastic.group.nvml import GpuLinks, ask_links, domain_of, link_problems
+from elastic.group.nvml import GpuLinks, domain_of, link_problems, read_links
 
 ACTIVE = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
 
@@ -174,14 +174,14 @@ def test_a_library_is_asked_as_its_header_says(tmp_path):
     for name, code in (("good.so", 0), ("bad.so", 9)):
         command = ["cc", "-shared", "-fPIC", "-w", f"-DFAILS={code}", "-o", name, "nvml.c"]
         subprocess.run(command, cwd=tmp_path, check=True)
-    problems, domain = ask_links(str(tmp_path / "good.so"))
+    problems, domain = read_links(str(tmp_path / "good.so"))
     assert [line.partition(";")[0] for line in problems] == [
         "GPU 1: 17 of its NVLinks are up (down: 4), and 18 of another GB200 here"
     ]
     assert domain == "nvl-abababab.7"
     with pytest.raises(RuntimeError, match="nvmlInit_v2: Driver Not Loaded"):
-        ask_links(str(tmp_path / "bad.so"))
-    assert ask_links(str(tmp_path / "none.so")) == ([], ""), "a missing library is no fault"
+        read_links(str(tmp_path / "bad.so"))
+    assert read_links(str(tmp_path / "none.so")) == ([], ""), "a missing library is no fault"
 
 
 def test_a_folder_that_does_not_answer_is_named_and_not_waited_for(tmp_path):
@@ -216,6 +216,10 @@ def test_a_mount_is_named(tmp_path):
         "broken",
     ]
     write(tmp_path / "proc/self", mountinfo="\n".join(lines))
-    assert mount_of(Path("/mnt/a b/run"), tmp_path) == " (lustre mds@tcp:/work on /mnt/a b)"
-    assert mount_of(Path("/mnt/data"), tmp_path) == " (nfs4 server:/export on /mnt)"
-    assert mount_of(Path("/mnty"), tmp_path) == mount_of(Path("/mnt"), tmp_path / "none") == ""
+    assert describe_mount(Path("/mnt/a b/run"), tmp_path) == " (lustre mds@tcp:/work on /mnt/a b)"
+    assert describe_mount(Path("/mnt/data"), tmp_path) == " (nfs4 server:/export on /mnt)"
+    assert (
+        describe_mount(Path("/mnty"), tmp_path)
+        == describe_mount(Path("/mnt"), tmp_path / "none")
+        == ""
+    )

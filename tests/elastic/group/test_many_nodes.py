@@ -12,13 +12,13 @@ from elastic.group.job_secret import Secret
 from elastic.group.member import Member
 from elastic.group.membership import (
     OBSERVERS,
-    Ask,
-    Failure,
+    FailureReport,
     Limits,
+    NodeRequest,
+    admissible,
+    is_foreign,
     lose,
     raise_alarm,
-    room,
-    strange,
 )
 from elastic.group.store import StoreClient, host_store
 from tests.distributed.jobs import soak
@@ -26,7 +26,7 @@ from tests.distributed.jobs import soak
 SECRET = Secret(b"of the job" * 4)
 LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
 NAMES = "abcdefgh"
-LOST = Failure("b", None, 0, "node lost", 7.0)
+LOST = FailureReport("b", None, 0, "node lost", 7.0)
 
 swaps: Counter[str] = Counter()
 
@@ -52,7 +52,7 @@ def job():
             client.name = name
             self[name] = Member(client, "run", name, LIMITS, lambda: None, lease=4.0)
             self[name].start(SECRET)
-            self[name].ask(Ask())
+            self[name].request(NodeRequest())
 
         def lose(self, name):
             member = self.pop(name)
@@ -66,10 +66,10 @@ def job():
         def come_again(self):
             before = next(iter(self.values())).state.round
             for member in self.values():
-                member.ask(Ask(after=before))
+                member.request(NodeRequest(after=before))
             self.until(lambda state: state.round > before and state.size == len(self))
             for member in self.values():
-                member.ask(None)
+                member.request(None)
 
     members = Job()
     for name in NAMES:
@@ -79,7 +79,7 @@ def job():
     if members["a"].state.size < len(NAMES):  # the round began before a busy machine had all
         members.come_again()
     for member in members.values():
-        member.ask(None)
+        member.request(None)
     yield members
     for member in members.values():
         member.stop(timeout=1.0)
@@ -97,7 +97,9 @@ def test_rounds_of_many_nodes_are_changes_by_few(job):
     before = next(iter(job.values())).state.round
     job.add("new")
     job.until(
-        lambda state: state.round > before or room(state, LIMITS) == 1 or "new" in state.arrived
+        lambda state: (
+            state.round > before or admissible(state, LIMITS) == 1 or "new" in state.arrived
+        )
     )
     job.come_again()
     assert "new" in job["new"].state.members
@@ -116,17 +118,17 @@ def test_where_ranks_stand_is_known_to_the_first_node_alone(job):
     job.until(lambda state: state.alarm)
     alarm = job[first].state.alarm
     for name in rest:
-        job[name].stand(alarm, f"of {name}")
-    job[rest[0]].stand(alarm - 1, "of the alarm before")
-    assert job[first].standings(alarm) is None
-    job[rest[0]].stand(alarm, f"of {rest[0]}")
-    job[first].stand(alarm, f"of {first}")
+        job[name].publish(alarm, f"of {name}")
+    job[rest[0]].publish(alarm - 1, "of the alarm before")
+    assert job[first].statuses(alarm) is None
+    job[rest[0]].publish(alarm, f"of {rest[0]}")
+    job[first].publish(alarm, f"of {first}")
     for _ in range(100):
-        if job[first].standings(alarm):
+        if job[first].statuses(alarm):
             break
         job[first].wait_for(lambda state: False, 0.1)
-    assert job[first].standings(alarm) == [f"of {name}" for name in (first, *rest)]
-    assert job[rest[0]].standings(alarm) is None
+    assert job[first].statuses(alarm) == [f"of {name}" for name in (first, *rest)]
+    assert job[rest[0]].statuses(alarm) is None
     assert sum(swaps.values()) <= OBSERVERS
 
 
@@ -160,8 +162,8 @@ def nodes(clock):
         limits = Limits(minimum, 9, unit=unit, first_call=0.0, settle=0.0)
         member = Member(clients[-1], "run", name, limits, lambda: None, None)
         member.client, member.clock = clients[-1], clock
-        member.trust(SECRET)
-        member.ask(Ask(identity=identity))
+        member.use_secret(SECRET)
+        member.request(NodeRequest(identity=identity))
         return member
 
     yield make
@@ -195,7 +197,7 @@ def trained_by(members):
     last = members[-1]
     look(members, lambda: last.state.round == 1 and last.state.size == len(members))
     for member in members:
-        member.ask(None)
+        member.request(None)
         member.look()
 
 
@@ -203,22 +205,22 @@ def test_nodes_that_come_one_by_one_are_not_a_document_each_to_read(nodes, clock
     members = [nodes(name, len(NAMES)) for name in NAMES]
     trained_by(members)
     first, last = members[0], members[-1]
-    monkeypatch.setattr("elastic.group.member.look_seconds", lambda nodes, observes: 60.0)
+    monkeypatch.setattr("elastic.group.member.poll_seconds", lambda nodes, observes: 60.0)
     monkeypatch.setattr("elastic.group.member.beat_seconds", lambda nodes: 60.0)
     monkeypatch.setattr("elastic.group.member.COUNTS_PER_BEAT", 60_000)
     for member in members:
-        member._next_beat = clock.now + 60.0
+        member._heartbeat.due = clock.now + 60.0
     before = last.client.reads
     for number in range(10):
         newcomer = nodes(f"z{number}", len(NAMES))
         if not number:  # at rest, the door is looked at once in a beat
             newcomer.look()
             newcomer.look()
-            first._next_beat = 0.0
+            first._heartbeat.due = 0.0
         look([newcomer, *members], lambda name=newcomer.name: name in first.state.arrived)
     assert last.client.reads - before <= 1 + OBSERVERS
     assert len(last.state.arrived) < 10
-    first._next_tell = 0.0
+    first._announced.due = 0.0
     look(members, lambda: len(last.state.arrived) == 10)
 
 
@@ -230,7 +232,7 @@ def test_a_node_is_lost_by_the_time_that_it_gave_itself(nodes, monkeypatch):
         monkeypatch.setattr(
             "elastic.group.member.beat_seconds", lambda nodes, seconds=seconds: seconds
         )
-        member._next_beat = 0.0
+        member._heartbeat.due = 0.0
         member.look()
     look(members[:3], lambda: quick.name not in first.state.members)
     assert slow.name in first.state.members
@@ -241,7 +243,7 @@ def test_a_silent_node_is_lost_sooner_where_a_rank_has_lost_a_peer(nodes, monkey
     members = [nodes(name, 3) for name in NAMES[:3]]
     trained_by(members)
     first, other, silent = members
-    first.doubt(20.0)
+    first.expect_loss(20.0)
     look([first, other], lambda: silent.name not in first.state.members)
     assert first.state.members == (first.name, other.name)
 
@@ -255,7 +257,7 @@ def test_a_node_that_beats_late_is_given_time_and_a_dead_one_is_not(nodes, clock
         end = clock.now + 0.9
         look([first, dead], lambda end=end: clock.now > end)
         slow.look()
-    first.doubt(60.0)
+    first.expect_loss(60.0)
     look([first], lambda: dead.name not in first.state.members, 2.0)
     for _ in range(2):
         end = clock.now + 0.9
@@ -271,7 +273,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         """To the next round, which so many are to train in; returns its nodes and its spares."""
         before = members[names[0]].state.round
         for name in names:
-            members[name].ask(Ask(after=before, paused=0))
+            members[name].request(NodeRequest(after=before, paused=0))
         here = [members[name] for name in names]
         size = len(names) // 2 * 2
 
@@ -281,7 +283,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         look(here, begun)
         for member in here:
             if member.name in member.state.members:
-                member.ask(None)
+                member.request(None)
                 member.look()
         return here[0].state.members, here[0].state.arrived
 
@@ -290,9 +292,9 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         member.limits = replace(member.limits, minimum=1)
     members["b"].change(lambda state: lose(state, "a", 0.0))
     assert come(*"bcd") == (tuple("cd"), ("b",))
-    assert room(members["b"].state, members["b"].limits) == 0, "training goes on"
+    assert admissible(members["b"].state, members["b"].limits) == 0, "training goes on"
     members["a"] = nodes("e", 1, unit=2)
-    look([*members.values()], lambda: room(members["c"].state, members["c"].limits) == 2)
+    look([*members.values()], lambda: admissible(members["c"].state, members["c"].limits) == 2)
     assert come(*"bcda") == (tuple("cdbe"), ())
 
 
@@ -302,7 +304,7 @@ def test_a_node_of_another_version_reads_what_it_can_and_changes_nothing(nodes, 
     members = [nodes(name, 2, identity="ours") for name in "ab"]
     trained_by(members)
     first, secret = members[0], SECRET.derive("membership")
-    key, client = f"{first._prefix}/state", first.client
+    key, client = f"{first.keys.prefix}/state", first.client
     body = json.loads(secret.open(key, client.get(key)))
     older = {name: body[name] for name in ("version", "round", "job", "identity", "members")}
     for text in older, {**body, "later": 1, "cause": {**asdict(LOST), "later": 2}}:
@@ -310,15 +312,15 @@ def test_a_node_of_another_version_reads_what_it_can_and_changes_nothing(nodes, 
         client.set(key, document)
         stranger = nodes("z", 1, identity="theirs")
         look([stranger], lambda one=stranger: one.state.identity == "ours")
-        assert strange(stranger.state, "z", "theirs")
+        assert is_foreign(stranger.state, "z", "theirs")
         assert stranger.state.members == ("a", "b")
         stranger.change(lambda state: replace(state, members=()))
-        stranger.ask(Ask(leaves=True))
+        stranger.request(NodeRequest(leaves=True))
         stranger.look()
         assert client.get(key) == document
 
-    client.append(f"{first._prefix}/door", b"c\n")
-    beat, ask = f"{first._prefix}/beat/c", {**asdict(Ask(identity="ours")), "later": 1}
+    client.append(f"{first.keys.prefix}/door", b"c\n")
+    beat, ask = f"{first.keys.prefix}/beat/c", {**asdict(NodeRequest(identity="ours")), "later": 1}
 
     counters = count(1)
 

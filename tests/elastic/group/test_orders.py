@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from elastic.group.membership import (
-    Ask,
-    Failure,
+    FailureReport,
     Limits,
     Membership,
+    NodeRequest,
+    admissible,
+    all_nodes,
+    apply_requests,
     complete,
-    fail,
-    heed_all,
-    inside,
     lose,
     observers,
-    over,
-    room,
+    record_failure,
+    round_over,
 )
 from tests.distributed.jobs import soak
 
@@ -45,7 +45,7 @@ class Agent:
     """A rank of it has, and is not started again yet."""
     report: tuple[int, int] | None = None
     """(round, generation) of a failure that the document does not have yet."""
-    said: Ask | None = None
+    said: NodeRequest | None = None
     """What it has asked for in its key, for the observers."""
 
 
@@ -78,7 +78,9 @@ class Explorer:
         self._worlds: dict[tuple[int, ...], World] = {}
         self._looks: dict[Any, tuple[Agent, Membership]] = {}
         self._settled: dict[World, World] = {}
-        state = complete(heed_all(Membership(), {name: Ask() for name in nodes}, 0.0), limits, 99.0)
+        state = complete(
+            apply_requests(Membership(), {name: NodeRequest() for name in nodes}, 0.0), limits, 99.0
+        )
         first = Agent(runs=True, round=state.round)
         agents = {name: first if name in state.members else Agent() for name in nodes}
         self.start = self._world(state, {**agents, NEWCOMER: Agent(wants=False)}, (0, 0), 0)
@@ -115,12 +117,12 @@ class Explorer:
         """What may come next by itself."""
         state, agents = world.state, world.agents
         for name, agent in agents.items():
-            if agent.alive and (agent.wants or agent.runs or name in inside(state)):
+            if agent.alive and (agent.wants or agent.runs or name in all_nodes(state)):
                 yield self._look(world, name, agent)
             together = (agent.round, agent.generation) == world.pausing
             if agent.alive and agent.runs and together and not agent.failed and agent.paused < 0:
                 yield self._with(world, name, replace(agent, paused=agent.generation))
-        for name in inside(state):
+        for name in all_nodes(state):
             if not agents[name].alive:  # whoever watches it
                 yield self._with(world, name, agents[name], lose(state, name, 0.0))
         now = state.round, state.generation
@@ -142,7 +144,7 @@ class Explorer:
                 continue
             yield self._with(world, name, replace(agent, alive=False), events=1)
             yield self._with(world, name, replace(agent, wants=False), events=1)
-            if name in inside(world.state):  # though it lives
+            if name in all_nodes(world.state):  # though it lives
                 yield self._with(world, name, agent, lose(world.state, name, 0.0), events=1)
             if agent.runs:  # its stand-in died
                 yield self._with(world, name, replace(agent, runs=False, paused=-1), events=1)
@@ -160,25 +162,25 @@ class Explorer:
         return self._with(world, name, *self._looks[key])
 
     def look(
-        self, state: Membership, name: str, agent: Agent, said: dict[str, Ask | None]
+        self, state: Membership, name: str, agent: Agent, said: dict[str, NodeRequest | None]
     ) -> tuple[Agent, Membership]:
         """A node looks at the document, changes it, and does what it says; see `Member._follow`,
         `PerdureRendezvous.num_nodes_waiting` and `Node._look`."""
         before, ask = state, None
         if not agent.wants:
-            ask = Ask(leaves=True)
+            ask = NodeRequest(leaves=True)
         elif not agent.runs:
-            ask = Ask(after=agent.round, paused=agent.paused)
+            ask = NodeRequest(after=agent.round, paused=agent.paused)
         if agent.report:
-            one = Failure(name, 0, 5, "SIGKILL", 0.0)
-            state = fail(state, *agent.report, one, self.limits)
+            one = FailureReport(name, 0, 5, "SIGKILL", 0.0)
+            state = record_failure(state, *agent.report, one, self.limits)
         first = observers(state)
         observes = name in first or len(first) < 3
         if observes:
             asks = {one: other for one, other in said.items() if other and one != name}
             if ask:
                 asks[name] = ask
-            state = heed_all(state, asks, 0.0)
+            state = apply_requests(state, asks, 0.0)
             if name in state.arrived:
                 state = complete(state, self.limits, 99.0)
         agent = replace(agent, said=ask, report=None)
@@ -187,13 +189,13 @@ class Explorer:
         elif not agent.runs:
             if state.round > agent.round and name in state.members:
                 agent = Agent(runs=True, round=state.round, generation=state.generation)
-        elif state.round != agent.round or name not in state.members or over(state):
+        elif state.round != agent.round or name not in state.members or round_over(state):
             agent = replace(agent, runs=False, failed=False, asked=False)
         elif state.generation != agent.generation:
             agent = Agent(runs=True, round=state.round, generation=state.generation)
         elif agent.paused >= 0:
             agent = replace(agent, runs=False, asked=False)
-        elif room(state, self.limits):
+        elif admissible(state, self.limits):
             agent = replace(agent, asked=True)
         return agent, before if state == before else state
 

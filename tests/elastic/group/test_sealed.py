@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elastic.group.job_secret import Secret
 from elastic.group.sealed import SealedStore
-from elastic.group.store import _end_calls as end_calls
+from elastic.group.store import _end_threads as end_calls
 
 SECRET = Secret(b"of the round")
 ROOT = Path(__file__).parents[3]
@@ -77,7 +77,7 @@ def test_what_does_not_verify_is_as_absent(host, caplog):
     ours.set("other", b"of another key")
     others = [host.get(key) for key in host.list_keys() if len(key) == 64 and key != name]
     reader = store_at(host.port)
-    ours._ours.clear()  # so that it does not put it right
+    ours._written.clear()  # so that it does not put it right
     forgeries = [b"", b"right", held[:-1], held[:64] + b"wrong", held + b"x", b"0" * 64 + b"right"]
     for forged in (*forgeries, *others, pickle.dumps("right")):
         host.set(name, forged)
@@ -171,7 +171,7 @@ def test_a_process_that_has_set_values_ends_well_at_any_moment(host):
         "from elastic.group import sealed; sealed.FIRST_LOOK_SECONDS = sealed.LOOK_SECONDS = 0.0\n"
         "from elastic.group.job_secret import Secret\n"
         "connect = partial(dist.TCPStore, '127.0.0.1', int(sys.argv[1]), is_master=False)\n"
-        "sealed.MOST_LOOK_SECONDS = 0.0\n"
+        "sealed.MAX_LOOK_SECONDS = 0.0\n"
         "store = sealed.SealedStore(connect, Secret(b'x'), 'generation 0')\n"
         "[store.set(f'{n}', b'x') for n in range(20)]; time.sleep(0.1)\n"
     )

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.group.topology import grouped, is_place, levels, natural, own_place, tell
+from elastic.group.topology import (
+    describe_places,
+    group_by_place,
+    is_place,
+    levels,
+    natural_key,
+    own_place,
+)
 
 SWITCHES = {"SLURM_TOPOLOGY_ADDR": "s0.s3.n17", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
 
@@ -51,7 +58,7 @@ PLACES = st.lists(st.sampled_from("ab"), max_size=3).map("/".join)
 @given(st.lists(PLACES), st.lists(PLACES), st.sets(st.integers(0, 9)))
 def test_nodes_of_a_place_are_neighbours_and_nobody_else_moves(here, coming, gone):
     def order(nodes):
-        return grouped(nodes, lambda node: levels(node[1]))
+        return group_by_place(nodes, lambda node: levels(node[1]))
 
     nodes = order(list(enumerate(here)))
     assert sorted(nodes) == list(enumerate(here))
@@ -69,13 +76,13 @@ def test_nodes_of_a_place_are_neighbours_and_nobody_else_moves(here, coming, gon
 
 def test_numbers_in_names_count():
     names = ["node10", "node2", "node1/7", "9" * 5000, "a", ""]
-    assert sorted(names[:3], key=natural) == ["node1/7", "node2", "node10"]
-    assert sorted(names, key=natural)[0] == ""
+    assert sorted(names[:3], key=natural_key) == ["node1/7", "node2", "node10"]
+    assert sorted(names, key=natural_key)[0] == ""
 
 
 def test_a_line_says_which_ranks_stand_where():
-    assert tell([("", 2), ("#1", 2)]) == ""
+    assert describe_places([("", 2), ("#1", 2)]) == ""
     nodes = [("r/1#0", 2), ("r/1#1", 2), ("r/2", 1), ("", 4)]
-    assert tell(nodes) == "ranks 0-3 in r/1, 4 in r/2, 5-8 in a place that is not stated"
-    many = tell([(f"r{number}", 8) for number in range(20)])
+    assert describe_places(nodes) == "ranks 0-3 in r/1, 4 in r/2, 5-8 in a place that is not stated"
+    many = describe_places([(f"r{number}", 8) for number in range(20)])
     assert many.endswith("56-63 in r7 and 12 more")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.node.files import open_to_append, own_directory, read_text, write_new, write_whole
-from elastic.record.ledger import Ledger, Start
+from elastic.record.ledger import Ledger, StartLine
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="other users' files take root to make")
@@ -60,7 +60,7 @@ def test_what_is_no_file_of_ours_alone_is_put_aside_before_lines_are_added(
             os.mkfifo(path)
         case "folder":
             path.mkdir()
-    with Ledger(path, Start(step=0, sequences=0, global_batch=1, world_size=1)):
+    with Ledger(path, StartLine(step=0, sequences=0, global_batch=1, world_size=1)):
         pass
     assert precious.read_text() == "precious\n"
     assert not (tmp_path / "nowhere").exists()
@@ -75,7 +75,7 @@ def test_a_file_with_a_second_name_goes_on_as_a_copy(tmp_path, precious):
     path = tmp_path / "ledger.jsonl"
     os.link(precious, path)
     precious.chmod(0o600)
-    with Ledger(path, Start(step=0, sequences=0, global_batch=1, world_size=1)):
+    with Ledger(path, StartLine(step=0, sequences=0, global_batch=1, world_size=1)):
         pass
     assert precious.read_text() == "precious\n"
     assert path.read_text().startswith("precious\n{")

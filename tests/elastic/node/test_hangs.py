@@ -9,10 +9,10 @@ import pytest
 from elastic.group.membership import Membership, raise_alarm
 from elastic.node import watchdog
 from elastic.node.progress import ProgressPage
-from elastic.node.watchdog import HangWatch, Standing
+from elastic.node.watchdog import HangWatch, RankStatus
 from tests.checkpointing.faults import until
 
-WAITING = Standing(0, 7, "reduce", 4.0, 3.5, "collective")
+WAITING = RankStatus(0, 7, "reduce", 4.0, 3.5, "collective")
 
 
 class Group:
@@ -29,10 +29,10 @@ class Group:
     def change(self, change):
         self.state = change(self.state)
 
-    def stand(self, alarm, text):
+    def publish(self, alarm, text):
         self.texts[0] = text
 
-    def standings(self, alarm):
+    def statuses(self, alarm):
         return self.texts if self.texts[0] is not None else None
 
 
@@ -43,7 +43,7 @@ def judged(monkeypatch):
     def judged(ours, theirs):
         group = Group(theirs)
         monkeypatch.setattr(watchdog, "take_dumps", lambda ranks: {})
-        monkeypatch.setattr(watchdog, "standings", lambda *_: ours)
+        monkeypatch.setattr(watchdog, "rank_statuses", lambda *_: ours)
         watch, alarm = HangWatch(group, ProgressPage.make()), group.state.alarm
 
         def seen():

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import elastic.world
 from benchmarks.support import python_path
-from elastic.group.membership import Failure, Membership
+from elastic.group.membership import FailureReport, Membership
 from elastic.node.agent import Node
 from elastic.node.program import Program
 from elastic.node.recall import Recall
@@ -41,7 +41,7 @@ class Group:
     """A membership of one node, each failure of which begins a generation."""
 
     name: str = "here"
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailureReport] = field(default_factory=list)
     state: Membership = field(
         default_factory=lambda: Membership(version=1, round=1, members=("here",), size=1)
     )
@@ -99,7 +99,9 @@ def test_who_does_not_let_go_in_time_is_forked_anew_and_the_others_stay(
         return next((int(pid) for pid, number in found if number == f"{generation}"), None)
 
     assert until(lambda: all(works(rank, 0) for rank in range(3)), 60)
-    assert until(lambda: all(rank.able for rank in node._ranks.values()), 20)
+    assert until(
+        lambda: all(rank.process and rank.process.able for rank in node._ranks.values()), 20
+    )
     os.kill(works(2, 0), signal.SIGKILL)
     assert until(lambda: all(works(rank, 1) for rank in range(3)), 20)
     assert [works(rank, 0) == works(rank, 1) for rank in range(3)] == [True, False, False]
@@ -118,7 +120,7 @@ def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp
             return all(s.exists() and len(s.read_text().split()) == number for s in starts)
 
         assert until(all_started, 60)
-        node.group.report(1, number - 1, Failure("here", 0, 0, "the test", 0.0))
+        node.group.report(1, number - 1, FailureReport("here", 0, 0, "the test", 0.0))
         node.wake()
     assert all("taken" not in start.read_text() for start in starts)
 

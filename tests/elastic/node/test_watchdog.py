@@ -21,26 +21,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.options import CheckpointOptions
 from elastic.node.exchange import received
-from elastic.node.progress import PHASES, Progress, ProgressPage, Pulse
-from elastic.node.vitals import Signs, compiles, in_collective, register_dumps, take_dumps, where
+from elastic.node.progress import PHASES, ProgressPage, Pulse, RankProgress
+from elastic.node.vitals import (
+    Signs,
+    classify_dump,
+    in_collective,
+    is_compiling,
+    register_dumps,
+    take_dumps,
+)
 from elastic.node.watchdog import (
-    FLOOR,
+    MIN_SECONDS,
     ORDER,
     PhaseTimes,
-    Standing,
+    RankStatus,
     blame,
     overdue,
-    standings,
+    rank_statuses,
 )
 from tests.checkpointing.faults import Job, until
 
 
 def at(step, phase="step", when=0.0):
-    return Progress(step, phase, when, noticed=False)
+    return RankProgress(step, phase, when, noticed=False)
 
 
 def standing(rank, step, phase="step", seconds=9.0, where="unknown"):
-    return Standing(rank, step, phase, seconds, limit=5.0, where=where)
+    return RankStatus(rank, step, phase, seconds, limit=5.0, where=where)
 
 
 def taught(step_seconds, steps=20, **options):
@@ -62,7 +69,7 @@ def test_every_phase_has_its_place():
 
 
 def test_time_outs_are_learned_from_what_is_usual():
-    assert taught(0.2)[0].limit(0, at(21)) == FLOOR
+    assert taught(0.2)[0].limit(0, at(21)) == MIN_SECONDS
     assert taught(0.2, floor=0.5)[0].limit(0, at(21)) == pytest.approx(2.4)
     assert taught(0.2, steps=3)[0].limit(0, at(21)) == 300.0  # too few to tell
 
@@ -85,13 +92,13 @@ def test_what_happens_once_has_more_time_however_quick_it_was_before():
             )
     times.follow({0: at(9, "evaluate")}, 10)
     assert times.limit(0, at(9, "evaluate")) == 600  # compiles
-    assert times.limit(0, at(12, "evaluate")) == FLOOR
+    assert times.limit(0, at(12, "evaluate")) == MIN_SECONDS
     times.begin(0)
     times.follow({0: at(20)}, 100)
     times.follow({0: at(20, "evaluate")}, 100)
     assert times.limit(0, at(20)) == times.limit(0, at(20, "update")) == 300
     assert times.limit(0, at(20, "evaluate")) == 600
-    assert times.limit(0, at(21)) == FLOOR
+    assert times.limit(0, at(21)) == MIN_SECONDS
     times.forget_steps()
     assert times.limit(0, at(21)) == 300
     assert times.limit(0, at(9, "evaluate")) == 600
@@ -120,13 +127,13 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count():
     assert overdue(progress, now + 63, times) == []
     assert overdue(progress, now + 66, times)
     times.follow({0: at(22, when=now + 66)}, now + 66)
-    assert times.limit(0, at(23)) == FLOOR
+    assert times.limit(0, at(23)) == MIN_SECONDS
 
 
 def test_a_rank_that_asks_for_patience_has_it_where_it_waits():
     page = ProgressPage.make()
     pulse = Pulse(page, 0)
-    pulse.be_patient(1800)
+    pulse.request_patience(1800)
     times = PhaseTimes()
     limits = {}
     for step, phase in ((0, "load"), (1, "data"), (1, "step"), (2, "step")):
@@ -150,8 +157,8 @@ def test_a_rank_that_says_it_failed_is_waited_for_and_nobody_blamed():
     assert failed.error.startswith("OutOfMemoryError: éé")
     times, now = taught(0.2)
     progress = {0: at(21, when=now), 1: replace(failed, at=now)}
-    assert blame(standings(progress, now + 30, times)) is None
-    assert blame(standings(progress, now + 301, times)).ranks == (1,)
+    assert blame(rank_statuses(progress, now + 30, times)) is None
+    assert blame(rank_statuses(progress, now + 301, times)).ranks == (1,)
     page.clear(1)
     assert page.read(1).error == ""
 
@@ -184,9 +191,9 @@ def test_who_waits_for_a_rank_that_was_just_stopped_is_not_taken_for_it():
     times, now = taught(0.1)
     there = {0: at(20, when=now - 0.2), 1: at(20, when=now)}
     inside = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
-    for after, found in (FLOOR - 0.1, None), (FLOOR + 0.1, (1,)):
+    for after, found in (MIN_SECONDS - 0.1, None), (MIN_SECONDS + 0.1, (1,)):
         stopped = {1: Signs(stopped=after - 0.6)}
-        ranks = standings(there, now + after, times, {0: inside}, stopped)
+        ranks = rank_statuses(there, now + after, times, {0: inside}, stopped)
         assert [one.where for one in ranks] == ["collective", "stopped"]
         assert ranks[0].overdue
         blamed = blame(ranks)
@@ -204,8 +211,8 @@ def test_a_rank_without_a_sign_of_life_is_to_blame_wherever_it_is():
     [("step", "silent", True), ("save", "silent", False), ("step", "elsewhere", False)],
 )
 def test_a_node_that_has_learned_nothing_yet_goes_by_what_others_have(phase, where, blamed):
-    fresh = Standing(1, 6 if phase == "save" else 7, phase, seconds=4.0, limit=120.0, where=where)
-    learned = Standing(0, 7, "reduce", seconds=3.6, limit=3.5, where="collective")
+    fresh = RankStatus(1, 6 if phase == "save" else 7, phase, seconds=4.0, limit=120.0, where=where)
+    learned = RankStatus(0, 7, "reduce", seconds=3.6, limit=3.5, where="collective")
     found = blame([learned, fresh])
     assert (found is not None) == blamed
     if found:
@@ -333,7 +340,7 @@ def test_the_hanging_rank_is_found_among_real_ones(tmp_path, step, hang, seen):
 
         def look():
             dumps = take_dumps(ranks)
-            return dumps, tuple(where(dump) for _, dump in sorted(dumps.items()))
+            return dumps, tuple(classify_dump(dump) for _, dump in sorted(dumps.items()))
 
         # A rank is on its way to the place where it hangs for a moment.
         assert until(lambda: look()[1] == seen, 20), look()
@@ -343,7 +350,7 @@ def test_the_hanging_rank_is_found_among_real_ones(tmp_path, step, hang, seen):
         assert time.monotonic() - started < (1.5 if "silent" in seen else 0.9)
         now = time.monotonic()
         progress = {rank: at(7, when=now - 301) for rank in range(2)}
-        found = blame(standings(progress, now, PhaseTimes(), dumps))
+        found = blame(rank_statuses(progress, now, PhaseTimes(), dumps))
         assert found.ranks == (1,)
         assert len(job.running()) == 2  # asking for stacks ends nobody
 
@@ -360,7 +367,7 @@ def test_a_hang_in_a_backward_hook_is_no_collective(tmp_path):
         path = tmp_path / "dump"
         assert until(path.exists, 20)
         ranks = {0: (job.ranks[0], path)}
-        assert until(lambda: where(take_dumps(ranks).get(0, "")) == "elsewhere", 20)
+        assert until(lambda: classify_dump(take_dumps(ranks).get(0, "")) == "elsewhere", 20)
 
 
 def test_a_rank_that_compiles_has_patience(tmp_path):
@@ -377,9 +384,9 @@ def test_a_rank_that_compiles_has_patience(tmp_path):
         assert until(path.exists, 20)
         ranks = {0: (job.ranks[0], path)}
         dumps: dict[int, str] = {}
-        assert until(lambda: dumps.update(take_dumps(ranks)) or compiles(dumps.get(0, "")), 20)
+        assert until(lambda: dumps.update(take_dumps(ranks)) or is_compiling(dumps.get(0, "")), 20)
         times, now = taught(0.2)
-        (found,) = standings({0: at(21, when=now)}, now + 4, times, dumps)
+        (found,) = rank_statuses({0: at(21, when=now)}, now + 4, times, dumps)
         assert (found.where, found.limit) == ("elsewhere", 300)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from elastic.record.history import LedgerError, read_history
-from elastic.record.ledger import Ledger, Start
+from elastic.record.ledger import Ledger, StartLine
 from elastic.record.reliability import goodput, goodput_curve, idle_spans, reliability
 
 BATCH = 8
@@ -132,7 +132,7 @@ def folder(tmp_path_factory):
 
 def test_what_is_written_is_read(tmp_path):
     with Ledger(
-        tmp_path / "ledger.jsonl", Start(step=0, sequences=0, global_batch=8, world_size=2)
+        tmp_path / "ledger.jsonl", StartLine(step=0, sequences=0, global_batch=8, world_size=2)
     ) as ledger:
         ledger.step(1, 0, 8, 0.01, loss=0.1 + 0.2, norm=1 / 3, consumed="0" * 16)
         ledger.phases({"imports": 1.0, "first step": 0.2})
@@ -161,11 +161,11 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_a_torn_line_is_left_out_and_never_glued_to(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    first = Ledger(path, Start(step=0, sequences=0, global_batch=8, world_size=1))
+    first = Ledger(path, StartLine(step=0, sequences=0, global_batch=8, world_size=1))
     first.step(1, 0, 8, 0.01)
     first.step(2, 8, 16, 0.01)
     os.truncate(path, path.stat().st_size - 9)
-    with Ledger(path, Start(step=1, sequences=8, global_batch=8, world_size=1)) as second:
+    with Ledger(path, StartLine(step=1, sequences=8, global_batch=8, world_size=1)) as second:
         second.step(2, 8, 16, 0.01)
     history = read_history(path)
     assert history.problems == []
@@ -177,7 +177,7 @@ def test_a_killed_writer_leaves_every_line(tmp_path):
     process = os.fork()
     if process == 0:
         ledger = Ledger(
-            tmp_path / "ledger.jsonl", Start(step=0, sequences=0, global_batch=1, world_size=1)
+            tmp_path / "ledger.jsonl", StartLine(step=0, sequences=0, global_batch=1, world_size=1)
         )
         for step in range(1, 101):
             ledger.step(step, step - 1, step, 0.001)
@@ -187,7 +187,7 @@ def test_a_killed_writer_leaves_every_line(tmp_path):
 
 
 def test_an_error_is_how_an_attempt_ends(tmp_path):
-    start = Start(step=0, sequences=0, global_batch=8, world_size=1)
+    start = StartLine(step=0, sequences=0, global_batch=8, world_size=1)
     with pytest.raises(RuntimeError), Ledger(tmp_path / "ledger.jsonl", start):
         raise RuntimeError("out of luck")
     with pytest.raises(KeyboardInterrupt), Ledger(tmp_path / "ledger.jsonl", start):
@@ -462,11 +462,11 @@ def test_reading_is_fast_enough_for_a_restart(folder):
 
 def test_a_ledger_knows_how_far_the_attempts_before_came(tmp_path):
     path, start = tmp_path / "ledger.jsonl", {"sequences": 0, "global_batch": 8, "world_size": 1}
-    with Ledger(path, Start(step=0, **start)) as ledger:
+    with Ledger(path, StartLine(step=0, **start)) as ledger:
         assert ledger.reached == 0
         ledger.step(1, 0, 8, 0.1)
         ledger.step(2, 8, 16, 0.1)
         ledger.save(2, 0.1)
     with path.open("a") as file:
         file.write('{"kind":"step","st')
-    assert Ledger(path, Start(step=1, **start)).reached == 2
+    assert Ledger(path, StartLine(step=1, **start)).reached == 2

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from elastic.record.history import read_history
-from elastic.record.ledger import Ledger, Start
+from elastic.record.ledger import Ledger, StartLine
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def cut_off(path, size):
 
 def test_a_full_disk_costs_no_line(tmp_path, caplog):
     path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path, Start(step=0, sequences=0, global_batch=8, world_size=1))
+    ledger = Ledger(path, StartLine(step=0, sequences=0, global_batch=8, world_size=1))
     with cut_off(path, path.stat().st_size + 30):
         for step in range(1, 400):
             ledger.step(step, 8 * step - 8, 8 * step, 0.01)
@@ -44,7 +44,7 @@ def test_lines_that_came_with_a_state_are_written_once_whatever_the_writer_befor
 ):
     """The one before was killed when the disk had taken `taken` bytes more."""
     path, start = tmp_path / "ledger.jsonl", {"sequences": 0, "global_batch": 8, "world_size": 1}
-    first = Ledger(path, Start(step=0, **start))
+    first = Ledger(path, StartLine(step=0, **start))
     first.step(1, 0, 8, 0.01)
     written = path.read_bytes()
     with cut_off(path, len(written)):
@@ -57,7 +57,7 @@ def test_lines_that_came_with_a_state_are_written_once_whatever_the_writer_befor
     assert [json.loads(line)["kind"] for line in unwritten] == ["step", "event", "step"]
     path.write_bytes(written + rest[:taken])
     state = {**start, "sequences": 24}
-    with Ledger(path, Start(step=3, source="memory", **state), unwritten) as second:
+    with Ledger(path, StartLine(step=3, source="memory", **state), unwritten) as second:
         assert second.reached >= 3
         assert second.unwritten == []
         second.step(4, 24, 32, 0.01)
@@ -75,12 +75,12 @@ def test_lines_outlive_several_attempts_that_cannot_write_them(tmp_path):
     unwritten: list[str] = []
     with cut_off(path, 0):
         for step in range(3):
-            begin = Start(step=step, sequences=8 * step, source="memory", **start)
+            begin = StartLine(step=step, sequences=8 * step, source="memory", **start)
             with Ledger(path, begin, unwritten) as ledger:
                 ledger.step(step + 1, 8 * step, 8 * step + 8, 0.01)
                 unwritten = ledger.unwritten
     assert path.stat().st_size == 0
-    with Ledger(path, Start(step=3, sequences=24, source="memory", **start), unwritten):
+    with Ledger(path, StartLine(step=3, sequences=24, source="memory", **start), unwritten):
         pass
     history = read_history(path)
     assert (history.problems, history.unrecorded, len(history.attempts)) == ([], 0, 4)

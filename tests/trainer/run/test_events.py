@@ -2,14 +2,14 @@
 
 import math
 
-from elastic import Ledger, Start
+from elastic import Ledger, StartLine
 from trainer.run import events
 from trainer.run.events import End, Reader, Restart, RollBack, Save, Step, Validation
 
 
 def test_a_run_in_events(tmp_path):
     path, size = tmp_path / "ledger.jsonl", {"global_batch": 8, "world_size": 2}
-    with Ledger(path, Start(step=0, sequences=0, at=100.0, **size)) as ledger:
+    with Ledger(path, StartLine(step=0, sequences=0, at=100.0, **size)) as ledger:
         ledger.phases({"data": 1.0})
         ledger.step(1, 0, 8, 0.5, loss=2.5)
         ledger.step(2, 8, 16, 0.5, loss=math.inf, norm=1.0, skipped="loss")
@@ -21,7 +21,7 @@ def test_a_run_in_events(tmp_path):
     with path.open("a") as file:
         file.write('{"kind": "step", "st')  # a process was killed
     cause = {"rank": 1, "why": "SIGKILL"}
-    with Ledger(path, Start(step=1, sequences=8, at=200.0, cause=cause, **size)):
+    with Ledger(path, StartLine(step=1, sequences=8, at=200.0, cause=cause, **size)):
         pass
     reader = Reader()
     found = [reader.event(line) for line in path.read_bytes().splitlines()]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from checkpointing import SaveFailed, SaveOutcome
-from elastic import EXIT_DO_NOT_REQUEUE, EXIT_FAILED, EXIT_WRONG_INPUT, Start
+from elastic import EXIT_DO_NOT_REQUEUE, EXIT_FAILED, EXIT_WRONG_INPUT, StartLine
 from elastic.node.progress import ProgressPage, Pulse
 from elastic.node.recall import Recall
 from trainer.data.shards import DataError
@@ -35,7 +35,7 @@ def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
         raise SaveFailed(errors[1], 0)
 
     recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}", "tracking.tensorboard=false"])
-    start = Start(step=0, sequences=0, global_batch=8, world_size=1, data="")
+    start = StartLine(step=0, sequences=0, global_batch=8, world_size=1, data="")
     with Log(recipe, start, [], silent=False) as log:
         run = SimpleNamespace(
             checkpointer=SimpleNamespace(

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from elastic.record.history import read_history
-from elastic.record.ledger import Ledger, Start
+from elastic.record.ledger import Ledger, StartLine
 from trainer.run.events import Reader
 from trainer.run.metrics import keep_records
 from trainer.run.trackers import Tail
@@ -28,7 +28,7 @@ RAW = [
 @pytest.fixture
 def run(tmp_path):
     start = {"global_batch": 4, "world_size": 2, "data": "x"}
-    with Ledger(tmp_path / "ledger.jsonl", Start(step=0, sequences=0, **start)) as ledger:
+    with Ledger(tmp_path / "ledger.jsonl", StartLine(step=0, sequences=0, **start)) as ledger:
         for step in (1, 2):
             ledger.step(step, 4 * step - 4, 4 * step, 0.1, loss=1.0, norm=0.5, consumed="0" * 16)
         ledger.save(2, 0.1, stall=0.1)
@@ -36,7 +36,7 @@ def run(tmp_path):
         ledger.phases({"build": 1.0})
     cause = {"rank": 1, "why": "killed", "at": time.time()}
     with Ledger(
-        tmp_path / "ledger.jsonl", Start(step=2, sequences=8, cause=cause, **start)
+        tmp_path / "ledger.jsonl", StartLine(step=2, sequences=8, cause=cause, **start)
     ) as ledger:
         ledger.step(3, 8, 12, 0.1, loss=1.0)
         ledger.end(0, "done")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.record.history import LedgerError, read_history
-from elastic.record.ledger import Ledger, Start
+from elastic.record.ledger import Ledger, StartLine
 from trainer.tools.report.html import MAX_POINTS, report_html, thin
 from trainer.tools.report.report import check, clock, report
 from trainer.tools.svg import ticks
@@ -33,7 +33,7 @@ def write_run(folder):
         at, steps = part["at"], part["steps"]
         clock = iter(range(1, 1000))
         cause = {"rank": 1, "node": "n0", "step": 13, "why": "SIGKILL", "at": DAY_ONE + 12.5}
-        start = Start(
+        start = StartLine(
             step=steps[0] - 1,
             sequences=(steps[0] - 1) * BATCH,
             global_batch=BATCH,
@@ -178,7 +178,7 @@ def test_the_page_needs_nothing_but_itself(run):
 
 
 def test_a_run_that_has_just_begun(tmp_path):
-    Ledger(tmp_path / "ledger.jsonl", Start(step=0, sequences=0, global_batch=8, world_size=1))
+    Ledger(tmp_path / "ledger.jsonl", StartLine(step=0, sequences=0, global_batch=8, world_size=1))
     assert "0 steps, 0 sequences, 1 attempt" in report(tmp_path)
     assert "nothing recorded" in report_html(tmp_path)
     with pytest.raises(LedgerError):

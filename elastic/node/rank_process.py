@@ -1,0 +1,128 @@
+"""A rank as the agent of its node sees it: its stand-in, its process, and what an exit means."""
+
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from elastic.exits import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_DONE,
+    EXIT_MENDED,
+    EXIT_PAUSED,
+    EXIT_PEER_GONE,
+    EXIT_WRONG_INPUT,
+)
+from elastic.group.membership import FailureReport, JobEnd
+from elastic.node.progress import RankProgress
+from elastic.node.zygote import MAX_MESSAGE
+
+FROM_OUTSIDE = {
+    *(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+}
+"""Signals that a process does not send itself by an error."""
+
+
+@dataclass
+class RankProcess:
+    """A training process. Times are by time.monotonic()."""
+
+    key: str
+    """Name of the process in messages to the zygote."""
+    recall: socket.socket | None
+    """Socket to the process, see recall.py; None once the process has closed it."""
+    pid: int = 0
+    """Process id; 0 until the zygote reports it."""
+    able: float | None = None
+    """Since when it can be recalled."""
+    recalled: float | None = None
+    """When it was recalled, until it is ready for its generation."""
+    stuck: bool = False
+    """Whether it waits, since its recall, in a collective that nothing ends."""
+    lost: float | None = None
+    """When it reported a lost peer, until somebody reports whose failure that was."""
+
+
+@dataclass
+class Reserve:
+    """A process that can become any rank of this node; see recall.py."""
+
+    process: RankProcess
+    dumps: int
+    """File in memory for its stack dumps."""
+    _waits: bool = False
+
+    def waits(self) -> bool:
+        """Whether it has finished its preparations, and waits to become a rank."""
+        with suppress(OSError):
+            if self.process.recall and not self._waits:
+                self._waits = bool(self.process.recall.recv(MAX_MESSAGE, socket.MSG_DONTWAIT))
+        return self._waits
+
+
+@dataclass
+class Rank:
+    """A rank of this node: its stand-in, and its process while it has one."""
+
+    connection: socket.socket
+    """Socket to the stand-in."""
+    descriptors: list[int]
+    """The stand-in's program, stdin, stdout and stderr."""
+    round: int
+    rank: int
+    local_rank: int
+    dumps: int
+    """File in memory for the stack dumps of its process."""
+    process: RankProcess | None = None
+    code: int | None = None
+    """Exit code of the last process."""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
+
+
+def judge_exit(
+    rank: int,
+    code: int,
+    progress: RankProgress,
+    blank: FailureReport,
+    *,
+    job_done: bool,
+    first_start: bool,
+    out_of_memory: bool,
+) -> JobEnd | FailureReport | None:
+    """Judge the exit of a training process.
+
+    Args:
+        rank: of the process.
+        code: its exit code; negative: minus the signal that ended it.
+        progress: its last report.
+        blank: a report with node, step and time of the exit.
+        job_done: whether all steps of the run are done.
+        first_start: whether it belonged to the first generation of the job.
+        out_of_memory: whether the kernel has just killed a process for lack of memory.
+
+    Returns:
+        The end of the job, a failure to which the job answers, or None for a pause.
+    """
+    why, error = signal.Signals(-code).name if code < 0 else f"exit code {code}", progress.error
+    if error:
+        why += f" ({error})"
+    if code == EXIT_DONE or job_done:
+        return JobEnd(EXIT_DONE, "the run is finished")
+    # Input that was good once is good again: later, storage may be away for a moment.
+    wrong_input = code == EXIT_WRONG_INPUT and first_start and not progress.step
+    if code == EXIT_DO_NOT_REQUEUE or wrong_input:
+        return JobEnd(code, f"rank {rank} ended with {why}")
+    if code == EXIT_PAUSED:
+        return None
+    if code == EXIT_PEER_GONE:  # the rank that failed is on a node that cannot report it any more
+        return replace(blank, why=f"rank {rank} lost its connection to another")
+    outside = -code in FROM_OUTSIDE and not error
+    if code == -signal.SIGKILL and out_of_memory:
+        outside, error = False, "the kernel killed it: out of memory"
+        why += f" ({error})"
+    mended = code == EXIT_MENDED
+    return replace(blank, rank=rank, why=why, error=error, mended=mended, outside=outside)
