@@ -34,7 +34,7 @@ from benchmarks.support import (
 )
 from benchmarks.support.checkpoint_rank import Task
 from benchmarks.support.processes import MemoryWatch
-from checkpointing.save.room import available_bytes
+from checkpointing.save.slots import available_bytes
 
 TITLE = "Checkpoints: this engine, torch's, other libraries', plain files"
 LEGEND = """\

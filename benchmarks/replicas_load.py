@@ -28,9 +28,8 @@ from checkpointing.format.layout import MODEL, step_name
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks
-from checkpointing.storage.filesystems import filesystem
-from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.steps import open_step, stored_tensors
+from checkpointing.storage.posix import filesystem
+from checkpointing.storage.steps import open_step, storage_of, stored_tensors
 from elastic import leave_world
 
 COLUMNS, TENSOR_MB = 1024, 50

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.trace import Span, at_once, picture, read_trace, writes
 from checkpointing import CheckpointOptions, TensorCheckpointer
-from checkpointing.storage.filesystems import filesystem
+from checkpointing.storage.posix import filesystem
 from elastic import leave_world
 
 RANKS, PER_NODE, TENSORS, STEPS = 8, 2, 24, (1, 2)

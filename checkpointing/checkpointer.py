@@ -24,7 +24,7 @@ from checkpointing.format.optimizers import OptimizerTargets
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import Ranks, failing_alike
 from checkpointing.save.messages import SaveOutcome
-from checkpointing.save.replicas import refuse_different, replicas, tell
+from checkpointing.save.planning import refuse_different, replicas, tell
 from checkpointing.state import (
     Parts,
     State,

@@ -9,7 +9,10 @@ CheckpointError
 """
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EFBIG, EIO, EISDIR, ELOOP, ENOENT, ENOTDIR, ENXIO
 
 from checkpointing.wire import register
 
@@ -98,3 +101,22 @@ def explain(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+_DAMAGE = {ENOTDIR, EISDIR, ELOOP, ENXIO, EFBIG}
+
+
+@contextmanager
+def reading(path: object) -> Iterator[None]:
+    """Turn errors of the system inside into DamagedCheckpoint, UnreadableCheckpoint or
+    StorageError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == ENOENT:
+            raise DamagedCheckpoint(f"{error.filename or path}: is missing") from error
+        if error.errno in _DAMAGE:
+            raise DamagedCheckpoint(f"cannot be read: {explain(error)}") from error
+        if error.errno == EIO:
+            raise UnreadableCheckpoint(f"cannot be read: {explain(error)}") from error
+        raise StorageError(f"cannot read {explain(error)}") from error

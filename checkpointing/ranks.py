@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpointing.errors import RankFailure
 from checkpointing.format.plan import Layout, Nodes, TensorSpec, merge_specs
 from checkpointing.format.tensors import broadcast, specs_of
-from checkpointing.storage.owners import machine
+from checkpointing.storage.ownership import machine
 from checkpointing.wire import MAX_BYTES, WireError, pack, unpack
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from checkpointing.errors import (
     explain,
 )
 from checkpointing.format.layout import ADAPTER, MODEL, TensorMeta, parse_step, step_name
-from checkpointing.format.numbers import Numbers, not_finite
-from checkpointing.format.sections import by_section
+from checkpointing.format.sections import Numbers, by_section, not_finite
 from checkpointing.load.memory import make_token, token
 from checkpointing.load.restore import (
     Aim,
@@ -39,6 +38,7 @@ from checkpointing.load.restore import (
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, Ranks, failing_alike
 from checkpointing.save import messages as msg
+from checkpointing.save.channel import job_secret
 from checkpointing.save.link import (
     END_SECONDS,
     Link,
@@ -48,17 +48,15 @@ from checkpointing.save.link import (
     end,
     own_address,
 )
+from checkpointing.save.peers import Puller
 from checkpointing.save.planning import Planner, SavePlan, signatures, unguarded
-from checkpointing.save.pulls import Puller
 from checkpointing.save.saves import Saves, checked_state
-from checkpointing.save.secret import job_secret
 from checkpointing.save.slots import Slots
 from checkpointing.save.staging import Staging
 from checkpointing.storage.folders import collect_memory
-from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.ownership import keep_to
 from checkpointing.storage.place import Place, location
-from checkpointing.storage.steps import list_steps
-from checkpointing.storage.trust import keep_to
+from checkpointing.storage.steps import list_steps, storage_of
 
 logger = logging.getLogger(__name__)
 

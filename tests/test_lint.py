@@ -47,6 +47,7 @@ def test_the_exceptions_are_known():
     }
     assert excepted == {
         "checkpointing/load/foreign.py: import pickle",
-        "checkpointing/save/door.py: from multiprocessing.connection import Connection, Listener",
+        "checkpointing/save/serving.py: from multiprocessing.connection "
+        "import Connection, Listener",
         "checkpointing/save/writer.py: from multiprocessing.connection import Listener",
     }

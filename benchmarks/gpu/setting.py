@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu.cases import Figures, Size
 from benchmarks.gpu.synthetic import data_set
 from benchmarks.support import environment, json_lines, torchrun
-from checkpointing.save.room import available_bytes
+from checkpointing.save.slots import available_bytes
 from elastic import usable_cores
 
 Sections = dict[str, dict[str, Any]]

@@ -28,7 +28,7 @@ from benchmarks.gpu.setting import (
 )
 from benchmarks.support import json_lines
 from checkpointing.load.memory import token
-from checkpointing.save.manifest import read_manifest
+from checkpointing.save.peers import read_manifest
 from checkpointing.storage.folders import of_run
 from elastic.group.job_secret import SECRET_FILE, make_secret
 from lab.local_nodes import LocalNode, LocalNodes

@@ -1,5 +1,8 @@
-"""The two collections of tensors in a checkpoint as one, where a tensor of the model is called
-model/<name>, and one of the optimizer optimizer/<name>."""
+"""The two sections of a checkpoint, model and optimizer: joint names, layout and number summary.
+
+In a joint collection a tensor of the model is called model/<name>, one of the optimizer
+optimizer/<name>. Imports no numpy: a writer process would take 0.1 s longer to start.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -18,6 +21,8 @@ from checkpointing.format.layout import (
 from checkpointing.format.plan import TensorSpec
 
 T = TypeVar("T")
+
+
 Specs = Mapping[str, TensorSpec]
 
 
@@ -63,3 +68,34 @@ def plan_input(
 def stored_by_name(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
     """Where each tensor of some files lies."""
     return {name: tensor for file in files for name, tensor in file.tensors.items()}
+
+
+_MASK = (1 << 64) - 1
+
+
+def not_finite(names: Sequence[str]) -> str:
+    """What is told of tensors that hold a number that is not finite, and must not."""
+    more = " and other tensors" if len(names) > 1 else ""
+    return f"NaN or infinity in {names[0]}{more}"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is known of the numbers of a step, or of a part of it."""
+
+    weights: int = 0
+    """Digest of the model's tensors; see bits.py [Note: digest]."""
+    moments: int = 0
+    """Digest of the optimizer's."""
+    bad: tuple[str, ...] = ()
+    """The first two tensors that hold a number that is not finite, and must not."""
+    odd: tuple[str, ...] = ()
+    """Tensors that hold one, and may."""
+
+    def __add__(self, other: "Numbers") -> "Numbers":
+        return Numbers(
+            (self.weights + other.weights) & _MASK,
+            (self.moments + other.moments) & _MASK,
+            tuple(dict.fromkeys(self.bad + other.bad))[:2],
+            tuple(dict.fromkeys(self.odd + other.odd)),
+        )

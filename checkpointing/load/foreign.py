@@ -27,14 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain, reading
 from checkpointing.format.layout import DCP_METADATA, StoredTensor, TensorMeta
 from checkpointing.format.plan import Box, TensorSpec, local_boxes
 from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES, box_view
 from checkpointing.format.untrusted import count, is_plain, printable
 from checkpointing.load.segments import Target
-from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.reading import reading
+from checkpointing.storage.steps import storage_of
 
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izer)?s?\.(?:.*\.)?(?:state\.(?P<fqn>.+)\.(?P<leaf>\w+)|param_groups\..*)"

@@ -25,13 +25,12 @@ from errno import EACCES, ELOOP, EPERM
 import numpy as np
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
-from checkpointing.save.manifest import Manifest, open_left, read_manifest
-from checkpointing.save.messages import SlotLeft
-from checkpointing.save.pulls import Pull
+from checkpointing.save.messages import Manifest, SlotLeft
+from checkpointing.save.peers import Pull, open_left, read_manifest
 from checkpointing.storage.folders import hold, living_folders, of_run
 from checkpointing.storage.interface import StoredFile
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
+from checkpointing.storage.steps import storage_of
 from checkpointing.wire import register
 
 logger = logging.getLogger(__name__)

@@ -16,20 +16,20 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
-from checkpointing.format.numbers import not_finite
 from checkpointing.format.plan import TensorSpec
+from checkpointing.format.sections import not_finite
 from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_finite
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.published import by_model_names, cure, without_copies
 from checkpointing.load.segments import Files
 from checkpointing.ranks import Ranks, failing_alike
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.source import TensorReader
 from checkpointing.storage.steps import (
     ADAPTER_CURE,
     hugging_face_tensors,
     open_step,
+    storage_of,
     stored_tensors,
 )
 

@@ -26,15 +26,15 @@ from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts,
 from checkpointing.load.reader import refuse_differences
 from checkpointing.load.segments import Files
 from checkpointing.ranks import RankError, Ranks
+from checkpointing.save.peers import Pull
 from checkpointing.save.planning import Described, unguarded
-from checkpointing.save.pulls import Pull
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import (
     list_steps,
     open_step,
     read_state,
     reading_lock,
+    storage_of,
     stored_tensors,
 )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpointing.errors import DamagedCheckpoint
+from checkpointing.errors import DamagedCheckpoint, reading
 from checkpointing.format.bits import is_finite
 from checkpointing.format.crc import BlockSums, Replica
 from checkpointing.format.layout import FileRecord, StoredTensor
@@ -19,7 +19,6 @@ from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local
 from checkpointing.load.read_plan import ALIGNMENT, Slab, Unit, intersection
 from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
-from checkpointing.storage.reading import reading
 
 _MOST_BUFFERS = 1024
 _JOB_STEPS = 16

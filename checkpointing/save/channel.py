@@ -1,20 +1,25 @@
-"""Messages between the processes of a run, over sockets that others may reach or listen in on.
+"""Authenticated messages between the processes of a run, and the secret that authenticates them.
 
-[Note: channel] Whoever listens says a random number at once; who has connected answers with one.
-Both numbers and the secret make a key for each direction, so nothing recorded of another connection
-fits. Every message follows a MAC over its number and its bytes. A stranger can therefore neither
-get in nor change, repeat, drop or swap messages on the way; only end the connection. No message is
-read before its MAC was found right, and until the first was no more than that is taken. Messages
-are typed values (wire.py): whoever does know the secret sends no code either.
+[Note: channel] The listener sends a random number at once, and the caller answers with another.
+Both numbers and the secret give a key for each direction, so a recording of another connection is
+useless. A MAC over its number and its bytes precedes every message. A stranger can neither connect
+nor change, repeat, drop or swap messages; it can only end the connection. No message is parsed
+before its MAC is verified, and the first message is at most FIRST_BYTES long. Messages are typed
+values (wire.py): even a peer that knows the secret sends no code.
 
-The MAC is AES-256-GCM's over data that is only authenticated (GMAC, NIST SP 800-38D), with the
-number as the nonce: no key sees one twice. It takes a fifth of HMAC-SHA256's time, which counts
-where a copy of every step travels to another node.
+The MAC is GMAC (AES-256-GCM over authenticated data alone, NIST SP 800-38D), with the message
+number as the nonce: a key sees each nonce once. It takes a fifth of HMAC-SHA256's time, which
+counts where a copy of every step travels to another node.
+
+docs/elastic.md says who writes the file with the job's secret, and who is trusted. This package
+imports nothing of `elastic`, and reads that file by the same rules.
 """
 
+import hashlib
 import hmac
 import os
 import socket
+import stat
 import struct
 import threading
 from contextlib import suppress
@@ -25,6 +30,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from checkpointing.errors import StorageError
+from checkpointing.storage.folders import is_private
 from checkpointing.wire import WireError, pack, unpack
 
 SILENT_SECONDS = 60
@@ -232,3 +239,32 @@ def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
 
 def _mac(key: AESGCM, number: int, data: bytes | memoryview) -> bytes:
     return key.encrypt(number.to_bytes(12), b"", data)
+
+
+# --- the secret of a job --------------------------------------------------------------------------
+
+SECRET_FILE = "PERDURE_SECRET_FILE"
+"""Environment variable: the file with the secret of this rank's job."""
+MIN_BYTES = 16
+
+
+def job_secret() -> bytes | None:
+    """What that file gives for checkpoints (32 bytes); None if the environment names none.
+
+    Raises:
+        OSError: it cannot be read.
+        StorageError: somebody else could have read or written it, or it is too short.
+    """
+    path = os.environ.get(SECRET_FILE)
+    if not path:
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status, data = os.fstat(descriptor), file.read(4096).strip()
+    if not stat.S_ISREG(status.st_mode) or not is_private(status) or len(data) < MIN_BYTES:
+        raise StorageError(
+            f"the secret of the job: {path} is no file of at least {MIN_BYTES} bytes that belongs "
+            f"to uid {os.geteuid()} and has mode 600; mend it, or name another by {SECRET_FILE}"
+        )
+    key = hashlib.sha256(data).digest()
+    return hashlib.blake2b(b"purpose checkpoints", key=key, digest_size=32).digest()

@@ -33,15 +33,15 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, assert_never
 
 from checkpointing.format.layout import TensorFile
-from checkpointing.format.numbers import Numbers, not_finite
+from checkpointing.format.sections import Numbers, not_finite
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
+from checkpointing.save.blocks import FileLayout, Grants, default_writers
 from checkpointing.save.commit import Steps, small_files
-from checkpointing.save.grants import FileLayout, Grants, default_writers
-from checkpointing.storage.filesystems import is_shared
 from checkpointing.storage.interface import NewStep
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place, location
+from checkpointing.storage.posix import is_shared
+from checkpointing.storage.steps import storage_of
 
 logger = logging.getLogger(__name__)
 

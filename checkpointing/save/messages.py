@@ -11,12 +11,10 @@ from errno import EDQUOT, ENOSPC
 from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
-from checkpointing.format.numbers import Numbers
 from checkpointing.format.plan import Nodes
-from checkpointing.format.sections import PlanInput
+from checkpointing.format.sections import Numbers, PlanInput
 from checkpointing.options import CheckpointOptions
-from checkpointing.save.manifest import Manifest
-from checkpointing.save.slots import Slots
+from checkpointing.save.slots import Ranges, Slots
 from checkpointing.storage.interface import NewStep
 from checkpointing.wire import register
 
@@ -212,6 +210,30 @@ class Close:
 
 
 FromRank = Addresses | WantSlots | Begin | Refuse | Staged | CopyFailed | Close
+
+
+@dataclass
+class Manifest:
+    """What a slot holds: one node's part of a step."""
+
+    attempt: str
+    """The same on all nodes, until the run is started again: it may come to the same step again,
+    and not to the same bits."""
+    step: int
+    committed: int | None
+    """The newest step in storage when this one was copied, or this one, once it is committed: by
+    it a restart knows that nobody has deleted or added checkpoints since."""
+    tensors: str
+    """Digest of names, dtypes, shapes and file sizes, from which follows where every byte lies."""
+    node: int
+    nodes: int
+    """Over how many nodes the step is spread."""
+    ranges: Ranges
+    """The bytes that are there."""
+    checksums: dict[str, list[int]]
+    """CRC-32 of each of the `portions` of these."""
+    state: str
+    """trainer_state.json."""
 
 
 # --- from a writer to the coordinator ------------------------------------------------------------

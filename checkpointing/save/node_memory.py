@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from checkpointing.errors import explain
-from checkpointing.format.numbers import Numbers
-from checkpointing.format.sections import PlanInput
+from checkpointing.format.sections import Numbers, PlanInput
 from checkpointing.save.blocks import NodePlan, plan_node
-from checkpointing.save.loop import Loop, give_way
-from checkpointing.save.make_slots import close_slots, give_back, make_room, make_slots
-from checkpointing.save.manifest import Manifest, copy_slot, write_manifest
-from checkpointing.save.messages import CopySlot, Go, Key, Position, Setup, SlotInUse
-from checkpointing.save.pulls import Pull
-from checkpointing.save.slots import SlotFiles, Slots
+from checkpointing.save.messages import CopySlot, Go, Key, Manifest, Position, Setup, SlotInUse
+from checkpointing.save.peers import Pull, copy_slot, write_manifest
+from checkpointing.save.serving import Loop, give_way
+from checkpointing.save.slots import SlotFiles, Slots, close_slots, give_back, make_room, make_slots
 from checkpointing.storage.folders import Folder, collect_memory, forget
 
 logger = logging.getLogger(__name__)

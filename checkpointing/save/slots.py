@@ -1,36 +1,45 @@
-"""The memory of a node that saves are copied into, and that outlives the processes that fill it.
+"""A node's slots: shared memory that saves are copied into, and that outlives its processes.
 
 [Note: slot] A slot holds what the ranks of a node contribute to one save: sparse files in shared
 memory with the names, sizes and offsets of the checkpoint's tensor files. A rank copies its pieces
-to where they lie in the finished file; a writer takes whole blocks from there, aligned as direct
-I/O wants them; and what a checkpoint's reader can read, it can read from a slot. Pages that hold no
-piece of this node take no memory.
+to where they lie in the finished file. A writer reads whole blocks from there, aligned for direct
+I/O. Code that reads a checkpoint can read a slot. Pages without a piece of this node take no
+memory.
 
     /dev/shm/perdure-<run>-<pid>-<random>/      closed to other users; see folders.py
       slot-0.manifest                   what slot 0 holds; replaced at once, never half written
-      peer-1-0/, peer-1-0.manifest      a copy of slot 0 of node 1, if asked for
-      shape.json                        for which plan the slots were made
+      peer-1-0/, peer-1-0.manifest      copy of slot 0 of node 1, with `peer_copy`
+      shape.json                        the plan that the slots are laid out for
       slot-0/model-00001-of-00004.safetensors …
 
-Memory is made once, touched in the background, and used again by every save. Where shared memory is
-small (64 MB in a container by default), the same files are anonymous and end with their writer.
+Slots are allocated once, touched in the background, and reused by every save. Where shared memory
+is too small (64 MB in a container by default), the same files are anonymous and end with their
+writer.
 
-[Note: no slots] With `slots: 0` there is one such anonymous file for each tensor file, and it is
-empty between saves. A node that takes part in a save looks first whether there is room; pages come
-as ranks copy, and go when the save has ended and all ranks of the node have copied.
+[Note: no slots] With `slots: 0` there is one anonymous file for each tensor file, empty between
+saves. A node first checks that there is room when it joins a save. Pages are allocated as ranks
+copy, and freed when the save has ended and all ranks of the node have copied.
 """
 
 import ctypes
+import json
 import mmap
 import os
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from isal.isal_zlib import crc32
 
+from checkpointing.errors import StorageError, explain
+from checkpointing.format.layout import TensorFile
 from checkpointing.format.plan import Piece, extents_of, merged
+from checkpointing.storage import folders
+from checkpointing.storage.folders import Folder
 
 _PORTION = 16 << 20
 """Bytes that are touched, copied to another node, or have a checksum of their own."""
@@ -130,3 +139,286 @@ def _populate(region: mmap.mmap, start: int, stop: int, rest: float) -> None:
         if libc.madvise(ctypes.c_void_p(begin + portion), ctypes.c_size_t(length), _POPULATE_WRITE):
             return
         time.sleep(rest * (time.monotonic() - began))
+
+
+# --- free memory ----------------------------------------------------------------------------------
+
+RESERVE = 256 << 20
+"""Bytes of memory that are left to others when slots are made."""
+
+
+def no_memory(nbytes: int) -> StorageError:
+    """What is told where not even one slot fits."""
+    return StorageError(
+        f"checkpoints are copied to memory before they are written, which takes "
+        f"{nbytes / 1e9:.2f} GB on this node; only {available_bytes() / 1e9:.2f} GB are free (and "
+        f"{RESERVE / 1e9:.2f} GB of that stay free). Use more nodes, a node with more memory, or "
+        f"checkpoint.slot_directory"
+    )
+
+
+def fitting_on_disk(nbytes: int, disk: str) -> int:
+    """How many slots fit on the disk of a directory: at least one."""
+    status = os.statvfs(disk)
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes:
+        raise StorageError(
+            f"slot_directory: {disk} has {free / 1e9:.2f} GB free; a copy of this node's part "
+            f"of a checkpoint takes {nbytes / 1e9:.2f} GB. Make room, or name another directory"
+        )
+    return free // max(1, nbytes)
+
+
+def fitting(nbytes: int, shared: Path | None, wanted: int) -> int:
+    """How many slots of `nbytes` fit into memory, and into the filesystem `shared`. Fewer than
+    `wanted` only if no more memory comes free."""
+
+    def free() -> int:
+        free = available_bytes() - RESERVE
+        if shared:
+            try:
+                status = os.statvfs(shared)
+            except OSError:
+                return 0
+            free = min(free, status.f_bavail * status.f_frsize)
+        return free
+
+    return max(0, settled(free, wanted * nbytes) // max(1, nbytes))
+
+
+SETTLE_SECONDS = 1.0
+_GROWTH = 16 << 20
+
+
+def settled(free: Callable[[], int], enough: int) -> int:
+    """Free memory, in bytes, once it is enough or has not grown for SETTLE_SECONDS. What the ranks
+    of a run before held comes back late: the kernel takes seconds for memory that GPUs knew."""
+    now = most = free()
+    since = time.monotonic()
+    while now < enough and time.monotonic() - since < SETTLE_SECONDS:
+        time.sleep(0.05)
+        now = free()
+        if now >= most + _GROWTH:
+            most, since = now, time.monotonic()
+    return now
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: what the machine has, and what its control groups
+    allow (page cache counts as free)."""
+    free = [_meminfo("MemAvailable")]
+    try:
+        _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
+        path = Path("/sys/fs/cgroup") / group.lstrip("/")
+        for level in (path, *path.parents):
+            if (level / "memory.max").exists():
+                limit = (level / "memory.max").read_text().strip()
+                if limit != "max":
+                    statistics = (level / "memory.stat").read_text().split()
+                    cache = int(statistics[statistics.index("inactive_file") + 1])
+                    used = int((level / "memory.current").read_text()) - cache
+                    free.append(int(limit) - used)
+    except (OSError, ValueError):  # no control groups, or of the first version
+        pass
+    return min(free)
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise StorageError(f"/proc/meminfo has no {key}")
+
+
+# --- making slots ---------------------------------------------------------------------------------
+
+MAKERS = 8
+"""Threads that make files of slots."""
+
+Shape = list[object]
+"""What slots are made for: plan, node, ranges."""
+
+
+def make_slots(
+    directory: str,
+    files: Mapping[str, TensorFile],
+    ranges: Ranges,
+    wanted: int,
+    plan: str,
+    node: int,
+    disk: str | None = None,
+) -> tuple[Folder | None, Slots]:
+    """Make the slots of this node, or take over those that a dead run of the same plan left.
+
+    Args:
+        directory: the checkpoint directory of the run.
+        files: all tensor files by name.
+        ranges: what this node's ranks contribute, in whole pages.
+        wanted: how many slots; 0: see [Note: no slots].
+        plan: digest of the plan.
+        node: number of this node.
+        disk: directory whose disk holds them instead, in files without a name.
+
+    Returns:
+        The folder in shared memory (None: files without a name), and the slots.
+
+    Raises:
+        StorageError: not even one fits.
+    """
+    nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
+    if not wanted:
+        return None, _no_slots(files, ranges, nbytes, disk)
+    if disk is not None:
+        return None, _slots_on_disk(files, ranges, wanted, nbytes, disk)
+    spans = {file: [list(span) for span in of_file] for file, of_file in ranges.items()}
+    shape: Shape = [plan, node, spans]
+    shared = folders.SHARED_MEMORY
+    where, why = f"in {shared}", "less than one slot is free there"
+    folder = None
+    try:
+        folder = _folder(directory, shape)
+        (folder.path / "shape.json").write_text(json.dumps(shape))
+        kept = len(list(folder.path.glob("slot-?/")))
+        count = max(kept, min(wanted, kept + fitting(nbytes, shared, wanted - kept)))
+        paths = _shared_slots(folder.path, count, files, ranges)
+    except OSError as error:  # it is not there, not for us, or was filled by others just now
+        count, why = 0, explain(error)
+    if not count:
+        if folder:
+            folders.forget(folder)
+            folder = None
+        where = f"in anonymous memory, not {where}: {why}"
+    if not count and fitting(nbytes, None, 1):
+        paths, count = [_anonymous_slot(files, ranges, None)], 1
+    if not count:
+        raise no_memory(nbytes)
+    few = f"; {wanted} were asked for, but there is no memory for more" if count < wanted else ""
+    note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB {where}{few}"
+    return folder, Slots(paths, nbytes, note, lasting=folder is not None)
+
+
+def _no_slots(
+    files: Mapping[str, TensorFile], ranges: Ranges, nbytes: int, disk: str | None
+) -> Slots:
+    if disk is None and not fitting(nbytes, None, 1):  # else the run learns of it when it is over
+        raise no_memory(nbytes)
+    try:
+        if disk is not None:
+            fitting_on_disk(nbytes, disk)
+        paths = [_anonymous_slot(files, ranges, disk, empty=True)]
+    except OSError as error:
+        raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
+    where = "memory" if disk is None else disk
+    note = f"no checkpoint slots: each save takes {nbytes / 1e6:,.1f} MB in {where} while it lasts"
+    return Slots(paths, nbytes, note, lasting=False, resident=False, transient=True)
+
+
+def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
+    """Before a transient slot is filled.
+
+    Raises:
+        StorageError: memory, or the disk, has no room for it.
+    """
+    if disk is None and available_bytes() - RESERVE < slots.nbytes:
+        raise no_memory(slots.nbytes)
+    if disk is not None:  # copying to a full disk would be the end of whoever copies
+        fitting_on_disk(slots.nbytes, disk)
+        for name, path in slots.paths[0].items():
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                for start, stop in ranges[name]:
+                    os.posix_fallocate(descriptor, start, stop - start)
+            except OSError as error:
+                raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
+            finally:
+                os.close(descriptor)
+
+
+def give_back(files: SlotFiles, ranges: Ranges) -> None:
+    """Give back what a transient slot takes."""
+    for name, spans in ranges.items():
+        region = files.maps[name]
+        for start, stop in spans:
+            with suppress(OSError):  # a filesystem without holes keeps it to the end
+                region.madvise(mmap.MADV_REMOVE, start, min(stop, len(region)) - start)
+
+
+def _slots_on_disk(
+    files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, nbytes: int, disk: str
+) -> Slots:
+    try:
+        count = min(wanted, fitting_on_disk(nbytes, disk))
+        paths = [_anonymous_slot(files, ranges, disk) for _ in range(count)]
+    except OSError as error:
+        raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
+    note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB in {disk}"
+    return Slots(paths, nbytes, note, lasting=False, resident=False)
+
+
+def _shared_slots(
+    folder: Path, count: int, files: Mapping[str, TensorFile], ranges: Ranges
+) -> list[dict[str, str]]:
+    """Files are made side by side: the kernel clears their pages with one core each."""
+
+    def make(slot: int, name: str) -> None:
+        path = folder / f"slot-{slot}" / name
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            _reserve(descriptor, files[name].size, ranges[name])
+        finally:
+            os.close(descriptor)
+
+    jobs = [(slot, name) for slot in range(count) for name in ranges]
+    with ThreadPoolExecutor(MAKERS) as pool:
+        list(pool.map(lambda job: make(*job), jobs))
+    return [{name: str(folder / f"slot-{slot}" / name) for name in ranges} for slot in range(count)]
+
+
+def _anonymous_slot(
+    files: Mapping[str, TensorFile], ranges: Ranges, disk: str | None, *, empty: bool = False
+) -> dict[str, str]:
+    """Files without a name, in memory or on the disk of a directory, reached through this process;
+    they end with it."""
+    paths = {}
+    for name, of_file in ranges.items():
+        if disk is None:
+            descriptor = os.memfd_create(Path(name).name)
+        else:
+            with tempfile.TemporaryFile(dir=disk) as opened:
+                descriptor = os.dup(opened.fileno())
+        _reserve(descriptor, files[name].size, () if empty else of_file)
+        paths[name] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return paths
+
+
+def close_slots(slots: Slots) -> None:
+    """Give files without a name back, in the process that made them."""
+    if not slots.lasting:
+        for paths in slots.paths:
+            for path in paths.values():
+                os.close(int(Path(path).name))
+
+
+def _reserve(descriptor: int, size: int, ranges: Sequence[tuple[int, int]]) -> None:
+    os.ftruncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    for start, stop in ranges:
+        os.posix_fallocate(descriptor, start, stop - start)
+
+
+def _folder(directory: str, shape: Shape) -> Folder:
+    """The folder for slots of a shape: one that a dead process of this run left, else a new one.
+    What was left for other plans is deleted."""
+    mine: Folder | None = None
+    for path in folders.of_run(directory):
+        there: Shape = [""]
+        with suppress(OSError, ValueError):
+            there = json.loads((path / "shape.json").read_text())
+        if there[0] == shape[0] and there != shape:  # that of another node, which may want it
+            continue
+        left = folders.hold(path)
+        if left and there == shape and mine is None:
+            mine = folders.take_over(left, directory)
+        elif left:
+            folders.forget(left)
+    return mine or folders.make(directory)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL
-from checkpointing.format.numbers import Numbers
 from checkpointing.format.plan import Box, Piece, extents_of
+from checkpointing.format.sections import Numbers
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position
 from checkpointing.save.slots import SlotFiles, Slots, ranges_of

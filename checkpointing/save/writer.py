@@ -22,18 +22,17 @@ from multiprocessing.connection import Listener  # noqa: TID251  # read by a Cha
 from typing import TypeVar, assert_never
 
 from checkpointing.errors import StorageError, explain
-from checkpointing.format.numbers import Numbers
+from checkpointing.format.sections import Numbers
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import StoppedError, write_blocks
 from checkpointing.save.channel import Channel, call
 from checkpointing.save.coordinator import Coordinator
-from checkpointing.save.door import Door, send
-from checkpointing.save.loop import Loop, give_way
-from checkpointing.save.manifest import Manifest
+from checkpointing.save.messages import Manifest
 from checkpointing.save.node_memory import Filling, Made, NodeMemory
-from checkpointing.save.pulls import Puller, serve_pulls
-from checkpointing.storage.kinds import storage_of
+from checkpointing.save.peers import Puller, serve_pulls
+from checkpointing.save.serving import Door, Loop, give_way, send
 from checkpointing.storage.place import location
+from checkpointing.storage.steps import storage_of
 from checkpointing.wire import unpack
 
 logger = logging.getLogger(__name__)

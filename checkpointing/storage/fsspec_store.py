@@ -17,7 +17,7 @@ import tenacity
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.storage.objects import ObjectStat, Upload
+from checkpointing.storage.interface import ObjectStat, Upload
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.posix import is_transient
 
@@ -34,7 +34,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class FsspecStore:
-    """See `checkpointing.storage.objects.Store`."""
+    """See `checkpointing.storage.interface.Store`."""
 
     def __init__(self, protocol: str) -> None:
         self._files = fsspec.filesystem(protocol, use_listings_cache=False)

@@ -1,13 +1,13 @@
-"""Steps in an object store: how one is written, deleted, and what the dead left is collected.
+"""Steps in an object store: writing, deletion, and collection of what dead processes left.
 
 [Note: markers]
-  step-00001000/…               the objects of a step; it is committed once index.json is there
-  step-00001000.tmp-<owner>     an empty object: <owner> writes what lies under step-00001000/
-  step-00001000.trash-<owner>   likewise: <owner> deletes it
-As nothing can be renamed, objects have their final names from the start, and index.json alone makes
-them a checkpoint. It is put with the condition that there is none, so that of several processes
-that write the same step one at most commits it. Markers say who is at work; a process that takes
-over removes those of others, and who finds its own marker gone neither commits nor cleans up.
+  step-00001000/…               the objects of a step; committed once index.json exists
+  step-00001000.tmp-<owner>     an empty object: <owner> writes below step-00001000/
+  step-00001000.trash-<owner>   an empty object: <owner> deletes the step
+Nothing can be renamed, so objects have their final names from the start, and index.json alone makes
+them a checkpoint. It is written on the condition that none exists: of several processes that write
+the same step, at most one commits it. Markers name the process at work. A process that takes over
+removes the markers of others; one that misses its own marker neither commits nor cleans up.
 """
 
 import errno
@@ -18,18 +18,50 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, TensorFile, parse_step
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.clients import store_of
-from checkpointing.storage.interface import FileWriter
-from checkpointing.storage.objects import ObjectStat, Store, Upload
-from checkpointing.storage.owners import is_alive, is_owner, owner
+from checkpointing.storage.interface import FileWriter, ObjectStat, Store, Upload
+from checkpointing.storage.ownership import is_alive, is_owner, owner
 from checkpointing.storage.place import ObjectPath
 from checkpointing.wire import register
 
 logger = logging.getLogger(__name__)
+
+
+# --- clients --------------------------------------------------------------------------------------
+
+
+def store_of(path: ObjectPath) -> Store:
+    """The client that this process has for a path.
+
+    Raises:
+        StorageError: a package is missing; says which.
+    """
+    # Connections and threads of a client do not survive a fork.
+    return _store(path.protocol, os.getpid())
+
+
+@cache
+def _store(protocol: str, process: int) -> Store:
+    try:
+        if protocol in ("s3", "s3a"):
+            from checkpointing.storage.s3 import S3
+
+            return S3()
+        from checkpointing.storage.fsspec_store import FsspecStore
+
+        return FsspecStore(protocol)
+    except ImportError as error:
+        package = "'perdure[s3]'" if protocol in ("s3", "s3a") else error.name
+        raise StorageError(
+            f"{protocol}:// needs {error.name}, which is not installed: pip install {package}"
+        ) from error
+
+
+# --- steps ----------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 6 * 3600
 """What another machine has written, whose processes cannot be seen from here, counts as left behind

@@ -1,10 +1,23 @@
-"""Files of a filesystem: exact reads and writes, what reaches the disk when, which errors are tried
-again."""
+"""Files of a filesystem: exact reads and writes, durability, retries, kinds and locks.
+
+[Note: readers] Any user who may read a file may lock it, and could hold up a run for ever. So the
+lock is on a file that only the user who trains can open: `.reading` in the checkpoint directory,
+mode 0600. Its byte n stands for step n. Readers share the lock; retention takes it exclusively.
+Other users read without a lock, and a step may be deleted under them. A lock delays, and never
+damages a step: readers wait LOCK_SECONDS at most, retention not at all.
+
+The locks are Linux's open file description locks: the kernel drops them with their process, and one
+process may hold several. NFS forwards them.
+"""
 
 import errno
+import fcntl
 import logging
 import os
+import shutil
 import stat
+import struct
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +25,11 @@ from typing import Any
 
 import tenacity
 
-from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.storage.trust import Trusted, open_to_read
+from checkpointing.format.layout import BLOCK_BYTES, parse_step
+from checkpointing.storage.ownership import Trusted, open_to_read
 
 logger = logging.getLogger(__name__)
+
 
 TRANSIENT = frozenset(
     {
@@ -215,3 +229,105 @@ def sync_directory(path: Path) -> None:
 def block_buffer(size: int) -> memoryview:
     """A buffer for any block of a file of `size` bytes."""
     return memoryview(bytearray(min(size, BLOCK_BYTES)))
+
+
+# --- kinds of filesystems -------------------------------------------------------------------------
+
+STRIPE_BYTES = "16M"
+"""Lustre stripe size: a block of ours lies on one storage target."""
+
+PREALLOCATING = {"ext4", "xfs", "btrfs", "tmpfs"}
+"""Filesystems that reserve space at once; where the C library would have to write zeros instead,
+nothing is reserved."""
+
+SHARED = {"lustre", "nfs", "nfs4", "cifs", "smb3", "beegfs", "gpfs", "ceph", "wekafs", "9p"}
+"""Filesystems that several nodes mount."""
+
+
+def filesystem(path: Path) -> str:
+    """Type of the filesystem that holds `path`, as in /proc/self/mountinfo ("ext4", "lustre",
+    "fuse.glusterfs", …), behind symbolic links; "" where that cannot be told. `path` need not exist
+    yet."""
+    path = Path(os.path.realpath(path))
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    best, kind = -1, ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].encode().decode("unicode_escape")
+        if path.is_relative_to(point) and len(point) >= best:  # of equal ones the last is on top
+            best, kind = len(point), after.split()[0]
+    return kind
+
+
+def is_shared(kind: str) -> bool:
+    """Whether a filesystem of this type is one that several nodes write to."""
+    return kind in SHARED or kind.startswith("fuse.")
+
+
+def stripe(directory: Path) -> None:
+    """Ask Lustre to spread files in `directory` over a few storage targets, by `lfs` if it is
+    installed. A hint: failure is logged."""
+    tool = shutil.which("lfs")
+    if tool is None:
+        logger.info(
+            "%s is on Lustre, but there is no lfs: files get the default stripes", directory
+        )
+        return
+    command = [tool, "setstripe", "-c", "4", "-S", STRIPE_BYTES, str(directory)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    if result.returncode:
+        logger.warning("%s failed: %s", " ".join(command), result.stderr.strip())
+
+
+# --- locks of readers -----------------------------------------------------------------------------
+
+LOCK_FILE = ".reading"
+LOCK_SECONDS = 5.0
+_FLOCK = "hhqqi"
+"""struct flock: type, whence, start, length, process."""
+
+
+def open_lock(directory: Path, *, make: bool) -> int | None:
+    """A descriptor of the lock file; None where there is none of this user.
+
+    Args:
+        directory: of the checkpoints.
+        make: it, if it is not there.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(directory / LOCK_FILE, flags | (os.O_CREAT if make else 0), 0o600)
+    except OSError:  # another user's, or not there, or a directory that cannot be written
+        return None
+    found = os.fstat(descriptor)
+    if found.st_mode & 0o077 or found.st_uid not in Trusted((), directory):
+        os.close(descriptor)  # others can lock that, too
+        return None
+    return descriptor
+
+
+def make_lock(directory: Path) -> None:
+    """Make the lock file, if it is not there: for readers, before there is a step to read."""
+    descriptor = open_lock(directory, make=True)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int | None, step: Path, *, alone: bool) -> bool:
+    """Whether a step could be locked, to read it or (`alone`) to delete it. Where there are no
+    locks, always."""
+    number = parse_step(step.name)
+    if descriptor is None or number is None:
+        return True
+    kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
+    try:
+        call = struct.pack(_FLOCK, kind, os.SEEK_SET, number, 1, 0)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, call)
+    except (BlockingIOError, PermissionError):
+        return False
+    except (OSError, AttributeError, struct.error) as error:
+        logger.debug("%s: no locks on this filesystem: %s", step.parent, error)
+    return True

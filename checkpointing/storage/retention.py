@@ -15,9 +15,8 @@ from checkpointing.errors import (
 )
 from checkpointing.format.layout import LATEST, parse_step
 from checkpointing.options import CheckpointOptions
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
-from checkpointing.storage.steps import latest, list_steps, open_step, step_state
+from checkpointing.storage.steps import latest, list_steps, open_step, step_state, storage_of
 
 logger = logging.getLogger(__name__)
 

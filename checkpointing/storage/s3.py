@@ -34,7 +34,7 @@ from botocore.exceptions import (
 
 from checkpointing.errors import StorageError
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.storage.objects import ObjectStat, Upload
+from checkpointing.storage.interface import ObjectStat, Upload
 from checkpointing.storage.place import ObjectPath
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class UploadGoneError(StorageError):
 
 
 class S3:
-    """See `checkpointing.storage.objects.Store`."""
+    """See `checkpointing.storage.interface.Store`."""
 
     def __init__(self) -> None:
         config = Config(

@@ -1,5 +1,4 @@
-"""The steps in a checkpoint directory, read without torch: which there are, which are good, what
-is in them."""
+"""The steps in a checkpoint directory, read without torch: which exist, are good, and hold what."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from checkpointing.errors import (
     DamagedCheckpoint,
     StorageError,
     UnreadableCheckpoint,
+    reading,
 )
 from checkpointing.format.layout import (
     ADAPTER,
@@ -35,11 +35,23 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import MAX_JSON_BYTES, printable
-from checkpointing.storage.interface import NewStep, StoredFile
-from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.place import P, Place
+from checkpointing.storage.interface import NewStep, Storage, StoredFile
+from checkpointing.storage.place import ObjectPath, P, Place
 from checkpointing.storage.posix import block_buffer
-from checkpointing.storage.reading import reading
+from checkpointing.storage.posix_storage import PosixStorage
+
+_POSIX: Storage[Any] = PosixStorage()
+
+
+def storage_of(place: P) -> Storage[P]:
+    """The storage that holds a file or directory."""
+    storage = _POSIX
+    if isinstance(place, ObjectPath):
+        from checkpointing.storage.object_storage import ObjectStorage  # few runs need it
+
+        storage = ObjectStorage()
+    return storage
+
 
 MAX_POINTER_BYTES = 4096
 

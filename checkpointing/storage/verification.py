@@ -4,7 +4,7 @@ checkpoint: anybody can write a record that agrees with its files. Reads without
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint, reading
 from checkpointing.format.layout import (
     BLOCK_BYTES,
     DTYPE_BYTES,
@@ -13,9 +13,7 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place
-from checkpointing.storage.reading import reading
 from checkpointing.storage.source import CheckedBlocks
 from checkpointing.storage.steps import (
     CommittedStep,
@@ -24,6 +22,7 @@ from checkpointing.storage.steps import (
     read_record,
     reading_lock,
     step_state,
+    storage_of,
     stored_tensors,
 )
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32
 
-from checkpointing.errors import CheckpointError, explain
+from checkpointing.errors import CheckpointError, explain, reading
 from checkpointing.format.bits import is_finite
 from checkpointing.format.layout import (
     ADAPTER,
@@ -42,9 +42,7 @@ from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp
-from checkpointing.storage.beside import OURS, beside_weights, is_weights
-from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.owners import is_alive, owner
+from checkpointing.storage.ownership import is_alive, owner
 from checkpointing.storage.place import Place, local, location
 from checkpointing.storage.posix import (
     opened,
@@ -54,9 +52,15 @@ from checkpointing.storage.posix import (
     write_file,
     write_files,
 )
-from checkpointing.storage.reading import reading
-from checkpointing.storage.source import Source, TensorReader, open_source
-from checkpointing.storage.steps import ADAPTER_CURE
+from checkpointing.storage.source import (
+    OURS,
+    Source,
+    TensorReader,
+    beside_weights,
+    is_weights,
+    open_source,
+)
+from checkpointing.storage.steps import ADAPTER_CURE, storage_of
 from checkpointing.tools.inspect import find_source, human_bytes
 from checkpointing.tools.merge import Merged, open_adapter
 

@@ -25,7 +25,6 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
-from checkpointing.storage.kinds import storage_of
 from checkpointing.storage.place import Place, location
 from checkpointing.storage.retention import (
     Decision,
@@ -44,6 +43,7 @@ from checkpointing.storage.steps import (
     list_steps,
     open_step,
     step_state,
+    storage_of,
     stored_tensors,
 )
 from checkpointing.storage.verification import is_damage, verify_step

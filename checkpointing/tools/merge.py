@@ -6,16 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from checkpointing.errors import DamagedCheckpoint, WrongModel
+from checkpointing.errors import DamagedCheckpoint, WrongModel, reading
 from checkpointing.format.layout import StoredTensor
 from checkpointing.format.nf4 import BLOCK, NF4, rounded
 from checkpointing.format.peft import CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable
 from checkpointing.load.published import by_model_names
-from checkpointing.storage.kinds import storage_of
-from checkpointing.storage.reading import reading
 from checkpointing.storage.source import Source, TensorReader
+from checkpointing.storage.steps import storage_of
 
 PIECE_ELEMENTS = 1 << 20
 """Elements of a weight that are added to at a time, in whole rows; at least one."""

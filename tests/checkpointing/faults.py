@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpointing import TensorCheckpointer
 from checkpointing.load.memory import TOKEN
 from checkpointing.storage.folders import living_folders, of_run
-from checkpointing.storage.locks import LOCK_FILE
+from checkpointing.storage.posix import LOCK_FILE
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
 
 _PATTERN = torch.arange(251, dtype=torch.uint8)

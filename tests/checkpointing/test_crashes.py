@@ -22,7 +22,7 @@ from checkpointing.load.memory import TOKEN
 from checkpointing.save import staging
 from checkpointing.save.link import Link
 from checkpointing.save.messages import Begin, Staged
-from checkpointing.storage.locks import LOCK_FILE
+from checkpointing.storage.posix import LOCK_FILE
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.faults import (
     Job,

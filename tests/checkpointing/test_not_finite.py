@@ -20,7 +20,7 @@ from checkpointing import (
     load_model,
 )
 from checkpointing.format.bits import digest_and_finite
-from checkpointing.format.numbers import Numbers
+from checkpointing.format.sections import Numbers
 from tests.checkpointing.worlds import STRATEGIES, run_ranks, spread, whole_state
 
 FINITE = {"w"}

@@ -18,11 +18,11 @@ from checkpointing.format.plan import Layout, Split, TensorSpec
 from checkpointing.format.sections import plan_input
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
-from checkpointing.save.manifest import Manifest
+from checkpointing.save.messages import Manifest
 from checkpointing.save.slots import Slots
 from checkpointing.storage.object_storage import NewObjectStep
 from checkpointing.storage.place import ObjectPath
-from checkpointing.storage.posix_step import NewPosixStep
+from checkpointing.storage.posix_storage import NewPosixStep
 from checkpointing.wire import MAX_NESTING, WireError, pack, unpack
 
 LAYOUT = Layout((0, 1, 2, 3), (2, 2), (Split(None), Split(0, 2)))

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.support import json_lines
 from checkpointing.load.memory import token
-from checkpointing.save.manifest import read_manifest
+from checkpointing.save.peers import read_manifest
 from checkpointing.storage.folders import living_folders
 from elastic.process import die_with_parent
 

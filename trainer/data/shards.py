@@ -38,7 +38,7 @@ from checkpointing.format.untrusted import (
     count,
     read_object,
 )
-from checkpointing.storage.filesystems import filesystem, is_shared
+from checkpointing.storage.posix import filesystem, is_shared
 
 FORMAT, FORMAT_OF_CHATS = 1, 2
 KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}

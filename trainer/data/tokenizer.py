@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from checkpointing.format.untrusted import read_object
-from checkpointing.storage.beside import MOST_BYTES
+from checkpointing.storage.source import MOST_BYTES
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
-from checkpointing.storage.beside import MOST_BYTES
+from checkpointing.storage.source import MOST_BYTES
 from elastic.node.files import read_bytes
 from trainer.models.family import Family, family_of
 from trainer.recipe import RecipeError

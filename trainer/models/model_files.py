@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
-from checkpointing.storage.beside import beside_weights
+from checkpointing.storage.source import beside_weights
 from trainer.data.tokenizer import parse_tokenizer, start_ids
 from trainer.models.family import Family
 from trainer.models.hf import ConfigError, config_json, generation_config_json, tokenizer_files

@@ -17,7 +17,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from checkpointing import SaveOutcome
-from checkpointing.storage.trust import Trusted
+from checkpointing.storage.ownership import Trusted
 from elastic import LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole

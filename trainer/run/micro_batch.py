@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.save.room import available_bytes
+from checkpointing.save.slots import available_bytes
 from elastic import World
 from elastic.node.exchange import received
 from elastic.node.files import read_text, write_whole

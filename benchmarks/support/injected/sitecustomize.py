@@ -12,7 +12,7 @@ from typing import Any
 TIMED = {
     "hmac": ("compare_digest",),
     "checkpointing.save.channel": ("_mac",),
-    "checkpointing.save.manifest": ("_mac",),
+    "checkpointing.save.peers": ("_mac",),
     "checkpointing.load.memory": ("check",),
     "elastic.group.job_secret": ("read_secret", "_keyed"),
     "elastic.node.agent": ("descends",),

@@ -24,9 +24,8 @@ from checkpointing import tensor_checkpointer as checkpointer_module
 from checkpointing.load import restore
 from checkpointing.load.memory import TOKEN, LeftSlot, check, make_token, newest_whole, token
 from checkpointing.save.link import Link
-from checkpointing.save.manifest import Manifest, open_left, read_manifest
-from checkpointing.save.messages import Staged
-from checkpointing.storage.filesystems import filesystem
+from checkpointing.save.messages import Manifest, Staged
+from checkpointing.save.peers import open_left, read_manifest
 from checkpointing.storage.folders import (
     SHARED_MEMORY,
     forget,
@@ -34,6 +33,7 @@ from checkpointing.storage.folders import (
     living_folders,
     run_id,
 )
+from checkpointing.storage.posix import filesystem
 from tests.checkpointing.faults import children, left_in_memory, until
 from tests.checkpointing.worlds import local, run_ranks, same_bits, save_now, spread, whole_state
 from tests.distributed.jobs import soak

@@ -29,7 +29,7 @@ from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_rea
 from checkpointing.load.segments import Files
 from checkpointing.load.window import Window, make_window, remove_window
 from checkpointing.ranks import Ranks
-from checkpointing.storage.kinds import storage_of
+from checkpointing.storage.steps import storage_of
 from tests.checkpointing.format.test_plan import worlds
 from tests.checkpointing.worlds import STRATEGIES, local, run_ranks, same_bits, spread, whole_state
 

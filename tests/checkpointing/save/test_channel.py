@@ -11,7 +11,7 @@ from multiprocessing.connection import Client, Listener
 import pytest
 
 from checkpointing.errors import StorageError
-from checkpointing.save import pulls
+from checkpointing.save import peers
 from checkpointing.save.channel import (
     MAC_BYTES,
     NONCE_BYTES,
@@ -178,7 +178,7 @@ def test_another_user_who_knows_the_secret_does_not_get_in():
 def test_who_falls_silent_is_not_waited_for(monkeypatch):
     """A pull ends when nothing comes. Whether the other side takes what it is sent, and whether its
     machine is still there, the kernel is asked to find out."""
-    monkeypatch.setattr(pulls, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(peers, "SILENT_SECONDS", 0.5)
     listener, welcomed = Listener(("127.0.0.1", 0)), []
 
     def listen():
@@ -186,7 +186,7 @@ def test_who_falls_silent_is_not_waited_for(monkeypatch):
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
-    puller = pulls.Puller([listener.address], SECRET)
+    puller = peers.Puller([listener.address], SECRET)
     with pytest.raises(StorageError, match=r"node 0 does not send its part of a: .*for too long"):
         list(puller(0, SlotInUse(0), "a", [(0, 1)]))
     thread.join(10)

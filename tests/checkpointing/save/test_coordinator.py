@@ -25,8 +25,8 @@ from checkpointing.format.layout import BLOCK_BYTES, TensorFile
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import commit, coordinator
 from checkpointing.save import messages as msg
+from checkpointing.save.blocks import UNIT_BLOCKS
 from checkpointing.save.coordinator import Coordinator
-from checkpointing.save.grants import UNIT_BLOCKS
 
 NODES = 3
 SAVE_SECONDS = 25.0

@@ -20,11 +20,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.support.trace import at_once, read_trace, writes
 from checkpointing import CheckpointOptions, SaveFailed, StorageError, TensorCheckpointer
-from checkpointing.save import pulls
+from checkpointing.save import peers
 from checkpointing.save.channel import welcome
 from checkpointing.save.messages import SlotInUse
-from checkpointing.save.pulls import Puller, serve_pulls
-from checkpointing.storage.posix_step import NewPosixStep, PosixWriter
+from checkpointing.save.peers import Puller, serve_pulls
+from checkpointing.storage.posix_storage import NewPosixStep, PosixWriter
 from tests.checkpointing.faults import FOLDER
 from tests.checkpointing.stored import digests
 from tests.checkpointing.worlds import run_ranks, save_now, whole_state
@@ -239,7 +239,7 @@ def test_bytes_of_another_save_are_not_sent(bundle, monkeypatch):
     """A writer that was started again in the middle of a save has its ranks' slot, but not what
     that save is to hold. Who asks for it goes on with others, and who has taken only a part of what
     it asked for never meets the rest."""
-    monkeypatch.setattr(pulls, "BUNDLE_BYTES", bundle)
+    monkeypatch.setattr(peers, "BUNDLE_BYTES", bundle)
     secret, mine = b"secret", (7, 1)
     listener = Listener(("127.0.0.1", 0))
 

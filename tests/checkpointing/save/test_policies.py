@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointing import CheckpointOptions, StorageError, TensorCheckpointer
-from checkpointing.save import room
-from checkpointing.save.room import RESERVE
+from checkpointing.save import slots
+from checkpointing.save.slots import RESERVE
 from checkpointing.storage import folders
 from tests.checkpointing.faults import children, load, parts, plant
 from tests.checkpointing.worlds import run_ranks, save_now
@@ -275,8 +275,8 @@ def test_memory_that_is_still_coming_free_is_waited_for(steps, enough):
         return last[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "SETTLE_SECONDS", 0.12)
-        found = room.settled(free, enough << 27)
+        patch.setattr(slots, "SETTLE_SECONDS", 0.12)
+        found = slots.settled(free, enough << 27)
     assert found == next((size for size in sizes if size >= enough << 27), sizes[-1])
 
 

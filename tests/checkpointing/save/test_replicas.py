@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from checkpointing import Checkpointer
-from checkpointing.save.replicas import LEAST, STRIDE, tell
+from checkpointing.save.planning import LEAST, STRIDE, tell
 from tests.checkpointing.worlds import run_ranks
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
-from checkpointing.save import door
 from checkpointing.save import messages as msg
+from checkpointing.save import serving
 from checkpointing.save.channel import StrangerError, call
 from checkpointing.save.messages import SlotInUse
-from checkpointing.save.pulls import Puller
+from checkpointing.save.peers import Puller
 from checkpointing.save.writer import ALONE_SECONDS, Writer
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_is_lost_is_given_no_slots(tmp_path):
 
 
 def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(door, "WELCOME_SECONDS", 1)
+    monkeypatch.setattr(serving, "WELCOME_SECONDS", 1)
     writer, _, _ = node_1(tmp_path)
     listener = Listener(("127.0.0.1", 0))
     writer.door.listen(listener)

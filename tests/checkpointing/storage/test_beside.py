@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from checkpointing.storage import beside
-from checkpointing.storage.beside import beside_weights
+from checkpointing.storage import source
+from checkpointing.storage.source import beside_weights
 
 
 def fill(folder, *names):
@@ -52,8 +52,8 @@ def test_links_lead_nowhere_but_to_where_the_hub_has_its_files(tmp_path):
 
 @pytest.mark.parametrize(("most", "count"), [(4, 9), (99, 2)])
 def test_of_too_much_the_largest_is_left_out(tmp_path, monkeypatch, most, count):
-    monkeypatch.setattr(beside, "MOST_BYTES", most)
-    monkeypatch.setattr(beside, "MOST_FILES", count)
+    monkeypatch.setattr(source, "MOST_BYTES", most)
+    monkeypatch.setattr(source, "MOST_FILES", count)
     fill(tmp_path, "a", "abc", "ab")
     files, left = beside_weights(tmp_path)
     assert files == {"a": b"a", "ab": b"ab"}

@@ -38,10 +38,9 @@ from checkpointing.format.layout import (
     json_bytes,
     lay_out,
 )
-from checkpointing.storage import clients
-from checkpointing.storage.claim import hold
-from checkpointing.storage.clients import store_of
-from checkpointing.storage.object_storage import NewObjectStep, ObjectStorage
+from checkpointing.save.commit import hold
+from checkpointing.storage import object_storage
+from checkpointing.storage.object_storage import NewObjectStep, ObjectStorage, store_of
 from checkpointing.storage.place import ObjectPath, location
 from checkpointing.storage.steps import (
     list_steps,
@@ -153,10 +152,10 @@ def server() -> Iterator[Proxy]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        clients._store.cache_clear()
+        object_storage._store.cache_clear()
         boto3.session.Session().client("s3").create_bucket(Bucket="bucket")
         yield proxy
-        clients._store.cache_clear()
+        object_storage._store.cache_clear()
     proxy.shutdown()
     proxy.server_close()
     store.kill()
@@ -528,7 +527,7 @@ def test_imports_are_lazy(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-import checkpointing.options, checkpointing.storage.kinds, checkpointing.storage.retention
+import checkpointing.options, checkpointing.storage.steps, checkpointing.storage.retention
 from checkpointing.storage.steps import list_steps
 from checkpointing.storage.place import location
 assert list_steps(Path(sys.argv[1])) == [] and location("s3://bucket/x").name == "x"

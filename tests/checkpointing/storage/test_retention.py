@@ -25,10 +25,10 @@ from checkpointing import (
     WrongModel,
     newest_checkpoint,
 )
+from checkpointing.save.commit import hold
 from checkpointing.storage import posix_storage
-from checkpointing.storage.claim import hold
-from checkpointing.storage.locks import make_lock
-from checkpointing.storage.owners import owner
+from checkpointing.storage.ownership import owner
+from checkpointing.storage.posix import make_lock
 from checkpointing.storage.posix_storage import PosixStorage
 from checkpointing.storage.retention import (
     Found,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpointing import CheckpointOptions, DamagedCheckpoint, StorageError, TensorCheckpointer
-from checkpointing.storage import trust
+from checkpointing.storage import ownership
 from checkpointing.storage.steps import open_step
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.stored import digests, write_checkpoint
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="other users' files ta
 
 @pytest.fixture(autouse=True)
 def no_rules_are_left(monkeypatch):
-    monkeypatch.setattr(trust, "_rules", {})
+    monkeypatch.setattr(ownership, "_rules", {})
 
 
 def step(directory, number, owner=0, value=0.0):

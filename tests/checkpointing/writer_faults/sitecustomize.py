@@ -114,9 +114,9 @@ if "root" in faults:
             os.supports_dir_fd.add(watcher)
         setattr(os, name, watcher)
 if "shared_memory" in faults:
-    from checkpointing.save import room
+    from checkpointing.save import slots
     from checkpointing.storage import folders
 
     folders.SHARED_MEMORY = Path(faults["shared_memory"])
     if "free" in faults:
-        room.available_bytes = lambda: faults["free"]
+        slots.available_bytes = lambda: faults["free"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from checkpointing import StorageError
-from checkpointing.save.secret import job_secret
+from checkpointing.save.channel import job_secret
 from elastic.group.job_claim import claim_key
 from elastic.group.job_secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.group.member import Member

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from checkpointing.save.grants import default_writers
+from checkpointing.save.blocks import default_writers
 from trainer.cli.main import _parser
 from trainer.run.preflight import default_ranks
 

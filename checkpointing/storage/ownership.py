@@ -1,30 +1,93 @@
-"""The users whose steps are loaded.
+"""Whose a file is: the process that wrote it, if it still lives, and the user, if trusted.
 
-[Note: trust] Who may write to a checkpoint directory can put a step there, and its weights would be
-trained on. So a run takes only steps of its own user, of root, and of those that `checkpoint.trust`
-names. The rule belongs to the directory: a process that trains names it once, and every read of a
-step below it keeps to it. Each part of a path is opened without following links, and the owner is
-asked of what is open, so nothing can be exchanged in between. A second name of a file (a hard link,
-as backups make them) changes nothing: only a trusted user can put it into a trusted user's
-directory, as steps are written closed to the group.
+[Note: owner] An owner is a process, as <host>-<machine>-<pid>-<start>. `start` is its start time;
+`machine` identifies this boot of this machine and its process namespace. On that machine they tell
+whether the owner still lives, even after its process id was reused.
 
-A directory that a user names to be read, such as `model.init_from`, has no rule.
+[Note: trust] A user who can write to a checkpoint directory can put a step there, whose weights
+would be trained on. So a run reads only steps of its own user, of root, and of the users that
+`checkpoint.trust` names. The rule belongs to the directory: a process that trains sets it once, and
+every read of a step below it obeys. Each part of a path is opened without following links, and the
+owner is that of the open descriptor, so nothing can be exchanged in between. A hard link, as
+backups make them, changes nothing: steps are written closed to the group, so only a trusted user
+can place one in a trusted user's directory.
+
+A directory that a user names for reading, such as `model.init_from`, has no rule.
 """
 
 import errno
 import grp
+import hashlib
 import os
 import pwd
+import re
+import socket
 import stat
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from checkpointing.errors import UnreadableCheckpoint
 from checkpointing.format.layout import parse_step
 from checkpointing.storage.place import Place
+
+# --- processes ------------------------------------------------------------------------------------
+
+_OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
+
+
+def owner() -> str:
+    """This process, in the form that names of directories carry."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
+    return f"{host}-{machine()}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def is_alive(name: str) -> bool | None:
+    """Whether the owner at the end of a name lives; None if it is on another machine, or there is
+    no owner in the name."""
+    match = _OWNER.fullmatch(name)
+    if match is None or match["machine"] != machine():
+        return None
+    return _start_time(int(match["pid"])) == int(match["start"])
+
+
+def is_owner(name: str, owners: Collection[str]) -> bool:
+    """Whether one of these is the owner at the end of a name."""
+    return any(bool(_OWNER.fullmatch(one)) and name.endswith(f"-{one}") for one in owners)
+
+
+@cache
+def machine() -> str:
+    """Stands for this boot of this machine and this process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        boot, namespace = "", ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot} {namespace}".encode()).hexdigest()[:8]
+
+
+def _start_time(pid: int) -> int | None:
+    """Start of a living process, in clock ticks since boot (0 where /proc does not tell); None if
+    there is no such process."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:  # it lives, under another user
+        pass
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = status.rpartition(")")[2].split()  # the name before it may hold spaces
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+# --- users ----------------------------------------------------------------------------------------
 
 GROUP = "group"
 OVERFLOW = 65534
